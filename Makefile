@@ -1,0 +1,37 @@
+# make demo | test | test-all | lint | bench.   PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+DEMO_PROMPTS = "a large red circle on a plain sky background" \
+               "a small yellow star left of a large blue square on a striped mint background" \
+               "a small white cross inside a large green circle on a dotted pink background" \
+               "three small purple diamonds on a gradient sand background"
+
+.PHONY: demo test test-all lint bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[eval,dev]' --constraint constraints.txt
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m ''
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/visual-spec bench
+
+clean:
+	rm -rf .venv build demo *.egg-info

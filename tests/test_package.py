@@ -1,0 +1,151 @@
+"""The package as a whole: what importing costs, and who may import whom."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import visual_spec
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "visual_spec"
+
+# What each sub-package may import from ours. `data` imports nothing, so that a data set never depends on a model.
+BELOW = {
+    "kernels": set(),
+    "models": {"kernels"},
+    "samplers": {"models", "kernels"},
+    "pipelines": {"samplers", "models", "kernels"},
+    "data": set(),
+    "training": {"models", "kernels", "data"},
+    "eval": {"pipelines", "samplers", "models", "kernels", "data"},
+}
+
+
+def run_python(code: str) -> str:
+    """Standard output of a fresh interpreter, outside of the repository, that finds the package."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of the modules of ours that a file imports, at any level of nesting."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively; imports across sub-packages are absolute"
+            # `from visual_spec.models import llamagen` names a module, `... import TokenGrid` does not; both count.
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return {name for name in names if name.split(".")[0] == "visual_spec"}
+
+
+def test_import_is_fast_and_loads_nothing_heavy():
+    code = """
+import sys, time
+start = time.process_time()  # not the wall clock: other work on the machine does not count
+import visual_spec
+import visual_spec.pipelines
+seconds = time.process_time() - start
+heavy = {"torch", "diffusers", "transformers", "numpy", "PIL", "huggingface_hub"} & set(sys.modules)
+assert not heavy, heavy
+print(seconds)
+"""
+    assert min(float(run_python(code)) for _ in range(3)) < 0.1
+
+
+def test_import_touches_no_disk_and_no_network():
+    code = """
+import os, sys
+events = []
+def watch(event, args):
+    if event == "open" and args[2] is not None and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        events.append((event, args))
+    elif event.split(".")[0] in ("socket", "subprocess", "shutil") or event in ("os.mkdir", "os.remove", "os.rename"):
+        events.append((event, args))
+sys.addaudithook(watch)
+import visual_spec, visual_spec.cli, visual_spec.pipelines, visual_spec.pipelines.embedded
+assert not events, events
+"""
+    run_python(code)
+
+
+def test_command_line_answers_without_torch():
+    code = """
+import sys
+from visual_spec.cli import main
+try:
+    main(["generate", "--help"])
+except SystemExit as stop:
+    assert stop.code == 0
+assert main(["models"]) == 0
+assert "torch" not in sys.modules
+"""
+    assert "--compare" in run_python(code)
+
+
+@pytest.mark.parametrize("name", visual_spec.__all__)
+def test_public_names_resolve(name):
+    assert getattr(visual_spec, name) is getattr(visual_spec, name)
+    assert name in dir(visual_spec)
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(AttributeError, match="no attribute 'Sampler'; it has AutoregressiveSampler"):
+        visual_spec.Sampler  # noqa: B018
+
+
+@pytest.mark.parametrize("sub_package", sorted(BELOW))
+def test_dependencies_point_down_only(sub_package):
+    allowed = {f"visual_spec.{name}" for name in BELOW[sub_package] | {sub_package}}
+    for path in sorted((PACKAGE / sub_package).rglob("*.py")):
+        for name in imported_modules(path) - {"visual_spec"}:
+            top = ".".join(name.split(".")[:2])
+            assert top in allowed, f"{path.relative_to(ROOT)} imports {name}; allowed are {sorted(allowed)}"
+
+
+def test_no_package_is_left_out_of_the_dependency_rules():
+    folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
+    assert folders <= set(BELOW)
+
+
+def test_samplers_know_the_protocol_and_no_concrete_model():
+    for path in sorted((PACKAGE / "samplers").rglob("*.py")):
+        models = {name for name in imported_modules(path) if name.startswith("visual_spec.models")}
+        strangers = {name for name in models if not name.startswith("visual_spec.models.protocol")}
+        assert strangers <= {"visual_spec.models"}, f"{path.relative_to(ROOT)} imports {strangers}"
+
+
+def test_kernels_is_no_regular_package():
+    # Hugging Face publishes a package called `kernels`; a regular folder of that name at the root would hide it.
+    assert not (PACKAGE / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("name", ["models", "samplers", "kernels", "eval"])
+def test_root_links_lead_into_the_package(name):
+    link = ROOT / name
+    assert link.is_symlink(), f"{name} must be a link to visual_spec/{name}"
+    assert os.readlink(link) == f"visual_spec/{name}"
+    assert link.resolve() == (PACKAGE / name).resolve()
+    assert link.is_dir()
+
+
+def test_no_sub_package_is_named_like_a_diffusers_pipeline():
+    # diffusers would record its classes as part of its own pipelines, and not find them when loading.
+    import diffusers.pipelines
+
+    folders = {path.name for path in PACKAGE.rglob("*") if path.is_dir() and any(path.glob("*.py"))}
+    assert not [name for name in folders if hasattr(diffusers.pipelines, name)]
+
+
+def test_uninitialised_memory_is_poisoned():
+    assert torch.empty(2).isnan().all()
+    assert torch.empty_like(torch.zeros(2)).isnan().all()
+    assert (torch.zeros(2).new_empty(2, dtype=torch.long) < 0).all()

@@ -1,0 +1,55 @@
+"""visual_spec: exact, fast decoding for autoregressive image, audio and video generators.
+
+Importing this package loads nothing else: names are resolved at first use (PEP 562), so `import visual_spec` and
+`visual-spec --help` do not wait for PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from visual_spec.models.protocol import TokenGrid
+    from visual_spec.pipelines.accelerate import accelerate, restore, summary
+    from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.samplers.autoregressive import AutoregressiveSampler
+    from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+    from visual_spec.samplers.law import TokenLaw
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AutoregressiveSampler": "visual_spec.samplers.autoregressive",
+    "ImagePipeline": "visual_spec.pipelines.image",
+    "SpeculativeJacobiSampler": "visual_spec.samplers.jacobi",
+    "TokenGrid": "visual_spec.models.protocol",
+    "TokenLaw": "visual_spec.samplers.law",
+    "accelerate": "visual_spec.pipelines.accelerate",
+    "restore": "visual_spec.pipelines.accelerate",
+    "summary": "visual_spec.pipelines.accelerate",
+}
+
+__all__ = [
+    "AutoregressiveSampler",
+    "ImagePipeline",
+    "SpeculativeJacobiSampler",
+    "TokenGrid",
+    "TokenLaw",
+    "__version__",
+    "accelerate",
+    "restore",
+    "summary",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'visual_spec' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
