@@ -1,0 +1,230 @@
+"""Philox4x32-10, the counter-based random generator behind every sampler.
+
+A counter-based generator is a pure function of (key, counter): nothing is advanced, so a random number does
+not depend on batch size, window, device or the order of work. The definition is in PyTorch; NumPy (for
+tensors on the CPU) and Triton (for CUDA) give the same bits.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # CPU-only builds of PyTorch come without Triton, and need none
+    triton = None
+
+Words = TypeVar("Words", Tensor, np.ndarray)
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+_DTYPES = (torch.float32, torch.float64)
+# The largest float32 below 1: the top 128 words would round to 1. float64 holds every (word + 1/2) / 2**32.
+_TOP_FLOAT32 = 1.0 - 2.0**-24
+# Counters evaluated at once on the CPU: five int64 buffers of them stay in the second-level cache.
+_PIECE = 16384
+_BLOCK = 256  # counters a Triton program evaluates
+
+
+def philox_reference(
+    key: Words, word0: Words, word1: Words, word2: Words, word3: Words
+) -> tuple[Words, Words, Words, Words]:
+    """Philox4x32-10 of a 64-bit key and a counter of four 32-bit words.
+
+    Args:
+        key: int64, any shape; the low 32 bits are the first key word.
+        word0, word1, word2, word3: int64, the counter words, in [0, 2**32). All five broadcast against each
+            other.
+
+    Returns:
+        Four int64 tensors of the broadcast shape with values in [0, 2**32).
+    """
+    key0, key1 = key & _MASK, key >> 32
+    for _ in range(_ROUNDS):
+        # The products wrap to negative int64, but their 64 bits are those of the unsigned product. Odd
+        # words and keys carry garbage above bit 31 until the mask that follows their xor, which saves
+        # passes. Words keep their own broadcast shape as long as they can: the first rounds are cheap.
+        product0, product1 = word0 * _MULTIPLIERS[0], word2 * _MULTIPLIERS[1]
+        word0 = ((product1 >> 32) ^ (word1 ^ key0)) & _MASK
+        word2 = ((product0 >> 32) ^ (word3 ^ key1)) & _MASK
+        word1, word3 = product1, product0
+        key0, key1 = key0 + _KEY_STEPS[0], key1 + _KEY_STEPS[1]
+    return word0, word1 & _MASK, word2, word3 & _MASK
+
+
+def philox_uniform(
+    keys: Tensor,
+    slots: Tensor,
+    count: int,
+    stream: int,
+    round: int | Tensor = 0,
+    first_block: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Uniform numbers in (0, 1), `count` for every slot of a window.
+
+    Number `v` of a slot is word `v % 4` of the counter (slot, first_block + v // 4, stream, round) under
+    the key of the slot's row: u = (word + 1/2) / 2**32, rounded to `dtype` and kept below 1. Near 0 float32
+    thus keeps the resolution of the 32-bit word.
+
+    Args:
+        keys: int64 [B].
+        slots: int64 [B, W]; the low 32 bits count, here and for `round`.
+        count: N, at least 1.
+        stream, first_block: from 0 to 2**32 - 1.
+        round: an int, or an int64 tensor of shape [], [B] or [B, W].
+        dtype: float32 or float64.
+
+    Returns:
+        [B, W, N] of `dtype`, on the device of `slots`.
+
+    Raises:
+        ValueError: shapes that do not fit, `count` below 1, another dtype.
+    """
+    _check_arguments(keys, slots, round, count, dtype)
+    if slots.device.type == "cuda" and triton is not None:
+        out = torch.empty((*slots.shape, count), dtype=dtype, device=slots.device)
+        return philox_uniform_triton(out, keys, slots, stream, round, first_block)
+    if slots.device.type != "cpu":
+        return philox_uniform_reference(keys, slots, count, stream, round, first_block, dtype)
+    # NumPy, because its calls cost a quarter of PyTorch's, and a window is 100 calls on small arrays.
+    blocks = np.arange(first_block, first_block + _cdiv(count, 4))[None, None]  # [1, 1, N / 4]
+    key, slot = keys.numpy()[:, None, None], slots.numpy()[:, :, None] & _MASK  # [B, 1, 1], [B, W, 1]
+    rounds = _round_grid(round, slots).numpy()[:, :, None] & _MASK  # [1 or B, 1 or W, 1]
+    out = torch.empty((*slots.shape, blocks.size, 4), dtype=dtype)
+    view = out.numpy()
+    stream_word = np.full((1, 1, 1), stream)
+    step = max(_PIECE // (len(key) * blocks.size), 1)
+    for start in range(0, slot.shape[1], step):
+        part = slice(start, start + step)
+        round_part = rounds if rounds.shape[1] == 1 else rounds[:, part]
+        words = philox_reference(key, slot[:, part], blocks, stream_word, round_part)
+        for index, word in enumerate(words):
+            view[:, part, :, index] = word
+    return _to_unit(out.flatten(2)[..., :count])
+
+
+def philox_uniform_reference(
+    keys: Tensor,
+    slots: Tensor,
+    count: int,
+    stream: int,
+    round: int | Tensor = 0,
+    first_block: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The definition of `philox_uniform`, in PyTorch, on any device."""
+    words = philox_reference(
+        keys[:, None, None],
+        slots[:, :, None] & _MASK,
+        torch.arange(first_block, first_block + _cdiv(count, 4), device=slots.device),
+        torch.full((), stream, device=slots.device),
+        _round_grid(round, slots)[:, :, None] & _MASK,
+    )  # four of [B, W, N / 4]
+    return _to_unit(torch.stack([word.to(dtype) for word in words], dim=-1).flatten(2)[..., :count])
+
+
+def _to_unit(words: Tensor) -> Tensor:
+    """Words in [0, 2**32) as floats, to (0, 1), in place."""
+    unit = words.add_(0.5).mul_(2.0**-32)
+    return unit.clamp_(max=_TOP_FLOAT32) if words.dtype == torch.float32 else unit
+
+
+def _round_grid(round: int | Tensor, slots: Tensor) -> Tensor:
+    """The round as [1 or B, 1 or W]."""
+    if isinstance(round, int):
+        return torch.full((1, 1), round, device=slots.device)
+    return round.reshape(-1, 1) if round.dim() < 2 else round
+
+
+def _cdiv(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _check_arguments(
+    keys: Tensor, slots: Tensor, round: int | Tensor, count: int, dtype: torch.dtype
+) -> None:
+    if slots.dim() != 2 or keys.shape != slots.shape[:1]:
+        raise ValueError(
+            f"keys have shape {tuple(keys.shape)} and slots {tuple(slots.shape)}; "
+            "pass keys [B] and slots [B, W]."
+        )
+    if isinstance(round, Tensor) and round.shape not in ((), slots.shape[:1], slots.shape):
+        raise ValueError(
+            f"round has shape {tuple(round.shape)} beside slots {tuple(slots.shape)}; "
+            "pass an int, or a tensor of shape [], [B] or [B, W]."
+        )
+    if count < 1:
+        raise ValueError(f"count={count}; pass at least 1.")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype}; uniform numbers come in torch.float32 or torch.float64.")
+
+
+if triton is not None:
+
+    @triton.jit
+    def _philox_uniform_kernel(
+        out, keys, slots, rounds, stream, first_block, window, count, BLOCK: tl.constexpr
+    ):
+        place = tl.program_id(0).to(tl.int64)  # row * window + column
+        block = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        # Integers equal to 1 arrive as constants; adding a tensor gives each argument one known type.
+        zero = tl.zeros([BLOCK], dtype=tl.int64)
+        # A 64-bit counter word would select Philox4x64; the cut to 32 bits selects Philox4x32.
+        word0, word1, word2, word3 = tl.philox(
+            tl.load(keys + place // window),
+            (zero + tl.load(slots + place)).to(tl.int32),
+            (zero + first_block + block).to(tl.int32),
+            (zero + stream).to(tl.int32),
+            (zero + tl.load(rounds + place)).to(tl.int32),
+        )
+        first = block.to(tl.int64) * 4
+        base = out + place * count + first
+        # Spelled out four times: Triton has no loop over a tuple of tensors, and a join would cost a shuffle.
+        tl.store(base, _unit(word0, out.dtype.element_ty), mask=first < count)
+        tl.store(base + 1, _unit(word1, out.dtype.element_ty), mask=first + 1 < count)
+        tl.store(base + 2, _unit(word2, out.dtype.element_ty), mask=first + 2 < count)
+        tl.store(base + 3, _unit(word3, out.dtype.element_ty), mask=first + 3 < count)
+
+    @triton.jit
+    def _unit(word, dtype: tl.constexpr):
+        # A product with a power of two is exact, so a fused multiply-add could not change the bits either.
+        value = (word.to(dtype) + 0.5) * 2.3283064365386963e-10
+        if dtype == tl.float32:
+            value = tl.minimum(value, 0.999999940395355224609375)
+        return value
+
+
+def philox_uniform_triton(
+    out: Tensor, keys: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0, first_block: int = 0
+) -> Tensor:
+    """`philox_uniform` by the Triton kernel. Fills and returns `out` [B, W, N], contiguous."""
+    batch_size, window, count = out.shape
+    if out.numel() == 0:  # a window of one slot has no drafts to test
+        return out
+    rounds = _round_grid(round, slots).expand(batch_size, window).contiguous()
+    grid = (batch_size * window, _cdiv(_cdiv(count, 4), _BLOCK))
+    kernel: Any = _philox_uniform_kernel
+    with torch.cuda.device_of(out):
+        kernel[grid](
+            out,
+            keys.contiguous(),
+            slots.contiguous(),
+            rounds,
+            stream,
+            first_block,
+            window,
+            count,
+            BLOCK=_BLOCK,
+        )
+    return out

@@ -1,0 +1,134 @@
+"""Randomness that is a function of (sample key, slot, token id, stream, round), and of nothing else.
+
+Every sample gets one 64-bit key, drawn from its `torch.Generator`. All noise of that sample comes from a
+counter-based generator (`visual_spec.kernels.philox`) under that key, so a sample does not depend on the
+batch it was drawn in, on the window, or on the order in which slots were visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from visual_spec.kernels.philox import philox_uniform
+
+# What a draw is for. Two draws of one sample and slot are independent when stream or round differ.
+TOKEN: Final = 0  # the slot's own noise: shared by plain AR, Gumbel coupling and the identical mode
+DRAFT: Final = 1  # fresh drafts
+ACCEPT: Final = 2  # accept or reject a draft
+RESIDUAL: Final = 3  # the replacement of a rejected draft
+
+# Scalar draws use a block of the counter that no vocabulary reaches (it would need 2**34 tokens), so that a
+# uniform and a Gumbel row of the same stream never share bits.
+_SCALAR_BLOCK: Final = 0xFFFFFFFF
+
+
+def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:
+    """One 64-bit key for each sample of a batch.
+
+    Args:
+        generator: one generator (gives all keys, in order: sample `b` gets its `b`-th draw, whatever the
+            batch size), a list of one generator a sample, or None for PyTorch's default CPU generator.
+            Generators of any device serve models on any device.
+        batch_size: number of samples, at least 1.
+
+    Returns:
+        int64 [B] on the CPU.
+
+    Raises:
+        ValueError: batch_size below 1, or a list of another length than the batch.
+        TypeError: something else than a generator.
+    """
+    if batch_size < 1:
+        raise ValueError(
+            f"batch_size={batch_size}, but a batch holds at least 1 sample; pass batch_size >= 1."
+        )
+    if generator is None or isinstance(generator, torch.Generator):
+        return torch.cat([_draw_key(generator) for _ in range(batch_size)])
+    if not isinstance(generator, (list, tuple)):
+        raise TypeError(
+            f"generator is a {type(generator).__name__}; pass a torch.Generator, a list of them "
+            "(one a sample), or None. For a fixed seed: torch.Generator().manual_seed(seed)."
+        )
+    if len(generator) != batch_size:
+        raise ValueError(
+            f"got {len(generator)} generators for a batch of {batch_size}; pass one a sample, "
+            "or a single torch.Generator for the whole batch."
+        )
+    for index, item in enumerate(generator):
+        if not isinstance(item, torch.Generator):
+            raise TypeError(
+                f"generator[{index}] is a {type(item).__name__}; every entry of the list must be a "
+                "torch.Generator. For a fixed seed: torch.Generator().manual_seed(seed)."
+            )
+    return torch.cat([_draw_key(item) for item in generator])
+
+
+def _draw_key(generator: torch.Generator | None) -> Tensor:
+    # One draw a call, not one call of B draws: on CUDA generators the two give different numbers, and a
+    # sample's key must not depend on the batch size.
+    device = generator.device if generator is not None else torch.device("cpu")
+    key = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=device, dtype=torch.int64)
+    return key.cpu()
+
+
+class CounterNoise:
+    """The noise of a batch of samples. Samplers draw through these four methods only.
+
+    Args:
+        keys: int64 [B], one key a sample (`draw_keys`).
+        device: where the noise is made; must be the device of the `slots` given later.
+
+    `slots` are grid slots, int64 [B, W], at least 0 (the low 32 bits count). `stream` says what the draw is
+    for, `round` makes repeated draws for one slot fresh: an int, or an int64 tensor [], [B], or [B, W].
+    """
+
+    def __init__(self, keys: Tensor, device: torch.device | str) -> None:
+        if keys.dim() != 1 or keys.dtype != torch.int64:
+            raise ValueError(
+                f"keys are {keys.dtype} of shape {tuple(keys.shape)}; pass int64 [B], as from draw_keys."
+            )
+        self.keys = keys.to(device)
+
+    def uniform(
+        self, slots: Tensor, stream: int, round: int | Tensor = 0, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Uniform numbers in (0, 1), both ends excluded: [B, W]."""
+        return philox_uniform(self.keys, slots, 1, stream, round, _SCALAR_BLOCK, dtype).squeeze(-1)
+
+    def gumbel(
+        self,
+        slots: Tensor,
+        vocab_size: int,
+        stream: int,
+        round: int | Tensor = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Standard Gumbel noise for every token id: [B, W, V], always finite."""
+        return self._log_exponential(slots, vocab_size, stream, round, dtype).neg_()
+
+    def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
+        """Tokens drawn from laws by the Gumbel-max rule: argmax(log_probs + gumbel), LongTensor [B, W].
+
+        Args:
+            log_probs: [B, W, V] float32 or float64, -inf outside the support; need not be normalised. The
+                noise of the two types agrees up to rounding.
+        """
+        noise = self._log_exponential(slots, log_probs.shape[-1], stream, round, log_probs.dtype)
+        return noise.sub_(log_probs).argmin(-1)
+
+    def bernoulli(self, probability: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
+        """True with the given probability: BoolTensor [B, W]. 0 is never and 1 always true."""
+        return self.uniform(slots, stream, round, probability.dtype) < probability
+
+    def _log_exponential(
+        self, slots: Tensor, vocab_size: int, stream: int, round: int | Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """The logarithm of standard exponential noise, which is minus a Gumbel: [B, W, V]."""
+        # -log(1 - u), not -log(u): small exponentials decide who wins, and floats are dense near u = 0. A
+        # token of probability 1e-6 would otherwise win at a rate quantised to 10%.
+        uniform = philox_uniform(self.keys, slots, vocab_size, stream, round, 0, dtype)
+        return uniform.neg_().log1p_().neg_().log_()
