@@ -1,0 +1,122 @@
+"""Kernel level: the exact one-slot law of every acceptance rule, in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
+
+
+def pairs(vocab_size: int, count: int = 300) -> tuple[Tensor, Tensor]:
+    """Target and draft laws [count, 1, V]: full, cut to part of the vocabulary, uniform, point, equal, disjoint."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    shape = (count, 1, vocab_size)
+    scale = 4 * torch.rand(count, 1, 1, generator=generator, dtype=torch.float64)
+    laws = []
+    for _ in range(2):
+        logits = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        forbidden = torch.rand(shape, generator=generator) < 0.3
+        forbidden[: count // 2] = False
+        forbidden.scatter_(-1, logits.argmax(-1, keepdim=True), False)
+        laws.append(logits.masked_fill(forbidden, -torch.inf).log_softmax(-1))
+    target, draft = laws
+    uniform = torch.full((1, vocab_size), -math.log(vocab_size), dtype=torch.float64)
+    point = torch.full((vocab_size, 1, vocab_size), -torch.inf, dtype=torch.float64)
+    point[torch.arange(vocab_size), 0, torch.arange(vocab_size)] = 0
+    same = target[:vocab_size]
+    target = torch.cat([target, target, same, same, point, same, point])
+    draft = torch.cat(
+        [draft, uniform.expand(count, 1, -1), point, same, same, point.roll(1, 0), point.roll(1, 0)]
+    )
+    return target, draft
+
+
+def one_slot_law(target: Tensor, draft: Tensor) -> Tensor:
+    """Law of the committed token, summed over every draft that the draft law can give: [N, V]."""
+    vocab_size = target.shape[-1]
+    law = torch.zeros_like(target)
+    replaced = residual(target, draft).exp()
+    for token in range(vocab_size):
+        drafts = torch.full(target.shape[:2], token)
+        probability = draft[..., token].exp()
+        keep = exact_acceptance(target, draft, drafts)
+        keep = torch.where(probability > 0, keep, torch.zeros_like(keep))  # a token that is never drafted
+        law[..., token] += probability * keep
+        law += (probability * (1 - keep))[..., None] * replaced
+    return law[:, 0]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 3, 7, 63])
+def test_exact_acceptance_with_its_residual_gives_the_target_law(vocab_size):
+    target, draft = pairs(vocab_size)
+    assert (one_slot_law(target, draft) - target[:, 0].exp()).abs().max() < 1e-12
+
+
+def test_the_same_enumeration_rejects_a_residual_replaced_by_the_target(monkeypatch):
+    target, draft = pairs(7)
+    monkeypatch.setitem(globals(), "residual", lambda target, draft: target)
+    assert (one_slot_law(target, draft) - target[:, 0].exp()).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("vocab_size", [2, 7])
+def test_keep_or_replace_as_a_redraft_follows_the_target_jointly_with_the_overlap(vocab_size):
+    """Maximal coupling: the redraft has the target law, and agrees with the draft as often as any coupling can."""
+    target, draft = pairs(vocab_size)
+    agreement = torch.zeros(len(target), dtype=torch.float64)
+    replaced = residual(target, draft).exp()[:, 0]
+    for token in range(vocab_size):
+        probability = draft[:, 0, token].exp()
+        keep = exact_acceptance(target, draft, torch.full((len(target), 1), token))[:, 0].nan_to_num()
+        agreement += probability * (keep + (1 - keep) * replaced[:, token])
+    overlap = torch.minimum(target.exp(), draft.exp()).sum(-1)[:, 0]
+    assert (agreement - overlap).abs().max() < 1e-12
+
+
+def test_residual_is_a_law_outside_the_draft_surplus():
+    target, draft = pairs(7)
+    law = residual(target, draft)
+    assert (law.exp().sum(-1) - 1).abs().max() < 1e-12
+    different = (target.exp() - draft.exp()).clamp(min=0).sum(-1) > 0
+    surplus = (draft.exp() >= target.exp()) & different[..., None]
+    assert law[surplus].isneginf().all()
+
+
+def test_residual_without_a_draft_and_without_a_difference_is_the_target():
+    target, _ = pairs(7)
+    torch.testing.assert_close(
+        residual(target, torch.full_like(target, -torch.inf)), target, atol=1e-14, rtol=0
+    )
+    assert torch.equal(residual(target, target), target)
+
+
+def test_point_draft_is_kept_with_its_target_probability_and_never_drawn_again():
+    target = torch.tensor([[[0.2, 0.5, 0.3]]], dtype=torch.float64).log()
+    point = torch.tensor([[[-torch.inf, 0.0, -torch.inf]]], dtype=torch.float64)
+    assert exact_acceptance(target, point, torch.tensor([[1]])).item() == pytest.approx(0.5, abs=1e-15)
+    expected = torch.tensor([0.4, 0.0, 0.6], dtype=torch.float64)
+    torch.testing.assert_close(residual(target, point).exp()[0, 0], expected)
+
+
+def test_float32_laws_keep_their_dtype():
+    target, draft = (law.float() for law in pairs(7))
+    assert residual(target, draft).dtype == torch.float32
+    assert (
+        exact_acceptance(target, draft, torch.zeros(len(target), 1, dtype=torch.long)).dtype == torch.float32
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [2, 7])
+def test_identical_acceptance_commits_the_target_law_whatever_the_draft(vocab_size):
+    """The committed token is the candidate: accepted it equals the draft, refused it replaces it."""
+    for draft, candidate in torch.cartesian_prod(torch.arange(vocab_size), torch.arange(vocab_size)):
+        accept = identical_acceptance(candidate[None, None], draft[None, None])
+        assert torch.where(accept, draft, candidate).item() == candidate
+
+
+def test_accepted_prefix_counts_up_to_the_first_refusal():
+    bits = torch.cartesian_prod(*[torch.tensor([False, True])] * 4)
+    expected = [next((i for i, bit in enumerate(row) if not bit), 4) for row in bits.tolist()]
+    assert accepted_prefix(bits).tolist() == expected
+    assert accepted_prefix(torch.zeros(3, 0, dtype=torch.bool)).tolist() == [0, 0, 0]

@@ -1,0 +1,98 @@
+"""Token for token: the identical mode against autoregressive sampling, and every sample against its batch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from visual_spec.models.protocol import TokenGrid
+from visual_spec.models.tabular import TabularModel
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.law import TokenLaw
+
+# A weak dependence on the last two tokens: windows commit several tokens a call, and rows part company.
+MODEL = TabularModel(TokenGrid(5, 6), 11, order=2, conditions=5, dependence=0.3)
+CONDITION = torch.tensor([3, 0, 4, 1, 2])
+LAWS = {
+    "plain": TokenLaw(),
+    "guided": TokenLaw(guidance_scale=3.0, temperature=0.9, top_k=7, top_p=0.95),
+    "allowed": TokenLaw(allowed=(2, 9)),
+    "greedy": TokenLaw(temperature=0.0),
+}
+EXACT = [(coupling, "exact") for coupling in ("gumbel", "independent", "maximal")]
+
+
+def generators(rows) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(100 + int(row)) for row in rows]
+
+
+def decode(sampler, law: TokenLaw, rows: Tensor) -> Tensor:
+    """The samples of these rows, decoded as one batch."""
+    condition = CONDITION[rows]
+    return sampler(MODEL, condition, law=law, generator=generators(rows), batch_size=len(rows)).tokens
+
+
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+@pytest.mark.parametrize("window", [1, 2, 8, 64])
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+def test_identical_mode_returns_the_autoregressive_tokens(law, batch_size, window, initial_draft):
+    rows = torch.arange(batch_size)
+    sampler = SpeculativeJacobiSampler(window, "gumbel", "identical", initial_draft)
+    assert torch.equal(decode(sampler, law, rows), decode(AutoregressiveSampler(), law, rows))
+
+
+@pytest.mark.parametrize("law", [LAWS["plain"], LAWS["guided"]], ids=["plain", "guided"])
+@pytest.mark.parametrize("window", [1, 2, 8, 64])
+@pytest.mark.parametrize("coupling, acceptance", [("gumbel", "identical"), *EXACT])
+def test_a_sample_does_not_depend_on_its_batch(law, coupling, acceptance, window):
+    sampler = SpeculativeJacobiSampler(window, coupling, acceptance, "last_law")
+    together = decode(sampler, law, torch.arange(5))
+    for row in range(5):
+        assert torch.equal(decode(sampler, law, torch.tensor([row]))[0], together[row])
+    turned = torch.tensor([4, 2, 0, 3, 1])
+    assert torch.equal(decode(sampler, law, turned), together[turned])
+
+
+def test_autoregressive_sample_does_not_depend_on_its_batch():
+    sampler = AutoregressiveSampler()
+    together = decode(sampler, LAWS["guided"], torch.arange(5))
+    for row in range(5):
+        assert torch.equal(decode(sampler, LAWS["guided"], torch.tensor([row]))[0], together[row])
+
+
+def test_one_generator_for_the_batch_serves_both_samplers_alike():
+    for sampler in (AutoregressiveSampler(), SpeculativeJacobiSampler(8)):
+        generator = torch.Generator().manual_seed(5)
+        first = sampler(MODEL, CONDITION, law=LAWS["plain"], generator=generator, batch_size=5).tokens
+        second = sampler(MODEL, CONDITION, law=LAWS["plain"], generator=generator, batch_size=5).tokens
+        assert not torch.equal(first, second)  # the generator went on
+        if isinstance(sampler, AutoregressiveSampler):
+            reference = first, second
+        else:
+            assert torch.equal(first, reference[0]) and torch.equal(second, reference[1])
+
+
+def test_different_seeds_give_different_tokens():
+    rows = torch.arange(5)
+    tokens = decode(SpeculativeJacobiSampler(8), LAWS["plain"], rows)
+    assert len(tokens.unique(dim=0)) == 5
+
+
+@pytest.mark.parametrize("coupling, acceptance", [("gumbel", "identical"), *EXACT])
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+def test_greedy_decoding_is_the_same_everywhere(coupling, acceptance, initial_draft):
+    """With all mass on one token there is nothing left to chance: every mode must give the argmax sequence."""
+    rows = torch.arange(5)
+    sampler = SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft)
+    assert torch.equal(
+        decode(sampler, LAWS["greedy"], rows), decode(AutoregressiveSampler(), LAWS["greedy"], rows)
+    )
+
+
+@pytest.mark.parametrize("coupling, acceptance", [("gumbel", "identical"), *EXACT])
+def test_tokens_stay_in_the_support(coupling, acceptance):
+    sampler = SpeculativeJacobiSampler(8, coupling, acceptance)
+    tokens = decode(sampler, LAWS["allowed"], torch.arange(5))
+    assert tokens.min() >= 2 and tokens.max() < 9

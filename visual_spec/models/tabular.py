@@ -1,0 +1,154 @@
+"""A next-token model small enough to know its sequence law exactly: a table of logits by slot and prefix.
+
+It is what the exactness proofs run on, and the cheapest model to try a sampler with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from visual_spec.models.protocol import DecodeState, TokenGrid
+
+_LARGEST_TABLE = 2**26
+
+
+@dataclass
+class TabularState(DecodeState):
+    """The tokens fed so far, by slot: [B, num_tokens + window]; and the table each row reads: [R]."""
+
+    tokens: Tensor
+    tables: Tensor
+
+
+class TabularModel(nn.Module):
+    """Seeded random logits for every slot and every context of the last `order` tokens.
+
+    Args:
+        grid: geometry of the tokens.
+        vocab_size: V.
+        order: how many tokens back the law looks; None is the whole prefix. A slot has V ** order rows.
+        conditions: number of conditional tables; one more serves the unconditional rows.
+        seed: seed of the tables. The same arguments give the same tables on every machine.
+        scale: standard deviation of the logits; larger is more peaked.
+        dependence: share, 0 to 1, of their variance that depends on the context; the rest depends on the slot.
+        dtype: dtype of the logits.
+
+    Raises:
+        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+    """
+
+    grid: TokenGrid
+    logits: Tensor
+
+    def __init__(
+        self,
+        grid: TokenGrid,
+        vocab_size: int,
+        *,
+        order: int | None = None,
+        conditions: int = 1,
+        seed: int = 0,
+        scale: float = 1.2,
+        dependence: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        order = grid.num_tokens - 1 if order is None else order
+        if vocab_size < 1 or conditions < 1 or order < 0:
+            raise ValueError(
+                f"vocab_size={vocab_size}, conditions={conditions}, order={order}; "
+                "pass vocab_size >= 1, conditions >= 1 and order >= 0."
+            )
+        if not 0 <= dependence <= 1:
+            raise ValueError(f"dependence={dependence}; pass a share between 0 and 1.")
+        shape = (conditions + 1, grid.num_tokens, vocab_size**order, vocab_size)
+        size = shape[0] * shape[1] * shape[2] * shape[3]
+        if size > _LARGEST_TABLE:
+            raise ValueError(
+                f"a table of shape {shape} has {size} logits, more than {_LARGEST_TABLE}; "
+                "pass a smaller order, vocabulary or grid."
+            )
+        self.grid = grid
+        self.vocab_size = vocab_size
+        self.order = order
+        generator = torch.Generator().manual_seed(seed)
+        by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
+        by_slot = torch.randn(
+            (conditions + 1, grid.num_tokens, 1, vocab_size), generator=generator, dtype=torch.float64
+        )
+        table = scale * (dependence**0.5 * by_context + (1 - dependence) ** 0.5 * by_slot)
+        self.register_buffer("logits", table.to(dtype))  # [tables, L, V ** order, V]
+
+    @property
+    def conditions(self) -> int:
+        """Number of conditional tables."""
+        return self.logits.shape[0] - 1
+
+    def prefill(
+        self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
+    ) -> TabularState:
+        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
+
+        Raises:
+            ValueError: a condition of another shape, dtype or range.
+        """
+        device = self.logits.device
+        if condition is None:
+            condition = torch.zeros(batch_size, dtype=torch.long, device=device)
+        if condition.shape != (batch_size,) or condition.dtype != torch.long:
+            raise ValueError(
+                f"condition is {condition.dtype} of shape {tuple(condition.shape)}; "
+                f"pass None or int64 table numbers of shape ({batch_size},)."
+            )
+        if condition.min() < 0 or condition.max() >= self.conditions:
+            raise ValueError(f"condition={condition.tolist()}; pass numbers from 0 to {self.conditions - 1}.")
+        tables = condition.to(device)
+        if guided:
+            tables = torch.cat([tables, torch.full_like(tables, self.conditions)])  # [2B]
+        return TabularState(
+            logits=self.logits[tables, 0, 0],
+            guided=guided,
+            window=window,
+            tokens=torch.zeros(batch_size, self.grid.num_tokens + window, dtype=torch.long, device=device),
+            tables=tables,
+        )
+
+    def forward(self, state: TabularState, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Logits [R, W, V] of the slots after `slots`; see `NextTokenModel.__call__`."""
+        state.tokens.scatter_(1, slots, tokens)
+        context = torch.zeros_like(slots)  # [B, W], the last tokens in base V, the newest least significant
+        for back in reversed(range(self.order)):
+            earlier = slots - back
+            token = state.tokens.gather(1, earlier.clamp(min=0)).masked_fill(earlier < 0, 0)
+            context = context * self.vocab_size + token
+        # Past the grid any finite logits will do: the caller ignores them.
+        following = (slots + 1).clamp(max=self.grid.num_tokens - 1)
+        repeats = state.tables.shape[0] // slots.shape[0]
+        return self.logits[state.tables[:, None], following.repeat(repeats, 1), context.repeat(repeats, 1)]
+
+    def law_of_sequences(
+        self, law: Callable[[Tensor, bool], Tensor], *, condition: int = 0, guided: bool = False
+    ) -> Tensor:
+        """The exact probability of every sequence under autoregressive sampling.
+
+        Args:
+            law: a `TokenLaw`, or any map from (logits [R, 1, V], guided) to log-probabilities [B, 1, V].
+            condition: the conditional table.
+            guided: pass the unconditional rows to the law as well.
+
+        Returns:
+            [V ** L]; a sequence's index is its tokens read as a number in base V, the first most significant.
+        """
+        tables = torch.tensor([condition, self.conditions] if guided else [condition])
+        probability = self.logits.new_ones(1)
+        for slot in range(self.grid.num_tokens):
+            # A prefix longer than `order` is seen through its last `order` tokens only.
+            prefixes = torch.arange(self.vocab_size**slot) % self.vocab_size**self.order
+            logits = self.logits[tables, slot][:, prefixes]  # [1 or 2, V ** slot, V]
+            log_probs = law(logits.flatten(0, 1)[:, None], guided)[:, 0]
+            probability = (probability[:, None] * log_probs.exp()).flatten()
+        return probability

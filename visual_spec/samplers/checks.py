@@ -1,0 +1,79 @@
+"""What a next-token sampler refuses: a request it cannot serve, and logits that define no law."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.protocol import NextTokenModel
+from visual_spec.samplers.law import TokenLaw, check_finite, non_finite
+
+
+def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None:
+    """Refuse, before any compute, what a next-token sampler cannot decode.
+
+    Raises:
+        ValueError: batch size below 1, a grid of several codebooks, allowed ids beyond the vocabulary.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}; pass an integer of at least 1.")
+    if model.grid.codebooks != 1:
+        raise ValueError(
+            f"the model has {model.grid.codebooks} codebooks a slot; this sampler decodes one token a slot. "
+            "Use a sampler that accepts whole columns."
+        )
+    if law.allowed is not None and law.allowed[1] > model.vocab_size:
+        raise ValueError(
+            f"allowed={law.allowed} reaches beyond the vocabulary of {model.vocab_size} tokens; "
+            f"pass a range within (0, {model.vocab_size})."
+        )
+
+
+class CheckedLaw:
+    """A `TokenLaw` that refuses logits which define no law.
+
+    Args:
+        num_tokens: L; logits that predict slots past the grid are ignored.
+        deferred: remember the first bad slot of each sample, and raise in `finish`, when the decode has ended.
+            For CUDA, where looking at once would stall the device at every call.
+    """
+
+    def __init__(self, law: TokenLaw, num_tokens: int, *, deferred: bool = False) -> None:
+        self.law = law
+        self.num_tokens = num_tokens
+        self.deferred = deferred
+        self._first_bad: Tensor | None = None
+
+    def __call__(self, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
+        """Log-probabilities [B, W, V] from logits [R, W, V] that predict `slots` [B, W].
+
+        Raises:
+            FloatingPointError: (unless deferred) nan, +inf, or only -inf; names sample, column and slot.
+        """
+        allowed = self.law.allowed
+        inside = logits if allowed is None else logits[..., slice(*allowed)]
+        repeats = logits.shape[0] // slots.shape[0]
+        bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
+        if self.deferred:
+            at = slots.repeat(repeats, 1).masked_fill(~bad, self.num_tokens)  # [R, W]
+            first = at.amin(1).view(repeats, -1).amin(0)  # [B]
+            self._first_bad = first if self._first_bad is None else torch.minimum(self._first_bad, first)
+        elif bad.any():
+            check_finite(logits.masked_fill(~bad[..., None], 0), slots, allowed)
+        return self.law(logits, guided)
+
+    def finish(self) -> None:
+        """Raise what was held back.
+
+        Raises:
+            FloatingPointError: names sample and slot.
+        """
+        if self._first_bad is None:
+            return
+        for sample, slot in enumerate(self._first_bad.tolist()):
+            if slot < self.num_tokens:
+                raise FloatingPointError(
+                    f"the logits of sample {sample}, slot {slot} hold nan, +inf, or only -inf; a law needs finite "
+                    "logits, or -inf for forbidden tokens beside a finite one. Check the weights, or run the model "
+                    "in float32 or bfloat16 if it overflows in float16."
+                )

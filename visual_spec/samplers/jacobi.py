@@ -1,0 +1,334 @@
+"""Speculative Jacobi decoding: a window of drafts is scored in one call, and the kept ones are committed at once.
+
+The loop is `prepare`, then `step` until every sample is complete. Both are plain functions of a state, so that the
+exactness tests drive the very code that decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from torch import Tensor
+
+from visual_spec.models.protocol import DecodeState, NextTokenModel
+from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
+from visual_spec.samplers.autoregressive import Callback
+from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.drafts import INITIAL_DRAFTS, LAST_LAW, UNIFORM, copied_draft, uniform_draft
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
+
+COUPLINGS = ("gumbel", "independent", "maximal")
+ACCEPTANCES = ("identical", "exact")
+
+
+@dataclass(frozen=True)
+class JacobiOptions:
+    """The configuration of the sampler, checked. See `SpeculativeJacobiSampler`."""
+
+    window: int
+    coupling: str
+    acceptance: str
+    initial_draft: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(
+                f"window={self.window!r}; pass an integer of at least 1 (1 is one token a call)."
+            )
+        for name, allowed in (
+            ("coupling", COUPLINGS),
+            ("acceptance", ACCEPTANCES),
+            ("initial_draft", INITIAL_DRAFTS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}; pass one of {', '.join(allowed)}.")
+        if self.acceptance == "identical" and self.coupling != "gumbel":
+            raise ValueError(
+                f"acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
+                f"coupling='gumbel', got coupling={self.coupling!r}. Pass coupling='gumbel', or acceptance='exact'."
+            )
+
+    @property
+    def redraws(self) -> bool:
+        """Whether drafts are drawn anew after every call, rather than carried over from verification."""
+        return self.acceptance == "exact" and self.coupling != "maximal"
+
+
+@dataclass
+class JacobiState:
+    """A batch between two calls. Row b has committed `lengths[b]` tokens, and holds drafts for the next W - 1 slots.
+
+    Attributes:
+        cache: the model's own state.
+        tokens: long [B, L + W], by slot: committed tokens, then drafts, then scratch.
+        lengths: long [B], between 1 and L.
+        draft_law: [B, W, V] log-probabilities, the law each draft was drawn from; the last column belongs to the
+            slot behind the drafts and is -inf, the law of no draft. None under identical acceptance.
+        round: index of the last call (the prefill is 0).
+        target_calls: long [B].
+        commit_call: long [B, L + W], by slot: the last call that had the slot in its window, which for a committed
+            slot is the call that committed it.
+    """
+
+    cache: DecodeState
+    tokens: Tensor
+    lengths: Tensor
+    draft_law: Tensor | None
+    round: int
+    target_calls: Tensor
+    commit_call: Tensor
+
+
+def prepare(
+    model: NextTokenModel, cache: DecodeState, law: CheckedLaw, noise: CounterNoise, options: JacobiOptions
+) -> JacobiState:
+    """The state after the prefill: slot 0 is committed, and the first drafts are made."""
+    rows, device = cache.logits.shape[0], cache.logits.device
+    batch_size = rows // 2 if cache.guided else rows
+    slots = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+    target = law(cache.logits[:, None], slots, cache.guided)  # [B, 1, V]
+    tokens = slots.new_zeros(batch_size, model.grid.num_tokens + options.window)
+    tokens[:, :1] = noise.categorical(target, slots, TOKEN)
+    state = JacobiState(
+        cache=cache,
+        tokens=tokens,
+        lengths=slots.new_ones(batch_size),
+        draft_law=None,
+        round=0,
+        target_calls=slots.new_ones(batch_size),
+        commit_call=torch.zeros_like(tokens),
+    )
+    _redraft(model, state, target, slots.new_ones(batch_size), law, noise, options)
+    return state
+
+
+def step(
+    model: NextTokenModel,
+    state: JacobiState,
+    law: CheckedLaw,
+    noise: CounterNoise,
+    options: JacobiOptions,
+    watch: Stopwatch,
+) -> None:
+    """One target call: score the window, keep the drafts before the first refusal, replace that one, draft again.
+
+    Updates `state`. Commits 1 to W tokens a row; a finished row stays as it is. No host synchronisation on CUDA.
+    """
+    device = state.tokens.device
+    columns = torch.arange(options.window, device=device)
+    slots = state.lengths[:, None] + columns  # [B, W], the slots this call scores
+    inputs = state.tokens.gather(1, slots - 1)  # the newest committed token, then the drafts
+    drafts = inputs[:, 1:]  # [B, W - 1]
+    logits = model(state.cache, inputs, slots - 1)  # [R, W, V]
+    watch.lap("model", device)
+    state.round += 1
+    target = law(logits, slots, state.cache.guided)  # [B, W, V]
+
+    if state.draft_law is None:
+        candidates = noise.categorical(target, slots, TOKEN)  # [B, W]
+        kept = accepted_prefix(identical_acceptance(candidates[:, :-1], drafts))
+        state.tokens.scatter_(1, slots, candidates)
+    else:
+        probability = exact_acceptance(target[:, :-1], state.draft_law[:, :-1], drafts)
+        accept = noise.bernoulli(probability, slots[:, :-1], ACCEPT, state.round)  # [B, W - 1]
+        kept = accepted_prefix(accept)
+        if options.coupling == "maximal":
+            # Keep-or-replace is itself a draw from the target law, as close to the draft as can be: behind the
+            # first refusal it makes the next draft (SCD / MC-SJD). The last column has no draft to keep.
+            replacement = noise.categorical(residual(target, state.draft_law), slots, RESIDUAL, state.round)
+            candidates = torch.cat([torch.where(accept, drafts, replacement[:, :-1]), replacement[:, -1:]], 1)
+            state.tokens.scatter_(1, slots, candidates)
+        else:
+            refused = kept[:, None]  # [B, 1], the column after the kept drafts
+            law_there = residual(_columns(target, refused), _columns(state.draft_law, refused))
+            at = slots.gather(1, refused)
+            state.tokens.scatter_(1, at, noise.categorical(law_there, at, RESIDUAL, state.round))
+
+    state.commit_call.scatter_(1, slots, torch.full_like(slots, state.round))
+    num_tokens = model.grid.num_tokens
+    state.target_calls += state.lengths < num_tokens
+    state.lengths = (state.lengths + kept + 1).clamp_(max=num_tokens)
+    _redraft(model, state, target, kept + 1, law, noise, options)
+    watch.lap("verify", device)
+
+
+def _redraft(
+    model: NextTokenModel,
+    state: JacobiState,
+    target: Tensor,
+    advance: Tensor,
+    law: CheckedLaw,
+    noise: CounterNoise,
+    options: JacobiOptions,
+) -> None:
+    """Draft the W - 1 slots behind the committed ones, and label each draft with the law it is drawn from.
+
+    Args:
+        target: [B, C, V], the laws of the last call.
+        advance: long [B], its columns that were committed. The columns behind them are drafted from their own law,
+            and slots the call did not reach get an initial draft.
+    """
+    exact = options.acceptance == "exact"
+    last_law = options.initial_draft == LAST_LAW
+    count, vocab_size = target.shape[1:]
+    offsets = torch.arange(options.window - 1, device=target.device)
+    slots = state.lengths[:, None] + offsets  # [B, W - 1]
+    source = advance[:, None] + offsets  # the column of `target` that is about the slot
+    reached = source < count
+    drafts = state.tokens.gather(1, slots)
+    # Behind the last column its law stands in, which is the last-law initial draft already.
+    label = _columns(target, source.clamp(max=count - 1)) if exact or last_law else None  # [B, W - 1, V]
+
+    if label is not None and (options.redraws or last_law):
+        # Under Gumbel coupling a slot is always drawn with its own noise, so that laws that differ little give
+        # the same token; else the noise is fresh in every round.
+        stream, round = (TOKEN, 0) if options.coupling == "gumbel" else (DRAFT, state.round)
+        drawn = noise.categorical(label, slots, stream, round)
+        drafts = drawn if options.redraws else torch.where(reached, drafts, drawn)
+    if not last_law:
+        if options.initial_draft == UNIFORM:
+            allowed = law.law.allowed or (0, model.vocab_size)
+            initial = uniform_draft(noise, slots, state.round, allowed=allowed, law_like=label)
+        else:
+            newest = (state.lengths - advance + count - 1)[:, None]  # [B, 1], the last slot the call reached
+            initial = copied_draft(
+                options.initial_draft, state.tokens, slots, newest, grid=model.grid, law_like=label
+            )
+        drafts = torch.where(reached, drafts, initial.tokens)
+        if label is not None and initial.law is not None:
+            label = torch.where(reached[..., None], label, initial.law)
+    state.tokens.scatter_(1, slots, drafts)
+    if exact and label is not None:
+        none = label.new_full((label.shape[0], 1, vocab_size), -torch.inf)
+        state.draft_law = torch.cat([label, none], 1)  # [B, W, V]
+
+
+def _columns(values: Tensor, columns: Tensor) -> Tensor:
+    """values [B, C, V] at columns [B, N]: [B, N, V]."""
+    batch_size, count, vocab_size = values.shape
+    first = torch.arange(0, batch_size * count, count, device=values.device)[:, None]
+    # Whole rows by one index, not a gather of V indices each.
+    rows = values.reshape(-1, vocab_size).index_select(0, (first + columns).flatten())
+    return rows.view(*columns.shape, vocab_size)
+
+
+class _AllDone:
+    """Tells the loop when to stop: at once on the CPU, one call late on CUDA, where asking would stall the device."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def __call__(self, done: Tensor) -> bool:
+        """done: a BoolTensor [] on the device. On CUDA the answer is that of the call before."""
+        if done.device.type != "cuda":
+            return bool(done)
+        earlier = self._pending
+        host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        host.copy_(done, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(done.device))
+        self._pending = (host, event)
+        if earlier is None:
+            return False
+        earlier[1].synchronize()
+        return bool(earlier[0])
+
+
+class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
+    """Jacobi decoding with speculative acceptance: several tokens a call, from the autoregressive law.
+
+    SJD (Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi
+    decoding", ICLR 2025, algorithm 1) is coupling "independent" with acceptance "exact". Drawing the drafts of one
+    slot with common randomness in successive rounds makes them agree more often: "gumbel" and "maximal" are the two
+    couplings of SCD / MC-SJD (So et al., ICML 2026). Acceptance "identical" verifies with the slot's own Gumbel
+    noise as well, and returns the tokens of `AutoregressiveSampler` for the same generator. All are lossless.
+
+    Args:
+        window: slots scored by one call, at least 1.
+        coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
+            "maximal".
+        acceptance: "identical" (needs coupling "gumbel") or "exact".
+        initial_draft: the draft of a slot that enters the window: "uniform" over the allowed ids, a copy of the
+            token to the "left" or "up", or a draw from the law of the last slot scored, "last_law".
+
+    Raises:
+        ValueError: a value that is not one of these.
+    """
+
+    config_name = "sampler_config.json"
+    lossless = True
+
+    @register_to_config
+    def __init__(
+        self,
+        window: int = 32,
+        coupling: str = "gumbel",
+        acceptance: str = "identical",
+        initial_draft: str = "uniform",
+    ) -> None:
+        JacobiOptions(window, coupling, acceptance, initial_draft)  # refuses what is not allowed
+
+    @property
+    def options(self) -> JacobiOptions:
+        """The configuration as a checked record."""
+        names = ("window", "coupling", "acceptance", "initial_draft")
+        return JacobiOptions(**{name: self.config[name] for name in names})
+
+    @property
+    def identical(self) -> bool:
+        """Whether the tokens are those of `AutoregressiveSampler` for the same generator."""
+        return self.options.acceptance == "identical"
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: NextTokenModel,
+        condition: Any,
+        *,
+        law: TokenLaw,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        batch_size: int = 1,
+        callback: Callback | None = None,
+    ) -> SampleResult:
+        """Decode a batch. Arguments and errors are those of `AutoregressiveSampler.__call__`.
+
+        On CUDA the end is noticed one call late, so `callback` may be called once more after the last commit.
+        """
+        check_request(model, law, batch_size)
+        options = self.options
+        keys = draw_keys(generator, batch_size)
+        num_tokens = model.grid.num_tokens
+        watch = Stopwatch()
+        cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=options.window)
+        device = cache.logits.device
+        watch.lap("prefill", device)
+        noise = CounterNoise(keys, device)
+        checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
+        state = prepare(model, cache, checked, noise, options)
+        if callback is not None:
+            callback(0, state.lengths)
+        all_done = _AllDone()
+        while not all_done((state.lengths == num_tokens).all()):
+            step(model, state, checked, noise, options, watch)
+            if callback is not None:
+                callback(state.round, state.lengths)
+        checked.finish()
+        seconds, phase_seconds = watch.read()
+        trace = DecodeTrace(
+            sampler=type(self).__name__,
+            lossless=True,
+            identical=self.identical,
+            target_calls=state.target_calls.cpu(),
+            commit_call=state.commit_call[:, :num_tokens].cpu(),
+            seconds=seconds,
+            phase_seconds=phase_seconds,
+            peak_memory=watch.peak_memory(device),
+        )
+        return SampleResult(state.tokens[:, :num_tokens].clone(), trace)
