@@ -1,0 +1,233 @@
+"""The scene generator: determinism, captions, the held-out split, and geometry against polygons written by hand."""
+
+import numpy as np
+import pytest
+
+from visual_spec.data.shapes import (
+    BACKGROUND_COLOURS,
+    CELL,
+    IMAGE_SIZE,
+    OBJECT_COLOURS,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    TEXTURES,
+    Scene,
+    ShapeObject,
+    caption,
+    held_out_prompts,
+    is_held_out,
+    render,
+    sample_dataset,
+    sample_scene,
+    signed_distance,
+)
+
+
+def _scenes(count: int, seed: int = 0) -> list[Scene]:
+    rng = np.random.default_rng(seed)
+    return [sample_scene(rng) for _ in range(count)]
+
+
+def _corners(shape: str, radius: float) -> np.ndarray:
+    """Corners of a shape of a given radius, from its description and not from its distance function."""
+    if shape == "square":
+        corners = [(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)]
+    elif shape == "diamond":
+        corners = [(0, -1.1), (0.88, 0), (0, 1.1), (-0.88, 0)]
+    elif shape == "triangle":
+        corners = [(0, -1.0), (1.0, 0.8), (-1.0, 0.8)]
+    elif shape == "cross":
+        a, r = 0.34, 0.95
+        corners = [
+            (a, -r),
+            (a, -a),
+            (r, -a),
+            (r, a),
+            (a, a),
+            (a, r),
+            (-a, r),
+            (-a, a),
+            (-r, a),
+            (-r, -a),
+            (-a, -a),
+        ]
+        corners.append((-a, -r))
+    elif shape == "star":
+        turns = np.arange(10) * np.pi / 5
+        lengths = np.where(np.arange(10) % 2 == 0, 1.08, 0.48)
+        return radius * np.stack([lengths * np.sin(turns), -lengths * np.cos(turns)], 1)
+    else:  # a circle, by many corners
+        turns = np.arange(720) * np.pi / 360
+        return radius * np.stack([np.sin(turns), np.cos(turns)], 1)
+    return radius * np.array(corners, float)
+
+
+def _brute_force(corners: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Signed distance to a polygon, point by segment, and whether the nearest point is well within an edge."""
+    best = np.full(x.shape, np.inf)
+    on_edge = np.zeros(x.shape, bool)
+    inside = np.zeros(x.shape, bool)
+    for (ax, ay), (bx, by) in zip(corners, np.roll(corners, -1, 0), strict=True):
+        length = np.hypot(bx - ax, by - ay)
+        along = ((x - ax) * (bx - ax) + (y - ay) * (by - ay)) / length
+        t = np.clip(along, 0, length)
+        gap = np.hypot(x - ax - t * (bx - ax) / length, y - ay - t * (by - ay) / length)
+        margin = min(2.0, length / 4)
+        on_edge = np.where(gap < best, (along > margin) & (along < length - margin), on_edge)
+        best = np.minimum(best, gap)
+        crosses = (ay > y) != (by > y)
+        inside ^= crosses & (x < ax + (y - ay) * (bx - ax) / np.where(by == ay, 1.0, by - ay))
+    return np.where(inside, -best, best), on_edge
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_signed_distance_agrees_with_polygon(shape: str, size: str) -> None:
+    y, x = np.mgrid[-34:34:0.5, -34:34:0.5] + 0.21
+    exact, on_edge = _brute_force(_corners(shape, SIZES[size]), x, y)
+    found = signed_distance(shape, x, y, SIZES[size])
+    clear = np.abs(exact) > 0.02
+    assert np.array_equal((found < 0)[clear], (exact < 0)[clear])
+    near = (np.abs(exact) < 1.5) & (on_edge | (shape == "circle"))
+    assert near.sum() > 100
+    np.testing.assert_allclose(found[near], exact[near], atol=0.02)
+
+
+def test_unknown_names_are_refused_with_the_allowed_ones() -> None:
+    with pytest.raises(ValueError, match="unknown shape 'hexagon'; allowed: circle"):
+        signed_distance("hexagon", np.zeros(1), np.zeros(1), 10)
+    with pytest.raises(ValueError, match="unknown texture 'wavy'; allowed: plain"):
+        render(Scene((), "sky", "wavy"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_painted_pixels_are_those_of_the_polygon(shape: str, size: str) -> None:
+    item = ShapeObject(shape, "black", size, 56, 72)
+    picture = render(Scene((item,), "sand", "plain"))
+    y, x = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] + 0.5
+    exact, _ = _brute_force(_corners(shape, SIZES[size]), x - 56, y - 72)
+    dark = picture.sum(-1) < 150
+    assert dark[exact < -0.8].all()
+    assert (picture[exact > 0.8] == BACKGROUND_COLOURS["sand"]).all()
+
+
+@pytest.mark.parametrize("colour", OBJECT_COLOURS)
+def test_fill_and_outline(colour: str) -> None:
+    picture = render(Scene((ShapeObject("square", colour, "large", 64, 64),), "grey", "plain")).astype(float)
+    np.testing.assert_allclose(picture[63:65, 63:65].mean((0, 1)), OBJECT_COLOURS[colour], atol=1.5)
+    reach = 0.88 * SIZES["large"]  # 22.88: the outline covers 20.88 to 22.88 pixels left of the centre
+    outline = picture[64, int(64 - reach) + 1]
+    np.testing.assert_allclose(outline, 0.55 * np.array(OBJECT_COLOURS[colour]), atol=8)
+    if colour not in ("white", "black"):  # white is clipped, black has nothing to lighten
+        assert picture[50, 50].sum() > picture[64, 64].sum() > picture[78, 78].sum()
+
+
+def test_first_object_lies_in_front() -> None:
+    front = ShapeObject("square", "red", "large", 56, 64)
+    back = ShapeObject("square", "blue", "large", 72, 64)
+    red_front = render(Scene((front, back), "mint", "plain", "overlapping"))
+    blue_front = render(Scene((back, front), "mint", "plain", "overlapping"))
+    assert red_front[64, 64, 0] > 150 > red_front[64, 64, 2]
+    assert blue_front[64, 64, 2] > 150 > blue_front[64, 64, 0]
+
+
+@pytest.mark.parametrize("texture", TEXTURES)
+@pytest.mark.parametrize("background", BACKGROUND_COLOURS)
+def test_textures_are_shades_of_the_background(background: str, texture: str) -> None:
+    colour = np.array(BACKGROUND_COLOURS[background], float)
+    shade = (render(Scene((), background, texture)) / colour).mean(-1)
+    if texture == "plain":
+        assert np.ptp(shade) < 0.01
+    elif texture == "gradient":
+        assert (np.diff(shade.mean(1)) <= 0).all() and shade[0].mean() > 1 > shade[-1].mean()
+    elif texture == "striped":  # constant along the diagonals, period 16
+        np.testing.assert_allclose(shade[1:, :-1], shade[:-1, 1:])
+        assert shade.min() < 0.9 < shade.max()
+    elif texture == "dotted":
+        assert 0.1 < (shade < 0.9).mean() < 0.2 and shade[8, 8] < 0.85 and shade[0, 0] > 0.99
+    else:
+        assert shade[0, 0] < 0.9 < shade[0, 16] and shade[16, 16] < 0.9 < shade[16, 0]
+        assert abs((shade < 0.94).mean() - 0.5) < 1e-9
+
+
+def test_other_sizes_show_the_same_scene() -> None:
+    for scene in _scenes(10):
+        large = render(scene, 2 * IMAGE_SIZE).astype(float)
+        pooled = large.reshape(IMAGE_SIZE, 2, IMAGE_SIZE, 2, 3).mean((1, 3))
+        assert np.abs(pooled - render(scene)).mean() < 3
+
+
+def test_sampling_is_deterministic() -> None:
+    assert _scenes(50) == _scenes(50)
+    assert _scenes(50) != _scenes(50, seed=1)
+    first, second = sample_dataset(5, 3), sample_dataset(5, 3)
+    assert first[0] == second[0] and np.array_equal(first[1], second[1])
+    assert first[1].shape == (5, IMAGE_SIZE, IMAGE_SIZE, 3) and first[1].dtype == np.uint8
+    assert not np.array_equal(first[1], sample_dataset(5, 4)[1])
+    assert sample_dataset(2, 0, size=64)[1].shape == (2, 64, 64, 3)
+    assert sample_dataset(0, 0)[1].shape == (0, IMAGE_SIZE, IMAGE_SIZE, 3)
+    assert held_out_prompts(20, 5) == held_out_prompts(20, 5) != held_out_prompts(20, 6)
+
+
+def test_held_out_split_is_disjoint() -> None:
+    seen = {caption(scene) for scene in sample_dataset(300, 0, size=8)[0]}
+    unseen = {caption(scene) for scene in sample_dataset(300, 0, held_out=True, size=8)[0]}
+    assert not seen & unseen
+    assert not any(map(is_held_out, seen))
+    assert all(map(is_held_out, unseen))
+    assert all(map(is_held_out, held_out_prompts(50)))
+    share = np.mean([is_held_out(caption(scene)) for scene in _scenes(4000)])
+    assert 0.08 < share < 0.125  # 26 of 256 hashes
+
+
+def test_captions() -> None:
+    red = ShapeObject("circle", "red", "small", 32, 64)
+    blue = ShapeObject("cross", "blue", "large", 96, 64)
+    assert caption(Scene((red,), "sky", "plain")) == "a small red circle on a plain sky background"
+    assert (
+        caption(Scene((red, blue), "sand", "dotted", "left of"))
+        == "a small red circle left of a large blue cross on a dotted sand background"
+    )
+    cross = ShapeObject("cross", "black", "small", 32, 64)
+    assert (
+        caption(Scene((cross,) * 2, "mint", "checked"))
+        == "two small black crosses on a checked mint background"
+    )
+    assert (
+        caption(Scene((red,) * 3, "mint", "striped"))
+        == "three small red circles on a striped mint background"
+    )
+
+
+def test_scenes_are_what_their_captions_say() -> None:
+    scenes = _scenes(3000)
+    kinds = {"single": 0, "group": 0, **dict.fromkeys(RELATIONS, 0)}
+    for scene in scenes:
+        for item in scene.objects:
+            assert item.x % CELL == item.y % CELL == 0
+            reach = 1.1 * SIZES[item.size]  # the longest, a diamond
+            assert reach <= min(item.x, item.y) and max(item.x, item.y) <= IMAGE_SIZE - reach
+        if scene.relation is None:
+            kinds["group" if scene.is_group else "single"] += 1
+            assert len({(o.shape, o.colour, o.size) for o in scene.objects}) == 1
+            continue
+        kinds[scene.relation] += 1
+        first, second = scene.objects
+        assert first.colour != second.colour
+        dx, dy = first.x - second.x, first.y - second.y
+        expected = {
+            "left of": dx < 0 == dy,
+            "right of": dx > 0 == dy,
+            "above": dy < 0 == dx,
+            "below": dy > 0 == dx,
+            "inside": dx == dy == 0 and (first.size, second.size) == ("small", "large"),
+            "overlapping": dx != 0 != dy and np.hypot(dx, dy) < SIZES[first.size] + SIZES[second.size],
+        }
+        assert expected[scene.relation], scene
+    for kind, share in {"single": 0.35, "group": 0.15, "inside": 0.075, "overlapping": 0.075}.items():
+        assert abs(kinds[kind] / len(scenes) - share) < 0.03
+    assert all(abs(kinds[name] / len(scenes) - 0.0875) < 0.025 for name in RELATIONS[:4])
+    assert {scene.background for scene in scenes} == set(BACKGROUND_COLOURS)
+    assert {scene.texture for scene in scenes} == set(TEXTURES)

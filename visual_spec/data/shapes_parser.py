@@ -1,0 +1,161 @@
+"""Reads captions of `shapes` back into facts, and scores a picture against its prompt.
+
+Generated pictures are scored as GenEval does (Ghosh et al. 2023, section 3): find the objects, then check each
+attribute the prompt asks for. The finder is `visual_spec.data.shapes_finder`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+
+import numpy as np
+from PIL import Image
+
+from visual_spec.data.shapes import (
+    BACKGROUND_COLOURS,
+    COUNTS,
+    OBJECT_COLOURS,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    TEXTURES,
+)
+from visual_spec.data.shapes_finder import FoundObject, PictureFacts, parse_picture
+
+__all__ = [
+    "FoundObject",
+    "PictureFacts",
+    "WantedFacts",
+    "WantedObject",
+    "all_correct",
+    "parse_caption",
+    "parse_picture",
+    "prompt_accuracy",
+    "score",
+    "score_facts",
+]
+
+
+@dataclass(frozen=True)
+class WantedObject:
+    """One object a caption asks for."""
+
+    shape: str
+    colour: str
+    size: str
+
+
+@dataclass(frozen=True)
+class WantedFacts:
+    """All a caption says. `relation` binds the first to the second object; copies of a group are listed singly."""
+
+    objects: tuple[WantedObject, ...]
+    background: str
+    texture: str
+    relation: str | None = None
+
+
+def parse_caption(text: str) -> WantedFacts:
+    """Inverse of `visual_spec.data.shapes.caption`; upper case and extra white space are forgiven.
+
+    Raises:
+        ValueError: if the text is not a caption that `caption` could have written.
+    """
+    found = re.fullmatch(_caption_pattern(), " ".join(text.lower().split()))
+    if found is None:
+        raise ValueError(
+            f"cannot read caption {text!r}; allowed: 'a SIZE COLOUR SHAPE', 'a SIZE COLOUR SHAPE RELATION a SIZE "
+            f"COLOUR SHAPE' or '{'|'.join(COUNTS)} SIZE COLOUR SHAPEs', then 'on a TEXTURE BACKGROUND background'. "
+            f"SIZE: {', '.join(SIZES)}. COLOUR: {', '.join(OBJECT_COLOURS)}. SHAPE: {', '.join(SHAPES)}. "
+            f"RELATION: {', '.join(RELATIONS)}. TEXTURE: {', '.join(TEXTURES)}. "
+            f"BACKGROUND: {', '.join(BACKGROUND_COLOURS)}. Use these words, in this order."
+        )
+    part = found.groupdict()
+
+    def thing(number: int) -> WantedObject:
+        return WantedObject(part[f"shape{number}"], part[f"colour{number}"], part[f"size{number}"])
+
+    if part["count"]:
+        objects = (thing(0),) * COUNTS[part["count"]]
+    elif part["relation"]:
+        objects = (thing(1), thing(2))
+    else:
+        objects = (thing(1),)
+    return WantedFacts(objects, part["background"], part["texture"], part["relation"])
+
+
+@cache
+def _caption_pattern() -> str:
+    def one(name: str, words: Iterable[str]) -> str:
+        return f"(?P<{name}>{'|'.join(words)})"
+
+    def thing(number: int) -> str:
+        return f"{one(f'size{number}', SIZES)} {one(f'colour{number}', OBJECT_COLOURS)} {one(f'shape{number}', SHAPES)}"
+
+    group = f"{one('count', COUNTS)} {thing(0)}(?:(?<=cross)es|(?<!cross)s)"
+    pair = f"a {thing(1)}(?: {one('relation', RELATIONS)} a {thing(2)})?"
+    ground = f"{one('texture', TEXTURES)} {one('background', BACKGROUND_COLOURS)} background"
+    return f"(?:{group}|{pair}) on a {ground}"
+
+
+def score(prompt: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
+    """Which attributes of a prompt a picture has.
+
+    Keys: shape, colour, size, count, background, texture, and relation where the prompt names one. Found objects are
+    assigned to wanted ones so that as many attributes as possible hold. Shape, colour and size hold if they do for
+    every wanted object. Count holds if exactly as many objects are found as wanted. Relation holds if the two objects
+    lie so and each has at least the shape or the colour asked for, or else any two patches would do.
+
+    Raises:
+        TypeError, ValueError: as `parse_caption` and `parse_picture`.
+    """
+    return score_facts(parse_caption(prompt), parse_picture(image))
+
+
+def score_facts(wanted: WantedFacts, found: PictureFacts) -> dict[str, bool]:
+    """`score` of a caption and a picture that are already read."""
+    number = len(wanted.objects)
+    # None stands for a wanted object that the picture lacks.
+    candidates: list[int | None] = [*range(len(found.objects)), *[None] * number]
+    best: tuple[int, int] = (-1, -1)
+    best_hits: dict[str, bool] = {}
+    for assignment in dict.fromkeys(permutations(candidates, number)):
+        things = [None if i is None else found.objects[i] for i in assignment]
+        each = {
+            name: [
+                getattr(thing, name, None) == getattr(want, name)
+                for want, thing in zip(wanted.objects, things, strict=True)
+            ]
+            for name in ("shape", "colour", "size")
+        }
+        hits = {name: all(values) for name, values in each.items()}
+        hits["count"] = len(found.objects) == number
+        if wanted.relation is not None:
+            first, second = assignment
+            known = all(shape or colour for shape, colour in zip(each["shape"], each["colour"], strict=True))
+            hits["relation"] = (
+                first is not None
+                and second is not None
+                and known
+                and found.relations.get((first, second)) == wanted.relation
+            )
+        rank = (sum(hits.values()), sum(map(sum, each.values())))
+        if rank > best:
+            best, best_hits = rank, hits
+    best_hits["background"] = found.background == wanted.background
+    best_hits["texture"] = found.texture == wanted.texture
+    return best_hits
+
+
+def prompt_accuracy(hits: dict[str, bool]) -> float:
+    """Mean of the attributes that `score` returned, 0 to 1."""
+    return sum(hits.values()) / len(hits)
+
+
+def all_correct(hits: dict[str, bool]) -> bool:
+    """Whether every attribute that `score` returned holds."""
+    return all(hits.values())
