@@ -1,0 +1,43 @@
+"""Put trained parts together into the folder that `ImagePipeline.from_pretrained("shapes")` reads.
+
+`python scripts/assemble_shapes.py --tokenizer FOLDER --ar FOLDER --out visual_spec/models/weights/shapes`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.training.loop import write_json
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="folder that scripts/train_tokenizer.py wrote"
+    )
+    parser.add_argument("--ar", type=Path, required=True, help="folder that scripts/train_ar.py wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    pipe = ImagePipeline(
+        transformer=LlamaGenTransformer.from_pretrained(arguments.ar / "transformer"),
+        vq_model=VQModel.from_pretrained(arguments.tokenizer),
+        text_encoder=CaptionEncoder.from_pretrained(arguments.ar / "text_encoder"),
+        sampler=SpeculativeJacobiSampler(),
+    )
+    # Half precision on disk; from_pretrained computes in float32 again.
+    pipe.to(torch.float16).save_pretrained(arguments.out)
+    for part, source in (("vq_model", arguments.tokenizer), ("transformer", arguments.ar)):
+        write_json(arguments.out / part / "training.json", json.loads((source / "training.json").read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Train the embedded LlamaGen and caption encoder: `python scripts/train_ar.py --tokenizer FOLDER --out FOLDER`.
+
+Afterwards `--out` holds `transformer/`, `text_encoder/` and `training.json`; `scripts/assemble_shapes.py` joins the
+parts to a pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.training.ar import AutoregressiveTraining, shapes_vocabulary, train_autoregressive
+
+
+def main() -> None:
+    defaults = AutoregressiveTraining()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="folder that scripts/train_tokenizer.py wrote"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for weights and training.json; resumes if interrupted"
+    )
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
+    parser.add_argument("--scenes", type=int, default=defaults.scenes)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--dim", type=int, default=192)
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    vq_model = VQModel.from_pretrained(arguments.tokenizer).eval()
+    encoder = CaptionEncoder(shapes_vocabulary(), dim=128, num_layers=2, num_heads=4, max_words=20)
+    model = LlamaGenTransformer(
+        vocab_size=vq_model.config["codebook_size"],
+        dim=arguments.dim,
+        num_layers=arguments.num_layers,
+        num_heads=arguments.num_heads,
+        grid_size=vq_model.tokens_per_side,
+        prefix_length=encoder.max_words,
+        num_classes=None,
+        caption_dim=encoder.config["dim"],
+    )
+    settings = AutoregressiveTraining(
+        steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        scenes=arguments.scenes,
+        learning_rate=arguments.learning_rate,
+        compile=not arguments.no_compile,
+        seed=arguments.seed,
+    )
+    record = train_autoregressive(model, encoder, vq_model, settings, arguments.out)
+    print(
+        f"{record['parameters'] / 1e6:.2f} M parameters, held-out loss {record['held_out_loss']}, {record['seconds']} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

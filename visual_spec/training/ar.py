@@ -1,0 +1,166 @@
+"""Train the embedded LlamaGen and its caption encoder on tokens of `shapes`.
+
+Teacher-forced cross entropy over whole pictures; a tenth of the captions is replaced by the learned unconditional
+embedding, so that classifier-free guidance works (Ho and Salimans 2022; LlamaGen section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.data.shapes import (
+    BACKGROUND_COLOURS,
+    COUNTS,
+    OBJECT_COLOURS,
+    RELATIONS,
+    SHAPES,
+    SIZES,
+    TEXTURES,
+    caption,
+    sample_dataset,
+)
+from visual_spec.models.caption_encoder import CaptionEncoder, split_words
+from visual_spec.models.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.tokenizer import to_signed
+
+
+@dataclass(frozen=True)
+class AutoregressiveTraining:
+    """Settings of a run."""
+
+    steps: int = 2500
+    batch_size: int = 24
+    scenes: int = 30000
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.02
+    caption_dropout: float = 0.1
+    compile: bool = True
+    seed: int = 0
+
+
+def shapes_vocabulary() -> list[str]:
+    """Every word a `shapes` caption can hold."""
+    words = [
+        "a",
+        "on",
+        "background",
+        *COUNTS,
+        *OBJECT_COLOURS,
+        *BACKGROUND_COLOURS,
+        *SHAPES,
+        *SIZES,
+        *TEXTURES,
+    ]
+    words += [word for relation in RELATIONS for word in split_words(relation)]
+    words += [name + ("es" if name == "cross" else "s") for name in SHAPES]
+    return list(dict.fromkeys(words))
+
+
+@torch.no_grad()
+def tokenize_dataset(
+    vq_model: VQModel,
+    encoder: CaptionEncoder,
+    count: int,
+    seed: int,
+    *,
+    held_out: bool = False,
+    cache: Path | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Word ids `[N, T]` and tokens int16 `[N, L]` of fresh scenes; kept in `cache`, a folder, if one is given."""
+    path = cache / f"tokens_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    if path and path.exists():
+        saved = torch.load(path, weights_only=True)
+        return saved["words"], saved["tokens"]
+    words, tokens = [], []
+    for start in range(0, count, 500):
+        scenes, pictures = sample_dataset(min(500, count - start), seed * 100_003 + start, held_out=held_out)
+        words.append(encoder.word_ids([caption(scene) for scene in scenes]))
+        parts = [vq_model.encode_tokens(to_signed(pictures[i : i + 20])) for i in range(0, len(pictures), 20)]
+        tokens.append(torch.cat(parts).to(torch.int16))
+    result = torch.cat(words), torch.cat(tokens)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"words": result[0], "tokens": result[1]}, path)
+    return result
+
+
+def train_autoregressive(
+    model: LlamaGenTransformer,
+    encoder: CaptionEncoder,
+    vq_model: VQModel,
+    settings: AutoregressiveTraining,
+    out: Path,
+    *,
+    every: int = 200,
+) -> dict:
+    """Train both networks in place, save them in `out/transformer` and `out/text_encoder`, return the record.
+
+    A run that was interrupted goes on from `out/resume.pt`; the finished run removes it.
+    """
+    torch.manual_seed(settings.seed)
+    words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
+    modules = torch.nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
+    decayed = [p for p in modules.parameters() if p.ndim == 2]
+    plain = [p for p in modules.parameters() if p.ndim != 2]
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        modules.load_state_dict(saved["modules"])
+        optimiser.load_state_dict(saved["optimiser"])
+        start = saved["step"]
+
+    def loss_of(word_ids: Tensor, token_ids: Tensor, dropped: Tensor | None) -> Tensor:
+        condition: TextCondition = encoder(word_ids)
+        logits = model.teacher_forced(token_ids, condition, dropped)
+        return F.cross_entropy(logits.flatten(0, 1), token_ids.flatten())
+
+    step_loss = torch.compile(loss_of) if settings.compile else loss_of
+    for step in range(start, settings.steps):
+        rng = np.random.default_rng((settings.seed, step))
+        chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
+        dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
+        loss = step_loss(words[chosen], tokens[chosen].long(), dropped)
+        for group in optimiser.param_groups:
+            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 200)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
+        optimiser.step()
+        if step % 20 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 4)))
+        if (step + 1) % every == 0:
+            checkpoint.save(modules=modules.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    modules.eval()
+    held_words, held_tokens = tokenize_dataset(vq_model, encoder, 400, 777, held_out=True)
+    with torch.no_grad():
+        parts = zip(held_words.split(20), held_tokens.long().split(20), strict=True)
+        held_out_loss = float(np.mean([loss_of(w, t, None).item() for w, t in parts]))
+    record = {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": round(checkpoint.seconds),
+        "held_out_loss": round(held_out_loss, 4),
+        "loss": checkpoint.curve,
+    }
+    model.save_pretrained(out / "transformer")
+    encoder.save_pretrained(out / "text_encoder")
+    write_json(out / "training.json", record)
+    checkpoint.path.unlink(missing_ok=True)
+    return record

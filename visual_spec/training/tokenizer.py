@@ -1,0 +1,213 @@
+"""Train the embedded VQ tokenizer on `shapes`.
+
+LlamaGen's quantiser (unit-sphere codes of 8 numbers, straight-through gradients, commitment loss) with two changes
+that suit a short run without a discriminator: the codebook follows its latents by exponential averages (van den Oord
+et al. 2017, appendix A.1), starting from k-means on a briefly trained autoencoder, and codes that fall out of use are
+moved onto latents that are badly served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.data.shapes import CELL, Scene, sample_dataset
+from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+
+
+@dataclass(frozen=True)
+class TokenizerTraining:
+    """Settings of a run.
+
+    `crop` is in pixels: small crops give more steps per second, and the network is convolutional. After `encoder_steps`
+    the encoder and the codebook stand still, tokens are final, and the decoder alone goes on learning.
+    """
+
+    steps: int = 12000
+    encoder_steps: int = 6800
+    batch_size: int = 16
+    crop: int = 64
+    continuous_steps: int = 500
+    learning_rate: float = 2e-3
+    commitment: float = 0.25
+    average_decay: float = 0.99
+    scenes: int = 6000
+    seed: int = 0
+
+
+def to_signed(pictures: np.ndarray | Tensor) -> Tensor:
+    """uint8 pictures `[B, H, W, 3]` to floats `[B, 3, H, W]` in [-1, 1]."""
+    return torch.as_tensor(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+
+
+def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Absolute error at three scales, squared error, and absolute error of first differences, each a mean.
+
+    The coarse scales carry the colours of whole tokens, the differences keep edges sharp.
+    """
+    error = output - target
+    loss = error.abs().mean() + error.square().mean()
+    for size in (4, 8):
+        loss = loss + F.avg_pool2d(error, size).abs().mean()
+    for dim in (-1, -2):
+        loss = loss + 0.5 * error.diff(dim=dim).abs().mean()
+    return loss
+
+
+def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, every: int = 250) -> dict:
+    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+
+    A run that was interrupted goes on from `out/resume.pt`; the finished run removes it.
+    """
+    torch.manual_seed(settings.seed)
+    scenes, pictures = sample_dataset(settings.scenes, settings.seed)
+    codebook = model.quantize.embedding.weight.requires_grad_(False)
+    averages = {
+        "count": torch.ones(len(codebook)),
+        "total": torch.zeros_like(codebook),
+        "idle": torch.zeros(len(codebook)),
+    }
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        averages, start = saved["averages"], saved["step"]
+    model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    for step in range(start, settings.steps):
+        rng = np.random.default_rng(
+            (settings.seed, step)
+        )  # per step, so that a resumed run sees what it would have seen
+        chosen = rng.integers(len(pictures), size=settings.batch_size)
+        crops = [_crop(pictures[index], scenes[index], settings.crop, rng) for index in chosen]
+        target = to_signed(np.stack(crops)).contiguous(memory_format=torch.channels_last)
+
+        joint = step < settings.encoder_steps
+        since, until = (0, settings.encoder_steps) if joint else (settings.encoder_steps, settings.steps)
+        rate = cosine_rate(step - since, until - since, settings.learning_rate, 100)
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        with torch.set_grad_enabled(joint):
+            unit = F.normalize(model.encode_latents(target), dim=1)  # [B, D, h, w]
+        flat = unit.detach().permute(0, 2, 3, 1).flatten(0, 2)  # [B*h*w, D]
+        if not joint:
+            codes, commitment = model.quantize.lookup(model.quantize.nearest(unit)), torch.zeros(())
+        elif step < settings.continuous_steps:
+            codes, commitment = unit, torch.zeros(())
+        else:
+            if step == settings.continuous_steps:
+                _initialise_codebook(model, pictures, averages, settings)
+            ids = model.quantize.nearest(unit)
+            quantised = model.quantize.lookup(ids)
+            commitment = (unit - quantised).square().sum(1).mean()
+            codes = unit + (quantised - unit).detach()
+        loss = reconstruction_loss(model.decode_latents(codes), target)
+        optimiser.zero_grad(set_to_none=True)
+        (loss + settings.commitment * commitment).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        if settings.continuous_steps <= step < settings.encoder_steps:
+            revive = step < 0.7 * settings.encoder_steps and step % 20 == 0
+            _follow_latents(codebook, flat, ids.flatten(), averages, settings.average_decay, revive)  # pyright: ignore
+        if step % 50 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 5)))
+        if (step + 1) % every == 0:
+            checkpoint.save(
+                model=model.state_dict(), optimiser=optimiser.state_dict(), averages=averages, step=step + 1
+            )
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    codebook.copy_(F.normalize(codebook, dim=-1))
+    model.eval().to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
+    record = {
+        "settings": asdict(settings),
+        "seconds": round(checkpoint.seconds),
+        "loss": checkpoint.curve,
+        **judge(model),
+    }
+    model.save_pretrained(out)
+    write_json(out / "training.json", record)
+    checkpoint.path.unlink(missing_ok=True)
+    return record
+
+
+def _crop(picture: np.ndarray, scene: Scene, size: int, rng: np.random.Generator) -> np.ndarray:
+    """A window `[size, size, 3]` aligned to tokens; three in four hold an object, the rest lie anywhere."""
+    last = len(picture) - size
+    corner = rng.integers(last // CELL + 1, size=2) * CELL
+    if rng.random() < 0.75:
+        item = scene.objects[rng.integers(len(scene.objects))]
+        centre = np.array([item.y, item.x]) + rng.integers(-2, 3, size=2) * CELL
+        corner = np.clip(centre - size // 2, 0, last) // CELL * CELL
+    top, left = corner
+    return picture[top : top + size, left : left + size]
+
+
+@torch.no_grad()
+def _initialise_codebook(
+    model: VQModel, pictures: np.ndarray, averages: dict, settings: TokenizerTraining
+) -> None:
+    """k-means on the unit sphere over latents of a few hundred pictures."""
+    codebook = model.quantize.embedding.weight
+    batches = [to_signed(pictures[i : i + 50]) for i in range(0, min(500, len(pictures)), 50)]
+    latents = torch.cat(
+        [F.normalize(model.encode_latents(b), dim=1).permute(0, 2, 3, 1).flatten(0, 2) for b in batches]
+    )
+    # Distinct starting points: latents of plain background outnumber all others, so farther ones are preferred.
+    centre = F.normalize(latents.mean(0), dim=-1)
+    weight = (1.0 - latents @ centre).clamp_min(1e-4)
+    codebook.copy_(latents[torch.multinomial(weight, len(codebook))])
+    for _ in range(8):
+        nearest = torch.cat([(part @ codebook.T).argmax(-1) for part in latents.split(8192)])
+        total = torch.zeros_like(codebook).index_add_(0, nearest, latents)
+        used = total.norm(dim=-1) > 0
+        codebook[used] = F.normalize(total[used], dim=-1)
+    averages["count"].fill_(1.0)
+    averages["total"].copy_(codebook)
+
+
+@torch.no_grad()
+def _follow_latents(
+    codebook: Tensor, latents: Tensor, ids: Tensor, averages: dict, decay: float, revive: bool
+) -> None:
+    """Move each code towards the latents it served; move idle codes onto the worst-served latents of this batch."""
+    count = torch.zeros(len(codebook)).index_add_(0, ids, torch.ones(len(ids)))
+    total = torch.zeros_like(codebook).index_add_(0, ids, latents)
+    averages["count"].mul_(decay).add_(count, alpha=1 - decay)
+    averages["total"].mul_(decay).add_(total, alpha=1 - decay)
+    codebook.copy_(F.normalize(averages["total"], dim=-1))
+    averages["idle"].add_(1).mul_((count == 0).float())
+    if not revive:
+        return
+    idle = (averages["idle"] > 150).nonzero()[:, 0]
+    if len(idle):
+        error = 1.0 - (latents * codebook[ids]).sum(-1)
+        chosen = torch.multinomial(error.clamp_min(1e-8), min(len(idle), 64))
+        idle = idle[: len(chosen)]
+        codebook[idle] = latents[chosen]
+        averages["total"][idle] = latents[chosen]
+        averages["count"][idle] = 1.0
+        averages["idle"][idle] = 0.0
+
+
+@torch.no_grad()
+def judge(model: VQModel, count: int = 200) -> dict:
+    """Peak signal-to-noise ratio in dB and codes in use over held-out scenes."""
+    _, pictures = sample_dataset(count, 12345, held_out=True)
+    errors, used = [], set()
+    for part in to_signed(pictures).split(20):
+        tokens = model.encode_tokens(part)
+        used.update(tokens.unique().tolist())
+        errors.append((model.decode_tokens(tokens) - part).square().mean((1, 2, 3)))
+    psnr = (10 * torch.log10(4.0 / torch.cat(errors))).mean().item()
+    return {"psnr_db": round(psnr, 2), "codes_used": len(used), "held_out_pictures": count}
