@@ -1,0 +1,319 @@
+"""ImagePipeline: what diffusers users expect of it, bad input, accelerate and restore. The models are real and tiny."""
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from tqdm import tqdm
+
+import visual_spec
+from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
+from visual_spec.pipelines.base import DecodeProgress
+from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "a red circle"
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return tiny_pipeline()
+
+
+# -- drawing --
+
+
+def test_output_types(pipe):
+    def draw(kind):
+        return pipe(PROMPT, generator=seeded(7), output_type=kind)
+
+    pil, np_, pt, latent = (draw(kind).images for kind in ("pil", "np", "pt", "latent"))
+    assert isinstance(pil[0], PIL.Image.Image) and pil[0].size == (8, 8)
+    assert np_.shape == (1, 8, 8, 3) and pt.shape == (1, 3, 8, 8)
+    assert 0 <= pt.min() and pt.max() <= 1
+    np.testing.assert_allclose(np_, pt.permute(0, 2, 3, 1).numpy())
+    np.testing.assert_array_equal(np.asarray(pil[0]), (np_[0] * 255).round().astype(np.uint8))
+    assert latent.shape == (1, 4, 4) and latent.dtype == torch.long
+    assert latent.flatten(1).equal(draw("pil").tokens)
+
+
+def test_return_dict_false_gives_the_tuple(pipe):
+    images, tokens, trace = pipe(PROMPT, generator=seeded(0), return_dict=False)
+    output = pipe(PROMPT, generator=seeded(0))
+    assert tokens.equal(output.tokens) and len(images) == 1
+    assert trace.target_calls.tolist() == [16] == output.trace.target_calls.tolist()
+    assert list(output)[0] == "images"
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_a_picture_depends_on_its_own_generator_only(pipe, guidance_scale):
+    prompts = [PROMPT, "a blue square"]
+    both = pipe(prompts, num_images_per_prompt=2, generator=seeded(1, 2, 3, 4), guidance_scale=guidance_scale)
+    assert len(both.images) == 4
+    alone = pipe(prompts[1], generator=seeded(3), guidance_scale=guidance_scale)
+    assert alone.tokens[0].equal(both.tokens[2])
+    assert not both.tokens[2].equal(both.tokens[3])
+
+
+def test_one_generator_serves_the_batch(pipe):
+    first = pipe([PROMPT] * 2, generator=torch.Generator().manual_seed(5)).tokens
+    again = pipe([PROMPT] * 2, generator=torch.Generator().manual_seed(5)).tokens
+    assert first.equal(again) and not first[0].equal(first[1])
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_accelerated_pictures_are_the_plain_ones(pipe, guidance_scale):
+    settings = dict(num_images_per_prompt=3, guidance_scale=guidance_scale)
+    plain = pipe(PROMPT, generator=seeded(1, 2, 3), **settings)
+    assert visual_spec.accelerate(pipe, SpeculativeJacobiSampler(window=8)) is pipe
+    fast = pipe(PROMPT, generator=seeded(1, 2, 3), **settings)
+    assert fast.tokens.equal(plain.tokens)
+    for one, other in zip(plain.images, fast.images, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert (fast.trace.target_calls < plain.trace.target_calls).all()
+
+
+def test_prompt_embeds_stand_in_for_the_prompt(pipe):
+    condition = pipe.encode_prompt([PROMPT, "a blue square"])
+    settings = dict(prompt_embeds=condition.features, prompt_attention_mask=condition.mask)
+    told = pipe([PROMPT, "a blue square"], generator=seeded(1, 2))
+    given = pipe(generator=seeded(1, 2), **settings)
+    assert given.tokens.equal(told.tokens)
+    pipe.text_encoder = None
+    assert pipe(generator=seeded(1, 2), **settings).tokens.equal(told.tokens)
+
+
+def test_height_and_width_of_the_model_are_accepted(pipe):
+    assert pipe.image_size == (8, 8)
+    assert pipe(PROMPT, height=8, width=8).images[0].size == (8, 8)
+
+
+def test_unknown_words_are_named_and_still_drawn(pipe):
+    with pytest.warns(UserWarning, match="does not know 'giraffe', 'plaid'; the picture will not show"):
+        assert pipe("a giraffe on plaid").images
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(PROMPT)
+
+
+def test_callback_sees_every_target_call(pipe):
+    pipe.sampler = SpeculativeJacobiSampler(window=4)
+    seen = []
+
+    def callback(given, step, timestep, kwargs):
+        assert given is pipe
+        seen.append((step, timestep, kwargs["lengths"].tolist()))
+
+    output = pipe([PROMPT] * 2, generator=seeded(1, 2), callback_on_step_end=callback)
+    assert [step for step, _, _ in seen] == list(range(int(output.trace.target_calls.max())))
+    assert all(timestep == min(lengths) for _, timestep, lengths in seen)
+    assert seen[0][2] == [1, 1] and min(16, seen[-1][1]) == 16
+    pipe(
+        PROMPT,
+        callback_on_step_end=lambda *args: seen.append(args[3]),
+        callback_on_step_end_tensor_inputs=[],
+    )
+    assert seen[-1] == {}
+
+
+def test_progress_advances_by_committed_tokens():
+    shown = io.StringIO()
+    pipe = tiny_pipeline(SpeculativeJacobiSampler(window=4))
+    pipe.set_progress_bar_config(disable=False, file=shown, mininterval=0)
+    output = pipe([PROMPT] * 2, generator=seeded(1, 2))
+    text = shown.getvalue()
+    assert "32/32" in text
+    rate = 16 / float(output.trace.target_calls.max())
+    assert f"{rate:.2f} tokens per call" in text
+
+
+def test_progress_counts_no_scratch_slots():
+    bar = tqdm(total=8, file=io.StringIO())
+    progress = DecodeProgress(bar, 4)
+    progress(0, torch.tensor([1, 1]))
+    assert bar.n == 2
+    progress(1, torch.tensor([4, 6]))
+    assert bar.n == 8 and bar.postfix == "2.00 tokens per call"
+
+
+def test_compiled_transformer_survives(pipe, tmp_path):
+    plain = pipe(PROMPT, generator=seeded(3)).tokens
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    assert pipe(PROMPT, generator=seeded(3)).tokens.equal(plain)
+    pipe.save_pretrained(tmp_path)
+    assert ImagePipeline.from_pretrained(tmp_path)(PROMPT, generator=seeded(3)).tokens.equal(plain)
+
+
+def test_offloading_wakes_models_before_their_other_entry_points(pipe, monkeypatch):
+    """accelerate's hooks sit on `forward`; `prefill` and `decode_tokens` come before it, or without it."""
+    events = []
+
+    class Recorder(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            events.append(type(module).__name__)
+            return args, kwargs
+
+    for component, name in [(pipe.transformer, "prefill"), (pipe.vq_model, "decode_tokens")]:
+        add_hook_to_module(component, Recorder())
+        plain = getattr(component, name)
+
+        def recorded(*args, plain=plain, name=name, **kwargs):
+            events.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(component, name, recorded)
+    pipe(PROMPT)
+    assert events[:2] == ["LlamaGenTransformer", "prefill"]
+    assert events[-2:] == ["VQModel", "decode_tokens"]
+
+
+# -- bad input, refused before any computation --
+
+BAD_INPUT = {
+    "neither prompt nor embeds": (dict(prompt=None), ValueError, "neither of prompt and prompt_embeds"),
+    "both": (dict(prompt_embeds=torch.zeros(1, 6, 8)), ValueError, "both of prompt and prompt_embeds"),
+    "empty prompt": (dict(prompt=""), ValueError, "no words; give at least one"),
+    "blank prompt": (dict(prompt=[PROMPT, " !? "]), ValueError, "no words"),
+    "empty list": (dict(prompt=[]), ValueError, "empty list; pass at least one"),
+    "over-long prompt": (dict(prompt="a " * 7), ValueError, "7 words given; at most 6"),
+    "prompt of another type": (dict(prompt=3), TypeError, "prompt=3; pass a string or a list"),
+    "list of another type": (dict(prompt=[PROMPT, None]), TypeError, "pass a string or a list of strings"),
+    "height": (dict(height=512), ValueError, r"height=512, .* draws 8 x 8 pixels \(4 x 4 tokens\)"),
+    "width": (dict(width=16), ValueError, "width=16"),
+    "zero height": (dict(height=0), ValueError, "height=0"),
+    "pictures": (
+        dict(num_images_per_prompt=0),
+        ValueError,
+        "num_images_per_prompt=0; pass an integer of at least 1",
+    ),
+    "output type": (
+        dict(output_type="jpeg"),
+        ValueError,
+        "output_type='jpeg'; pass one of pil, np, pt, latent",
+    ),
+    "guidance": (dict(guidance_scale=-1.0), ValueError, "guidance_scale=-1.0"),
+    "temperature": (dict(temperature=-0.5), ValueError, "temperature=-0.5"),
+    "top-k": (dict(top_k=-1), ValueError, "top_k=-1"),
+    "top-p": (dict(top_p=0.0), ValueError, "top_p=0.0"),
+    "too few generators": (
+        dict(generator=seeded(1, 2)),
+        ValueError,
+        "2 generators for 1 pictures; pass one per",
+    ),
+    "mixed generator list": (
+        dict(generator=[*seeded(1), 7], num_images_per_prompt=2),
+        TypeError,
+        "generator list also holds int; every entry must be a torch.Generator",
+    ),
+    "seed as generator": (dict(generator=42), TypeError, "generator is a int; pass a torch.Generator"),
+    "callback tensors": (
+        dict(callback_on_step_end_tensor_inputs=["latents"]),
+        ValueError,
+        r"holds \['latents'\]; allowed are \['lengths'\]",
+    ),
+    "flat embeds": (
+        dict(prompt=None, prompt_embeds=torch.zeros(6, 8)),
+        ValueError,
+        r"shape \(6, 8\); pass \[prompts",
+    ),
+    "mask": (
+        dict(prompt=None, prompt_embeds=torch.zeros(1, 6, 8), prompt_attention_mask=torch.ones(1, 5)),
+        ValueError,
+        r"pass a mask of shape \(1, 6\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_refused(pipe, monkeypatch, name):
+    arguments, error, message = BAD_INPUT[name]
+    for component in (pipe.transformer, pipe.text_encoder, pipe.vq_model):
+        monkeypatch.setattr(
+            component, "forward", lambda *_, **__: pytest.fail("computed before the input was checked")
+        )
+    with pytest.raises(error, match=message):
+        pipe(**{"prompt": PROMPT, **arguments})
+
+
+def test_embeds_of_another_width_are_refused(pipe):
+    with pytest.raises(ValueError, match=r"features \(1, 6, 9\) .* takes \(1, 6, 8\)"):
+        pipe(prompt_embeds=torch.zeros(1, 6, 9))
+
+
+def test_prompt_without_text_encoder_is_refused(pipe):
+    pipe.text_encoder = None
+    with pytest.raises(ValueError, match="without a text encoder; pass prompt_embeds"):
+        pipe(PROMPT)
+
+
+def test_foreign_sampler_is_refused_with_those_that_fit(pipe):
+    pipe.sampler = EulerDiscreteScheduler()
+    with pytest.raises(
+        TypeError, match="EulerDiscreteScheduler.*AutoregressiveSampler, SpeculativeJacobiSampler"
+    ):
+        pipe(PROMPT)
+
+
+def test_window_below_one_is_refused():
+    with pytest.raises(ValueError, match="window=0"):
+        SpeculativeJacobiSampler(window=0)
+
+
+def test_tokenizer_of_another_model_is_refused():
+    with pytest.raises(
+        ValueError, match="predicts 4 x 4 tokens out of 12, but the tokenizer decodes 4 x 4 out of 13"
+    ):
+        ImagePipeline(tiny_transformer(), tiny_vq_model(codebook_size=13), None, AutoregressiveSampler())
+    with pytest.raises(ValueError, match="decodes 8 x 8 out of 12; load both from the same model"):
+        ImagePipeline(tiny_transformer(), tiny_vq_model(image_size=16), None, AutoregressiveSampler())
+
+
+def test_non_finite_logits_name_the_slot(pipe):
+    with torch.no_grad():
+        pipe.transformer.output.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="slot 0"):
+        pipe(PROMPT)
+
+
+# -- accelerate, restore --
+
+
+def test_accelerate_and_restore(pipe):
+    plain = pipe.sampler
+    assert visual_spec.summary(pipe) == "AutoregressiveSampler: nothing decoded yet"
+    visual_spec.accelerate(pipe)
+    assert isinstance(pipe.sampler, SpeculativeJacobiSampler)
+    visual_spec.accelerate(pipe, SpeculativeJacobiSampler(window=2))
+    assert pipe.sampler.config["window"] == 2
+    pipe(PROMPT)
+    assert visual_spec.summary(pipe).startswith("SpeculativeJacobiSampler: 1 x 16 tokens")
+    assert visual_spec.restore(pipe).sampler is plain
+    assert visual_spec.restore(pipe).sampler is plain
+
+
+def test_accelerate_refuses_what_it_cannot_speed_up(pipe):
+    with pytest.raises(TypeError, match="cannot accelerate a Linear; pass a visual_spec pipeline"):
+        visual_spec.accelerate(torch.nn.Linear(1, 1))
+    with pytest.raises(
+        ValueError, match="unknown sampler 'medusa'; pass one of autoregressive, speculative-jacobi"
+    ):
+        visual_spec.accelerate(pipe, "medusa")
+    with pytest.raises(TypeError, match="does not fit a next-token model"):
+        visual_spec.accelerate(pipe, EulerDiscreteScheduler())
+    assert isinstance(pipe.sampler, AutoregressiveSampler)
+
+
+def test_samplers_swap_as_diffusers_schedulers_do(pipe):
+    swapped: Any = SpeculativeJacobiSampler.from_config(pipe.sampler.config, window=4)
+    pipe.sampler = swapped
+    assert pipe.sampler.config["window"] == 4
+    assert pipe.config["sampler"][1] == "SpeculativeJacobiSampler"

@@ -1,0 +1,203 @@
+"""The command line, run on a tiny real model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from tests.tiny import tiny_pipeline
+from visual_spec import cli
+from visual_spec.pipelines import embedded
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+
+PROMPT = "a red circle"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_pipeline().save_pretrained(folder)
+    return str(folder)
+
+
+def generate(model: str, out: Path, *arguments: str) -> int:
+    return cli.main(["generate", *arguments, "--model", model, "--out", str(out), "--device", "cpu"])
+
+
+def last_line(capsys: pytest.CaptureFixture) -> Any:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def pixels(path: str | Path) -> np.ndarray:
+    return np.asarray(PIL.Image.open(path))
+
+
+def test_generate_writes_a_picture_per_seed(model, tmp_path, capsys):
+    assert (
+        generate(model, tmp_path, PROMPT, "a blue square", "--num-images", "2", "--seed", "5", "--json") == 0
+    )
+    document = last_line(capsys)
+    assert [image["seed"] for image in document["images"]] == [5, 6, 7, 8]
+    assert [image["prompt"] for image in document["images"]] == [PROMPT] * 2 + ["a blue square"] * 2
+    assert document["sampler"]["name"] == "speculative-jacobi"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[0] == "000-a-red-circle-seed5.png" and len(names) == 4
+    for image in document["images"]:
+        assert pixels(image["file"]).shape == (8, 8, 3)
+        assert image["tokens_per_call"] == pytest.approx(16 / image["calls"])
+
+
+def test_a_picture_can_be_drawn_again_alone_and_plainly(model, tmp_path, capsys):
+    generate(
+        model, tmp_path / "all", PROMPT, "--num-images", "3", "--seed", "1", "--batch-size", "2", "--json"
+    )
+    third = last_line(capsys)["images"][2]
+    generate(model, tmp_path / "one", PROMPT, "--seed", "3", "--sampler", "autoregressive", "--json")
+    again = last_line(capsys)["images"][0]
+    assert third["seed"] == again["seed"] == 3
+    assert np.array_equal(pixels(third["file"]), pixels(again["file"]))
+    assert third["calls"] < again["calls"] == 16
+
+
+def test_sampler_and_law_settings_arrive(model, tmp_path, capsys):
+    sampler = ["--window", "4", "--coupling", "maximal", "--acceptance", "exact", "--initial-draft", "left"]
+    law = ["--guidance-scale", "1", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9"]
+    assert generate(model, tmp_path, PROMPT, *sampler, *law, "--json") == 0
+    document = last_line(capsys)
+    assert document["sampler"] == {
+        "name": "speculative-jacobi",
+        "window": 4,
+        "coupling": "maximal",
+        "acceptance": "exact",
+        "initial_draft": "left",
+    }
+    assert (document["guidance_scale"], document["temperature"]) == (1.0, 0.5)
+    assert (document["top_k"], document["top_p"]) == (3, 0.9)
+
+
+def test_compare_proves_equality_and_writes_the_report(model, tmp_path, capsys):
+    assert generate(model, tmp_path, PROMPT, "a blue square", "--compare", "--window", "8") == 0
+    out = capsys.readouterr().out
+    header, rule, *rows = out.splitlines()
+    assert header.split() == ["prompt", "calls", "tokens/call", "seconds", "speed-up", "identical"]
+    assert set(rule) == {"-"}
+    assert rows[0].startswith(PROMPT) and rows[0].endswith("yes") and rows[1].endswith("yes")
+    assert "Every picture is the same, pixel for pixel." in out
+    document = json.loads((tmp_path / "comparison.json").read_text())
+    assert [row["identical"] for row in document["comparison"]] == [True, True]
+    for row in document["comparison"]:
+        assert row["calls"] < row["plain_calls"] == 16
+        assert row["seconds"] > 0 < row["plain_seconds"]
+    assert pixels(tmp_path / "comparison.png").ndim == 3
+    page = (tmp_path / "comparison.html").read_text()
+    assert PROMPT in page and "data:image/png;base64," in page
+    assert "window=8" in page and "gumbel" in page
+    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".png", ".html", ".json")]
+
+
+def test_compare_says_when_tokens_differ(model, tmp_path, capsys):
+    settings = ["--coupling", "independent", "--acceptance", "exact", "--seed", "3"]
+    assert generate(model, tmp_path, PROMPT, "--compare", *settings) == 0
+    out = capsys.readouterr().out
+    assert " no" in out and "not the same tokens for one seed" in out
+
+
+def test_compare_fails_when_the_promise_is_broken(model, tmp_path, capsys, monkeypatch):
+    def wrong(self, *args, **kwargs):
+        result = plain(self, *args, **kwargs)
+        result.tokens[:, -1] = (result.tokens[:, -1] + 1) % 12
+        return result
+
+    plain = AutoregressiveSampler.__call__
+    monkeypatch.setattr(AutoregressiveSampler, "__call__", wrong)
+    assert generate(model, tmp_path, PROMPT, "--compare") == 1
+    assert "promises the plain tokens, and did not give them" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten_unasked(model, tmp_path, capsys):
+    assert generate(model, tmp_path, PROMPT) == 0
+    (picture,) = tmp_path.iterdir()
+    picture.write_bytes(b"mine")
+    assert generate("no-such-model", tmp_path, PROMPT) == 2  # refused before the model is looked for
+    assert "000-a-red-circle-seed0.png exists" in capsys.readouterr().err
+    assert picture.read_bytes() == b"mine"
+    assert generate(model, tmp_path, PROMPT, "--overwrite") == 0
+    assert pixels(picture).shape == (8, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "has no words"),
+        (["a " * 7], "7 words given; at most 6"),
+        (
+            [PROMPT, "--sampler", "medusa"],
+            "unknown sampler 'medusa'; pass one of autoregressive, speculative-jacobi",
+        ),
+        ([PROMPT, "--window", "0"], "window=0"),
+        ([PROMPT, "--coupling", "tight"], "coupling='tight'; pass one of gumbel, independent, maximal"),
+        ([PROMPT, "--coupling", "maximal"], "acceptance='identical'"),
+        (
+            [PROMPT, "--sampler", "autoregressive", "--window", "4"],
+            "autoregressive sampler has no setting window",
+        ),
+        ([PROMPT, "--guidance-scale", "-2"], "guidance_scale=-2.0"),
+        ([PROMPT, "--temperature", "nan"], "temperature=nan"),
+        ([PROMPT, "--top-p", "0"], "top_p=0.0"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, arguments, message):
+    assert generate(model, tmp_path / "out", *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_unusable_device_is_refused(model, tmp_path, capsys):
+    assert cli.main(["generate", PROMPT, "--model", model, "--out", str(tmp_path), "--device", "abacus"]) == 2
+    assert "--device abacus cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "required: PROMPT"),
+        (["generate", PROMPT, "--num-images", "0"], "0 given; pass an integer of at least 1"),
+        (["generate", PROMPT, "--seed", "-1"], "-1 given; pass an integer of at least 0"),
+        (["paint"], "invalid choice: 'paint'"),
+    ],
+)
+def test_bad_arguments_end_with_status_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_unknown_model_names_the_known_ones(tmp_path, capsys, model, monkeypatch):
+    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", Path(model).parent)
+    assert generate("shapez", tmp_path, PROMPT) == 2
+    assert "unknown model 'shapez'; embedded models are tiny" in capsys.readouterr().err
+
+
+def test_unknown_words_are_a_warning(model, tmp_path, capsys):
+    assert generate(model, tmp_path, "a giraffe") == 0
+    assert "visual-spec: warning: the text encoder does not know 'giraffe'" in capsys.readouterr().err
+
+
+def test_models_lists_the_embedded_ones(model, capsys, monkeypatch):
+    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", Path(model).parent)
+    assert cli.main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny" in out and "ImagePipeline" in out and "transformer" in out
+    assert cli.main(["models", "--json"]) == 0
+    (fact,) = last_line(capsys)
+    assert fact["name"] == "tiny" and fact["image_size"] == 8 and fact["bytes"] > 0
+
+
+def test_bench_reads_its_own_arguments(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "--help"])
+    assert stop.value.code == 0 and "bench" in capsys.readouterr().out

@@ -1,0 +1,49 @@
+"""A complete image model that is real but tiny and random: 4 x 4 tokens out of 12, pictures of 8 x 8 pixels."""
+
+import torch
+
+from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+
+WORDS = ["a", "blue", "circle", "on", "red", "square"]
+
+
+def tiny_transformer(**changes) -> LlamaGenTransformer:
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=12, dim=16, num_layers=2, num_heads=2, grid_size=4, prefix_length=6, num_classes=None
+    )
+    model = LlamaGenTransformer(**{**settings, "caption_dim": 8, **changes})
+    with torch.no_grad():  # larger than a fresh network's, so that the laws differ from slot to slot
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.ndim == 2 else None
+    return model.eval()
+
+
+def tiny_vq_model(**changes) -> VQModel:
+    torch.manual_seed(1)
+    settings = dict(base_channels=8, channel_multipliers=(1, 2), blocks_per_level=1, latent_channels=8)
+    return VQModel(
+        **{**settings, "codebook_size": 12, "codebook_dim": 4, "norm_groups": 4, "image_size": 8, **changes}
+    ).eval()
+
+
+def tiny_text_encoder() -> CaptionEncoder:
+    torch.manual_seed(2)
+    return CaptionEncoder(vocabulary=WORDS, dim=8, num_layers=1, num_heads=2, max_words=6).eval()
+
+
+def tiny_pipeline(sampler=None) -> ImagePipeline:
+    pipe = ImagePipeline(
+        tiny_transformer(), tiny_vq_model(), tiny_text_encoder(), sampler or AutoregressiveSampler()
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def seeded(*seeds: int) -> list[torch.Generator]:
+    """One generator per seed."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -1,0 +1,351 @@
+"""The command line: visual-spec generate | models | bench.
+
+Only the standard library is imported before the arguments are known to be good, so that `--help`, a misspelt flag, or
+a file in the way are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from visual_spec.eval.report import ComparisonRow
+    from visual_spec.pipelines.image import ImagePipeline
+
+_SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
+_LAW_SETTINGS = ("guidance_scale", "temperature", "top_k", "top_p")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="visual-spec", description="Fast and exact token-by-token generation."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | models | bench")
+
+    generate = commands.add_parser("generate", help="draw pictures from prompts")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
+    generate.add_argument(
+        "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
+    )
+    generate.add_argument("--out", type=Path, default=Path("visual-spec-out"), metavar="DIR")
+    generate.add_argument("--overwrite", action="store_true", help="replace files that are already there")
+    generate.add_argument(
+        "--num-images", type=_at_least(1), default=1, metavar="N", help="pictures per prompt"
+    )
+    generate.add_argument(
+        "--batch-size", type=_at_least(1), default=8, metavar="N", help="pictures decoded together"
+    )
+    generate.add_argument(
+        "--seed",
+        type=_at_least(0),
+        default=0,
+        help="of the first picture; the next ones have seed + 1, seed + 2 ...",
+    )
+    generate.add_argument("--device", help="default: cuda where there is one, else cpu")
+    generate.add_argument(
+        "--compare", action="store_true", help="decode plainly too, check equality, draw a sheet and a page"
+    )
+    generate.add_argument("--json", action="store_true", help="print a JSON document as the last line")
+
+    sampler = generate.add_argument_group("sampler")
+    sampler.add_argument(
+        "--sampler",
+        default="speculative-jacobi",
+        metavar="NAME",
+        help="speculative-jacobi (default) | autoregressive",
+    )
+    sampler.add_argument("--window", type=int, metavar="W", help="slots that one target call scores")
+    sampler.add_argument("--coupling", metavar="NAME", help="gumbel | independent | maximal")
+    sampler.add_argument(
+        "--acceptance", metavar="NAME", help="identical (same tokens as plain) | exact (same law)"
+    )
+    sampler.add_argument("--initial-draft", metavar="NAME", help="guess for a slot that was never scored")
+
+    law = generate.add_argument_group("law of a token")
+    law.add_argument("--guidance-scale", type=float, metavar="S", help="above 1: classifier-free guidance")
+    law.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
+    law.add_argument("--top-k", type=int, metavar="K", help="0: off")
+    law.add_argument("--top-p", type=float, metavar="P", help="1: off")
+    generate.set_defaults(run=_generate)
+
+    models = commands.add_parser("models", help="list the models that need no download")
+    models.add_argument("--json", action="store_true", help="print JSON")
+    models.set_defaults(run=_models)
+
+    # `bench` reads its own arguments: see `main`.
+    commands.add_parser(
+        "bench", help="measure calls and seconds; see visual-spec bench --help", add_help=False
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 done, 1 a claim of equality failed, 2 bad input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            if arguments[:1] == ["bench"]:
+                from visual_spec.eval import bench
+
+                return bench.main(arguments[1:]) or 0
+            args = build_parser().parse_args(arguments)
+            return args.run(args)
+        except (ValueError, OSError, FloatingPointError) as error:
+            print(f"visual-spec: error: {error}", file=sys.stderr)
+            return 2
+
+
+def _models(args: argparse.Namespace) -> int:
+    from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
+
+    facts = [describe(embedded_folder(name)) for name in embedded_models()]
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    header = ["model", "pipeline", "pixels", "parameters", "MB"]
+    lines = [
+        [
+            fact["name"],
+            fact["pipeline"],
+            str(fact["image_size"] or "-"),
+            ", ".join(f"{name} {count / 1e6:.1f}M" for name, count in fact["parameters"].items()),
+            f"{fact['bytes'] / 1e6:.1f}",
+        ]
+        for fact in facts
+    ]
+    print(format_table(header, lines))
+    print("A folder written by save_pretrained or a Hub id 'owner/name' can be given in place of a name.")
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    # One job per picture: a picture's seed is its own, so that the same picture can be drawn again alone.
+    prompts = [prompt for prompt in args.prompts for _ in range(args.num_images)]
+    jobs = [(prompt, args.seed + index) for index, prompt in enumerate(prompts)]
+    pictures = [
+        args.out / f"{index:03d}-{_slug(text)}-seed{seed}.png" for index, (text, seed) in enumerate(jobs)
+    ]
+    report = [args.out / f"comparison.{kind}" for kind in ("png", "html", "json")] if args.compare else []
+    from visual_spec.eval.files import refuse_existing
+
+    for path in (*pictures, *report):
+        refuse_existing(path, args.overwrite)
+
+    from visual_spec.pipelines.accelerate import make_sampler
+    from visual_spec.samplers.law import TokenLaw
+
+    settings = {name: value for name in _SAMPLER_SETTINGS if (value := getattr(args, name)) is not None}
+    sampler = make_sampler(args.sampler, **settings)
+    TokenLaw(**_law(args))  # refuses values out of range before the model is loaded
+    pipe = _load(args)
+    pipe.check_inputs(args.prompts)
+    document: dict[str, Any] = {
+        "model": args.model,
+        "device": str(pipe.device),
+        "sampler": {"name": args.sampler}
+        | {key: value for key, value in sampler.config.items() if not key.startswith("_")},
+        **{name: getattr(args, name) for name in _LAW_SETTINGS if getattr(args, name) is not None},
+    }
+    if args.compare:
+        status = _compare(args, pipe, sampler, jobs, pictures, report, document)
+    else:
+        status = _draw(args, pipe, sampler, jobs, pictures, document)
+    if args.json:
+        print(json.dumps(document))
+    return status
+
+
+def _draw(
+    args: Any, pipe: ImagePipeline, sampler: Any, jobs: list, pictures: list[Path], document: dict
+) -> int:
+    from visual_spec.eval.comparison import seeded_generators
+    from visual_spec.eval.files import write_atomically
+
+    pipe.sampler = sampler
+    rows = []
+    for start in range(0, len(jobs), args.batch_size):
+        batch = jobs[start : start + args.batch_size]
+        output = pipe(
+            [prompt for prompt, _ in batch],
+            generator=seeded_generators([seed for _, seed in batch]),
+            **_law(args),
+        )
+        for index, (prompt, seed) in enumerate(batch):
+            path = pictures[start + index]
+            write_atomically(path, _png(output.images[index]), overwrite=args.overwrite)
+            rows.append(
+                {
+                    "prompt": prompt,
+                    "seed": seed,
+                    "file": str(path),
+                    "calls": int(output.trace.target_calls[index]),
+                    "tokens_per_call": float(output.trace.tokens_per_call[index]),
+                    "batch_seconds": output.trace.seconds,
+                }
+            )
+    document["images"] = rows
+    header = ["file", "seed", "calls", "tokens/call", "seconds (batch)"]
+    print(
+        format_table(
+            header,
+            [
+                [
+                    r["file"],
+                    str(r["seed"]),
+                    str(r["calls"]),
+                    f"{r['tokens_per_call']:.2f}",
+                    f"{r['batch_seconds']:.2f}",
+                ]
+                for r in rows
+            ],
+        )
+    )
+    return 0
+
+
+def _compare(
+    args: Any,
+    pipe: ImagePipeline,
+    sampler: Any,
+    jobs: list,
+    pictures: list[Path],
+    report: list[Path],
+    document: dict,
+) -> int:
+    from visual_spec.eval.comparison import compare
+    from visual_spec.eval.files import write_atomically
+    from visual_spec.eval.report import contact_sheet, write_html
+
+    pipe.set_progress_bar_config(disable=True)  # drawing a bar would count as decoding time
+    rows = compare(pipe, sampler, jobs, _law(args))
+    for path, row in zip(pictures, rows, strict=True):
+        write_atomically(path, _png(row.fast_image), overwrite=args.overwrite)
+    sheet_path, page_path, json_path = report
+    write_atomically(sheet_path, _png(contact_sheet(rows)), overwrite=args.overwrite)
+    write_html(rows, page_path, facts=_facts(document), overwrite=args.overwrite)
+    num_tokens = pipe.transformer.grid.num_tokens
+    document["comparison"] = [
+        {
+            "prompt": row.prompt,
+            "seed": seed,
+            "file": str(path),
+            "plain_calls": row.plain_calls,
+            "calls": row.fast_calls,
+            "tokens_per_call": num_tokens / row.fast_calls,
+            "plain_seconds": row.plain_seconds,
+            "seconds": row.fast_seconds,
+            "identical": row.identical,
+        }
+        for row, (_, seed), path in zip(rows, jobs, pictures, strict=True)
+    ]
+    write_atomically(json_path, json.dumps(document, indent=2) + "\n", overwrite=args.overwrite)
+
+    print(_comparison_table(rows, num_tokens))
+    print(f"wrote {sheet_path}, {page_path}, {json_path} and {len(pictures)} pictures")
+    if all(row.identical for row in rows):
+        print("Every picture is the same, pixel for pixel.")
+    elif sampler.identical:
+        print(
+            "visual-spec: error: this sampler promises the plain tokens, and did not give them",
+            file=sys.stderr,
+        )
+        return 1
+    else:
+        print(
+            "This sampler draws from the same law where it is lossless, but not the same tokens for one seed."
+        )
+    return 0
+
+
+def _comparison_table(rows: Sequence[ComparisonRow], num_tokens: int) -> str:
+    header = ["prompt", "calls", "tokens/call", "seconds", "speed-up", "identical"]
+    lines = []
+    for row in rows:
+        lines.append(
+            [
+                row.prompt,
+                f"{row.plain_calls} -> {row.fast_calls}",
+                f"{num_tokens / row.plain_calls:.2f} -> {num_tokens / row.fast_calls:.2f}",
+                f"{row.plain_seconds:.2f} -> {row.fast_seconds:.2f}",
+                f"{row.plain_seconds / row.fast_seconds:.2f}x",
+                "yes" if row.identical else "no",
+            ]
+        )
+    return format_table(header, lines)
+
+
+def format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, the first to the left and the others to the right."""
+    table = [header, *lines]
+    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    ]
+    text.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
+    return "\n".join(text)
+
+
+def _load(args: argparse.Namespace) -> ImagePipeline:
+    import torch
+    from diffusers.utils import logging
+
+    from visual_spec.pipelines.image import ImagePipeline
+
+    logging.disable_progress_bar()
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--device {device} cannot be used ({reason}); pass cpu, or leave it out."
+        ) from error
+    return ImagePipeline.from_pretrained(args.model).to(device)
+
+
+def _facts(document: dict[str, Any]) -> dict[str, Any]:
+    """What the page says about the run: the scalars of the document, and the sampler's settings."""
+    facts = {name: value for name, value in document.items() if not isinstance(value, (dict, list))}
+    settings = document["sampler"]
+    return {**facts, "sampler": ", ".join(f"{name}={value}" for name, value in settings.items())}
+
+
+def _law(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in _LAW_SETTINGS if (value := getattr(args, name)) is not None}
+
+
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _slug(prompt: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].strip("-") or "picture"
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} given; pass an integer of at least {minimum}")
+        return value
+
+    return parse
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"visual-spec: warning: {message}", file=sys.stderr)

@@ -1,0 +1,28 @@
+"""Pipelines: prompt in, picture out. Names are resolved at first use, because diffusers takes seconds to import."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from visual_spec.pipelines.base import VisualPipeline
+    from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.pipelines.output import ImagePipelineOutput
+
+# `accelerate` is not offered here: the name is that of the sub-module.
+_HOME = {
+    "ImagePipeline": "visual_spec.pipelines.image",
+    "ImagePipelineOutput": "visual_spec.pipelines.output",
+    "VisualPipeline": "visual_spec.pipelines.base",
+}
+
+__all__ = ["ImagePipeline", "ImagePipelineOutput", "VisualPipeline"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(
+            f"module 'visual_spec.pipelines' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,79 @@
+"""Speed up a pipeline that the user already has, and undo it.
+
+Samplers are components, so all this does is to swap one and to remember the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+SAMPLERS = {"autoregressive": AutoregressiveSampler, "speculative-jacobi": SpeculativeJacobiSampler}
+
+_PLAIN = "_visual_spec_plain_sampler"
+
+
+def make_sampler(name: str, **settings: Any) -> Any:
+    """The sampler of a name, as the command line calls it.
+
+    Raises:
+        ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
+    """
+    if name not in SAMPLERS:
+        raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(SAMPLERS)}.")
+    sampler_class = SAMPLERS[name]
+    known = set(sampler_class().config) - {"_class_name", "_diffusers_version"}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        allowed = f"it takes {', '.join(sorted(known))}" if known else "it has none"
+        raise ValueError(f"the {name} sampler has no setting {', '.join(unknown)}; {allowed}.")
+    return sampler_class(**settings)
+
+
+def accelerate(pipe: Any, sampler: Any = "speculative-jacobi") -> Any:
+    """Make a pipeline decode with another sampler; by default the one that returns the same tokens in fewer calls.
+
+    Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first.
+
+    Args:
+        pipe: an `ImagePipeline`.
+        sampler: a sampler, or its name ("speculative-jacobi", "autoregressive").
+
+    Returns:
+        The same pipeline.
+
+    Raises:
+        TypeError: `pipe` has no sampler to swap, or `sampler` does not fit it.
+        ValueError: an unknown sampler name.
+    """
+    if not isinstance(pipe, VisualPipeline):
+        raise TypeError(
+            f"cannot accelerate a {type(pipe).__name__}; pass a visual_spec pipeline, such as ImagePipeline."
+        )
+    plain = pipe.sampler
+    pipe.sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
+    try:
+        pipe.check_sampler()
+    except TypeError:
+        pipe.sampler = plain
+        raise
+    if not hasattr(pipe, _PLAIN):
+        setattr(pipe, _PLAIN, plain)
+    return pipe
+
+
+def restore(pipe: Any) -> Any:
+    """Undo `accelerate`; a pipeline that was not accelerated is left as it is. Returns the same pipeline."""
+    if hasattr(pipe, _PLAIN):
+        pipe.sampler = getattr(pipe, _PLAIN)
+        delattr(pipe, _PLAIN)
+    return pipe
+
+
+def summary(pipe: Any) -> str:
+    """One line on what the last pictures of a pipeline cost: tokens, calls, tokens per call, seconds."""
+    trace = getattr(pipe, "last_trace", None)
+    return trace.summary() if trace is not None else f"{type(pipe.sampler).__name__}: nothing decoded yet"

@@ -1,0 +1,170 @@
+"""What all pipelines share: loading by name, saving without silent losses, progress by committed tokens.
+
+diffusers loads pipelines defined outside of it, with exceptions that it does not document. Each cure below names the
+one it is for; `tests/pipelines/test_loading.py` reproduces them all, so that a new diffusers release that
+changes one is noticed.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from huggingface_hub import snapshot_download
+
+from visual_spec.pipelines.embedded import embedded_folder, embedded_models
+
+# Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
+
+
+class VisualPipeline(DiffusionPipeline):
+    """A `DiffusionPipeline` around a token sampler.
+
+    `from_pretrained` takes the name of an embedded model ("shapes"), a folder written by `save_pretrained`, or a Hub
+    id ("owner/name").
+    """
+
+    sampler: Any
+    last_trace: Any = None
+
+    @classmethod
+    def download(cls, pretrained_model_name: str | os.PathLike, **kwargs: Any) -> str:
+        """Folder of an embedded model, or of a Hub repository after fetching its configuration and weights.
+
+        diffusers' own method refuses repositories whose components are classes outside diffusers and transformers.
+
+        Raises:
+            ValueError: the name is neither an embedded model, nor a folder, nor a Hub id.
+        """
+        name = os.fspath(pretrained_model_name)
+        if name in embedded_models():
+            return str(embedded_folder(name))
+        if "/" not in name:
+            raise ValueError(
+                f"unknown model {name!r}; embedded models are {', '.join(embedded_models()) or '(none)'}. "
+                "Pass one of them, a folder written by save_pretrained, or a Hub id 'owner/name'."
+            )
+        passed_on = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+        options = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
+        return snapshot_download(name, allow_patterns=_FILES, **options)
+
+    def register_modules(self, **kwargs: Any) -> None:
+        """Add components; refuses those that `save_pretrained` would drop without a word.
+
+        Raises:
+            TypeError: a component is no ModelMixin, PreTrainedModel or SchedulerMixin.
+        """
+        for name, component in kwargs.items():
+            # Components that are not loaded come as None, or as the pair (None, None) that stands for it.
+            if component is None or isinstance(component, (tuple, list)):
+                continue
+            if not hasattr(component, "save_pretrained"):
+                raise TypeError(
+                    f"{name} is a {type(component).__name__}, which cannot be saved with the pipeline; pass a "
+                    "diffusers ModelMixin or SchedulerMixin, or a transformers PreTrainedModel."
+                )
+        super().register_modules(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A component that began as None stays "(None, None)" in diffusers' configuration, and so is lost at the next
+        # save; registering it anew records its class.
+        recorded = (self.__dict__.get("_internal_dict") or {}).get(name)
+        if value is not None and isinstance(recorded, (tuple, list)) and list(recorded) == [None, None]:
+            self.register_modules(**{name: value})
+        else:
+            super().__setattr__(name, value)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move and cast all components, as `DiffusionPipeline.to`."""
+        with _no_empty_float32_warning():
+            return super().to(*args, **kwargs)
+
+    def check_sampler(self) -> None:
+        """Refuse a sampler that decodes no next-token model.
+
+        Raises:
+            TypeError: `pipe.sampler` is of another kind; names those that fit.
+        """
+        if not (callable(self.sampler) and hasattr(self.sampler, "lossless")):
+            raise TypeError(
+                f"sampler is {type(self.sampler).__name__}, which does not fit a next-token model; those that fit: "
+                "AutoregressiveSampler, SpeculativeJacobiSampler."
+            )
+
+
+def wake(component: Any) -> None:
+    """Bring an offloaded model to its device, as `enable_model_cpu_offload` does when `forward` is called.
+
+    To be called before other entry points (`prefill`, `decode_tokens`), which the hooks of offloading do not see.
+    """
+    hook = getattr(component, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(component)
+
+
+@contextmanager
+def _no_empty_float32_warning() -> Iterator[None]:
+    """Drop one false alarm: diffusers 0.42 warns at each cast even when the list of float32 modules is empty."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "should be kept in float32: []" not in record.getMessage()
+
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+class DecodeProgress:
+    """Sampler callback: moves a progress bar by committed tokens, and passes each target call on to a listener.
+
+    On CUDA the lengths are copied while the next call runs and shown one call late, so that watching costs no
+    synchronisation. A listener is called at once, and synchronises only if it looks at the tensor.
+
+    Args:
+        bar: a tqdm bar over `batch_size * num_tokens` tokens.
+        num_tokens: tokens of one sample.
+        listener: called as (call_index, lengths [B]) after every target call.
+    """
+
+    def __init__(
+        self, bar: Any, num_tokens: int, listener: Callable[[int, torch.Tensor], None] | None = None
+    ):
+        self.bar = bar
+        bar.unit = " tokens"
+        self.num_tokens = num_tokens
+        self.listener = listener
+        self._pending: tuple[int, torch.Tensor, Any] | None = None
+
+    def __call__(self, call_index: int, lengths: torch.Tensor) -> None:
+        if not self.bar.disable:
+            if lengths.is_cuda:
+                self.finish()
+                copied = torch.cuda.Event()
+                host = lengths.to("cpu", non_blocking=True)
+                copied.record()
+                self._pending = (call_index, host, copied)
+            else:
+                self._show(call_index, lengths)
+        if self.listener is not None:
+            self.listener(call_index, lengths)
+
+    def finish(self) -> None:
+        """Show the copy that is still on its way, if any."""
+        if self._pending is not None:
+            call_index, lengths, copied = self._pending
+            copied.synchronize()
+            self._pending = None
+            self._show(call_index, lengths)
+
+    def _show(self, call_index: int, lengths: torch.Tensor) -> None:
+        committed = int(lengths.clamp(max=self.num_tokens).sum())
+        per_call = committed / lengths.shape[0] / (call_index + 1)  # the prefill is call 0
+        self.bar.set_postfix_str(f"{per_call:.2f} tokens per call", refresh=False)
+        self.bar.update(committed - self.bar.n)
