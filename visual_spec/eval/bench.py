@@ -1,0 +1,281 @@
+"""visual-spec bench: calls and seconds of the samplers beside plain decoding with the same model, cache and dtype.
+
+Without `--curve` it times: in every round the plain sampler and all others decode the same prompts with the same
+seeds one after the other, so that a drift of the machine hits all of them, and speed-ups are taken within a round.
+With `--curve` it counts calls only, over windows, guidance scales and couplings. Only token decoding is timed; turning
+tokens into pixels costs every sampler the same, and is given once.
+
+The last line of the output is one JSON document with the raw seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from visual_spec.pipelines.image import ImagePipeline
+
+METHODS = ("gumbel+identical", "gumbel+exact", "maximal+exact", "independent+exact")
+_BENCH = {"windows": [16, 32, 64], "guidance_scales": [1.0], "methods": ["gumbel+identical", "maximal+exact"]}
+_CURVE = {"windows": [4, 8, 16, 32, 64], "guidance_scales": [1.0, 3.0, 5.0], "methods": list(METHODS)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `visual-spec bench`."""
+    parser.add_argument(
+        "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
+    )
+    parser.add_argument(
+        "--curve", action="store_true", help="count calls over windows x guidance x methods; no timing"
+    )
+    parser.add_argument(
+        "--windows", type=int, nargs="+", metavar="W", help="(default: 16 32 64; curve: 4 8 16 32 64)"
+    )
+    parser.add_argument(
+        "--guidance-scales", type=float, nargs="+", metavar="S", help="1: without (default: 1; curve: 1 3 5)"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="M",
+        help=f"coupling+acceptance, of {', '.join(METHODS)} (default: gumbel+identical maximal+exact; curve: all)",
+    )
+    parser.add_argument("--initial-draft", metavar="NAME", help="guess for a slot that was never scored")
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[1, 8], metavar="B", help="(default: 1 8)"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=32, metavar="N", help="how many prompts (curve: samples per cell)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, metavar="N", help="timed rounds, at least 5 (default: 5)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=1, metavar="N", help="rounds before the timed ones (default: 1)"
+    )
+    parser.add_argument(
+        "--without-no-cache", action="store_true", help="leave out the row that decodes with no cache"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
+    parser.add_argument("--seed", type=int, default=0, help="of the first sample; sample i has seed + i")
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document here too")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse arguments and run; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="visual-spec bench", description="Calls and seconds of the samplers beside plain decoding."
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a Markdown table and the JSON document, and write the latter to `--out`.
+
+    Raises:
+        ValueError: an option out of range; before anything is loaded.
+        FileExistsError: `--out` exists and `--overwrite` is not given; before anything is loaded.
+    """
+    for name, value in (_CURVE if args.curve else _BENCH).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    _check(args)
+    from visual_spec.eval.files import refuse_existing, write_atomically
+
+    if args.out is not None:
+        refuse_existing(args.out, args.overwrite)
+
+    from visual_spec.eval import timing
+
+    samplers = timing.make_samplers(args.methods, args.windows, args.initial_draft)
+    laws = [
+        timing.make_law(scale, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+        for scale in args.guidance_scales
+    ]
+    pipe = load(args.model, args.device, args.dtype, args.threads)
+    prompts = held_out_prompts(args.prompts)
+    settings = {
+        name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list, bool))
+    }
+    document: dict[str, Any] = {
+        "kind": "curve" if args.curve else "bench",
+        "settings": {name: value for name, value in settings.items() if name not in ("command", "overwrite")},
+        "environment": timing.environment_of(pipe),
+    }
+    if args.curve:
+        document["rows"] = timing.curve(
+            pipe, samplers, laws, prompts, seed=args.seed, batch_size=max(args.batch_sizes), report=_progress
+        )
+        text = curve_table(document["rows"])
+    else:
+        rows = []
+        for batch_size in args.batch_sizes:
+            for law in laws:
+                rows += timing.bench(
+                    pipe,
+                    samplers,
+                    law,
+                    prompts,
+                    batch_size=batch_size,
+                    runs=args.runs,
+                    warmup=args.warmup,
+                    seed=args.seed,
+                    # One row without a cache is enough to see what the cache is worth, and it takes long.
+                    no_cache=not args.without_no_cache and batch_size == args.batch_sizes[0],
+                    report=_progress,
+                )
+        # Last, because the buffers of this measurement would count as memory of the rows.
+        facts = timing.machine_facts(pipe)
+        document["environment"].update(facts)
+        timing.add_floors(rows, facts["copy_bandwidth"])
+        document["rows"] = rows
+        text = bench_table(rows)
+    print(environment_line(document["environment"]))
+    print()
+    print(text)
+    print()
+    line = json.dumps(document)
+    if args.out is not None:
+        write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=args.overwrite)
+    print(line)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("prompts", 1), ("runs", 5), ("warmup", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} {getattr(args, name)} given; pass at least {least}")
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads {args.threads} given; pass at least 1")
+    if min(args.batch_sizes) < 1:
+        raise ValueError(f"--batch-sizes {min(args.batch_sizes)} given; a batch has at least 1 sample")
+    for method in args.methods:
+        if method not in METHODS:
+            raise ValueError(f"--methods {method} given; allowed are {', '.join(METHODS)}")
+
+
+def load(model: str, device: str | None, dtype: str, threads: int | None) -> ImagePipeline:
+    """A silent pipeline for measuring, on `device` (default: a GPU if there is one), with weights of `dtype`."""
+    import torch
+    from diffusers.utils import logging
+
+    from visual_spec.pipelines.image import ImagePipeline
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    logging.disable_progress_bar()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    pipe = ImagePipeline.from_pretrained(model).to(device, getattr(torch, dtype))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def held_out_prompts(count: int) -> list[str]:
+    """The prompts of the benchmark: captions that no trainer has seen, the same ones every time."""
+    from visual_spec.data.shapes import held_out_prompts
+
+    return held_out_prompts(count)
+
+
+def environment_line(environment: dict[str, Any]) -> str:
+    """One line that says where the numbers come from."""
+    parts = [environment["device_name"]]
+    if environment["device"] == "cpu":
+        parts.append(f"{environment['threads']} threads, load {environment['load_average']}")
+    parts += [
+        environment["dtype"],
+        f"torch {environment['torch']}",
+        f"commit {environment['commit'] or 'unknown'}",
+    ]
+    if "copy_bandwidth" in environment:
+        parts.append(f"copies {environment['copy_bandwidth'] / 1e9:.1f} GB/s")
+        if environment["device"] == "cpu":
+            parts.append("peak memory is that of the process so far")
+        parts.append(f"tokens to pixels {environment['picture_ms']:.1f} ms per image")
+    return ", ".join(parts)
+
+
+def bench_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The Markdown table of timed rows."""
+    header = [
+        "batch",
+        "guidance",
+        "sampler",
+        "window",
+        "calls",
+        "tokens/call",
+        "ms/call",
+        "floor",
+        "ms/image p50",
+    ]
+    header += ["p20 - p80", "speed-up", "same as plain", "peak MiB"]
+    lines = []
+    for row in rows:
+        image = row["ms_per_image"]
+        same = row["identical_samples"]
+        lines.append(
+            [
+                str(row["batch_size"]),
+                f"{row['guidance_scale']:g}",
+                row["name"],
+                str(row["window"] or "-"),
+                f"{row['calls']:.1f}",
+                f"{row['tokens_per_call']:.2f}",
+                f"{row['ms_per_call']:.2f}",
+                "-" if row["floor_ms_per_call"] is None else f"{row['floor_ms_per_call']:.2f}",
+                f"{image['p50']:.0f}",
+                f"{image['p20']:.0f} - {image['p80']:.0f}",
+                f"{row['speed_up']['p50']:.2f}x",
+                "-" if same is None else f"{same} of {row['samples']}",
+                f"{row['peak_memory_bytes'] / 2**20:.0f}",
+            ]
+        )
+    return markdown(header, lines)
+
+
+def curve_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: tokens per call, one line per guidance and method, one column per window."""
+    windows = sorted({row["window"] for row in rows})
+    cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in rows}
+    lines = []
+    for scale, name in dict.fromkeys((row["guidance_scale"], row["name"]) for row in rows):
+        row = [cells[scale, name, window] for window in windows]
+        same = [cell["identical_samples"] for cell in row]
+        counted = "-" if same[0] is None else f"{sum(same)} of {sum(cell['samples'] for cell in row)}"
+        values = [f"{cell['tokens_per_call']:.2f} +- {cell['standard_error']:.2f}" for cell in row]
+        lines.append([f"{scale:g}", name, *values, counted])
+    header = ["guidance", "tokens per call", *(f"W={window}" for window in windows), "same as plain"]
+    return markdown(header, lines)
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns, words to the left and numbers to the right."""
+    widths = [max(3, *(len(line[i]) for line in [header, *lines])) for i in range(len(header))]
+    words = [name in ("sampler", "tokens per call", "accuracy of") for name in header]
+
+    def join(cells: Sequence[str]) -> str:
+        padded = [c.ljust(w) if left else c.rjust(w) for c, w, left in zip(cells, widths, words, strict=True)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = [
+        ":" + "-" * (w - 1) if left else "-" * (w - 1) + ":" for w, left in zip(widths, words, strict=True)
+    ]
+    return "\n".join([join(header), "| " + " | ".join(rule) + " |", *map(join, lines)])
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

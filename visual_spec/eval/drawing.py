@@ -1,0 +1,120 @@
+"""Bars, beads, legends and captions: the drawing that the reports share. Pillow only, with its built-in font."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+# (run, paid slot): six hues far apart when neighbours, each readable on the paper colour and on a dark page.
+RUN_COLOURS = (
+    ((178, 208, 240), (33, 96, 170)),
+    ((250, 213, 166), (196, 103, 14)),
+    ((187, 226, 195), (32, 122, 66)),
+    ((229, 200, 236), (124, 56, 145)),
+    ((249, 199, 194), (186, 48, 41)),
+    ((177, 226, 226), (15, 116, 122)),
+)
+PAPER = (251, 250, 247)
+MAP_GROUND = (240, 238, 232)
+INK = (28, 30, 36)
+MUTED = (104, 106, 114)
+GOOD = (24, 118, 66)
+SUPERSAMPLE = 4
+
+
+def draw_bar(draw: ImageDraw.ImageDraw, left, top, right, bottom, fill, *, square: tuple[bool, bool]) -> None:
+    """A bar with round ends, or square ones that run to the edge of its cells."""
+    inset = 0.1 * (bottom - top)
+    top, bottom = top + inset, bottom - inset
+    height = bottom - top
+    x0 = left if square[0] else left + inset
+    x1 = right if square[1] else right - inset
+    if not square[0]:
+        draw.ellipse((x0, top, x0 + height, bottom), fill=fill)
+        x0 += height / 2
+    if not square[1]:
+        draw.ellipse((x1 - height, top, x1, bottom), fill=fill)
+        x1 -= height / 2
+    if x1 > x0:
+        draw.rectangle((x0, top, x1, bottom), fill=fill)
+
+
+def legend_strip(width: int, paid: int | None = None, free: int | None = None) -> Image.Image:
+    """A strip that says what bead, bar and colour mean, on as many lines of 24 pixels as the width asks for."""
+    count_paid = "" if paid is None else f"{paid} "
+    count_free = "" if free is None else f"{free} "
+    size, unit, scale, gap = 14, 18, SUPERSAMPLE, 26
+    big = unit * scale
+    bead, bar, hues = (Image.new("RGB", (cells * big, big), PAPER) for cells in (1, 3, 3))
+    light, dark = RUN_COLOURS[0]
+    ImageDraw.Draw(bead).ellipse((0.21 * big, 0.21 * big, 0.79 * big, 0.79 * big), fill=dark)
+    draw_bar(ImageDraw.Draw(bar), 0, 0, 3 * big, big, light, square=(False, False))
+    for index in range(3):
+        left, pen = index * big, ImageDraw.Draw(hues)
+        draw_bar(pen, left, 0, left + big, big, RUN_COLOURS[index][0], square=(False, False))
+    entries = (
+        (bead, f"{count_paid}paid: cost a model call"),
+        (bar, f"{count_free}free: accepted drafts"),
+        (hues, "one colour: one call"),
+    )
+    places, x, y = [], 0, 9
+    for symbol, text in entries:
+        needed = symbol.width // scale + 8 + text_width(text, size)
+        if x and x + needed > width:
+            x, y = 0, y + 24
+        places.append((x, y))
+        x += needed + gap
+    strip = Image.new("RGB", (width, y + 25), PAPER)
+    draw = ImageDraw.Draw(strip)
+    for (symbol, text), (x, y) in zip(entries, places, strict=True):
+        wide = symbol.width // scale
+        strip.paste(symbol.resize((wide, unit), Image.Resampling.LANCZOS), (x, y))
+        draw_text(draw, (x + wide + 8, y), text, size, MUTED)
+    return strip
+
+
+def fit_square(picture: Image.Image, size: int) -> Image.Image:
+    """The picture in a square of `size` pixels, its proportions kept."""
+    picture = picture.convert("RGB")
+    ratio = size / max(picture.size)
+    resized = picture.resize(
+        (max(1, round(picture.width * ratio)), max(1, round(picture.height * ratio))),
+        Image.Resampling.LANCZOS,
+    )
+    square = Image.new("RGB", (size, size), PAPER)
+    square.paste(resized, ((size - resized.width) // 2, (size - resized.height) // 2))
+    return square
+
+
+@cache
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size)
+
+
+def text_width(text: str, size: int) -> int:
+    return round(_font(size).getlength(text))
+
+
+def draw_text(draw: ImageDraw.ImageDraw, xy, text: str, size: int, fill, *, bold: bool = False) -> None:
+    # Pillow's built-in font has one weight; printing it twice, a fraction of a pixel apart, stands in for bold.
+    for shift in (0.0, size / 40) if bold else (0.0,):
+        draw.text((xy[0] + shift, xy[1]), text, font=_font(size), fill=fill)
+
+
+def wrap_text(text: str, size: int, width: int, most: int = 5) -> list[str]:
+    lines: list[str] = []
+    for word in text.split():
+        joined = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(joined, size) <= width:
+            lines[-1] = joined
+        else:
+            lines.append(word)
+    if len(lines) > most:
+        lines = [*lines[: most - 1], lines[most - 1] + " ..."]
+    for index, line in enumerate(lines):
+        while text_width(line, size) > width and len(line) > 4:
+            line = line.removesuffix("...")[:-1] + "..."
+        lines[index] = line
+    return lines

@@ -1,0 +1,49 @@
+"""Writing results: complete files or none, and never over an older one unasked."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def refuse_existing(path: str | Path, overwrite: bool) -> Path:
+    """Return `path`, made sure that it may be written; call it before the work whose result goes there.
+
+    Raises:
+        FileExistsError: if there is something at `path` and `overwrite` is not set.
+        IsADirectoryError: if `path` is a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; choose another name or pass --overwrite")
+    return path
+
+
+def write_atomically(path: str | Path, content: str | bytes, *, overwrite: bool = False) -> Path:
+    """Write a whole file under a temporary name beside `path`, then rename it.
+
+    Readers see the old file or the new one, never a part; an interruption leaves `path` as it was.
+
+    Raises:
+        FileExistsError: if `path` exists and `overwrite` is not set.
+    """
+    path = refuse_existing(path, overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)  # mkstemp makes files private; results get the modes of ordinary files
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path

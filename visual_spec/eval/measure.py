@@ -1,0 +1,181 @@
+"""What a benchmark reads off the machine: seconds, peak memory, bandwidth, and the bytes that a call must read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """Run a function; returns its result and its seconds, by CUDA events on a GPU, else by the clock."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        result = function()
+        return result, time.perf_counter() - start
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record(torch.cuda.current_stream(device))
+    result = function()
+    end.record(torch.cuda.current_stream(device))
+    end.synchronize()
+    return result, begin.elapsed_time(end) / 1000
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p20, p50 and p80, interpolated linearly between the two nearest values.
+
+    Raises:
+        ValueError: if there are no values.
+    """
+    if not values:
+        raise ValueError("no values; a quantile needs at least one")
+    ordered = sorted(values)
+    result = {}
+    for name, share in QUANTILES.items():
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        result[name] = ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return result
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most that PyTorch had allocated since `reset_peak_memory`.
+
+    On a CPU it is the high-water mark of the process, which never falls and covers the libraries too.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return mark if sys.platform == "darwin" else mark * 1024  # macOS counts bytes, Linux KiB
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of `peak_memory` on a GPU; on a CPU there is none to start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def copy_bandwidth(device: torch.device, mebibytes: int | None = None, repeats: int = 7) -> float:
+    """Bytes per second of copying a buffer too large for the caches: the best of some runs, reads and writes counted.
+
+    The buffer has 1 GiB on a GPU and 128 MiB on a CPU unless `mebibytes` says otherwise.
+    """
+    mebibytes = mebibytes or (1024 if device.type == "cuda" else 128)
+    source = torch.ones(mebibytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    target.copy_(source)  # first touch maps the pages
+    best = min(timed(lambda: target.copy_(source), device)[1] for _ in range(repeats))
+    return 2 * source.numel() / best
+
+
+def weight_bytes_per_call(model: nn.Module, call: Callable[[], Any]) -> int:
+    """Bytes of the parameters that `call`, one forward of the model, reads.
+
+    Every module that runs counts with its own parameters, each tensor once. Embedding tables do not count, as a few
+    rows are read; nor does what only the prefill runs.
+    """
+    sizes: dict[int, int] = {}
+
+    def note(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            sizes[id(parameter)] = parameter.numel() * parameter.element_size()
+
+    handles = [m.register_forward_pre_hook(note) for m in model.modules() if not isinstance(m, nn.Embedding)]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sum(sizes.values())
+
+
+def cache_bytes(state: Any) -> int:
+    """Bytes of the floating tensors that a `DecodeState` holds beside its logits."""
+    held = (getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "logits")
+    return sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor) and t.is_floating_point())
+
+
+def bytes_per_call(model: Any, condition: Any, *, batch_size: int, guided: bool) -> tuple[int, int]:
+    """Weight and cache bytes that one call cannot but read, whatever its window.
+
+    Weights: `weight_bytes_per_call`. Cache: the prefix and half of the grid, the mean over plain decoding. The size of
+    a slot is read off two prefills that differ in the window, since the cache has room for prefix + tokens + window.
+    """
+    one, two = (
+        model.prefill(condition, batch_size=batch_size, guided=guided, window=window) for window in (1, 2)
+    )
+    slot = cache_bytes(two) - cache_bytes(one)
+    prefix = cache_bytes(one) - (model.grid.num_tokens + 1) * slot
+    tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=one.logits.device)
+    weights = weight_bytes_per_call(model, lambda: model(one, tokens, tokens))
+    return weights, prefix + slot * model.grid.num_tokens // 2
+
+
+def sampler_settings(sampler: Any) -> dict[str, Any]:
+    """A sampler's class and its settings, those left at their defaults too."""
+    config = {name: value for name, value in dict(sampler.config).items() if not name.startswith("_")}
+    return {"class": type(sampler).__name__, **config}
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's as the operating system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (
+        names[0] if names and names[0] not in ("", "unknown") else platform.processor() or platform.machine()
+    )
+
+
+def git_commit() -> str | None:
+    """Commit of the source tree that runs, with `-dirty` for uncommitted changes; None outside of a checkout."""
+    folder = Path(__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        tracked = subprocess.run(
+            ["git", "-C", str(folder), "ls-files", "--error-unmatch", Path(__file__).name],
+            capture_output=True,
+        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    # An installed copy may lie within somebody else's checkout, whose commit says nothing about this code.
+    return done.stdout.strip() if tracked.returncode == 0 and done.returncode == 0 else None
+
+
+def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Facts without which a number means nothing; JSON types only."""
+    import visual_spec
+
+    return {
+        "device": device.type,
+        "device_name": device_name(device),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "visual_spec": visual_spec.__version__,
+        "commit": git_commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
