@@ -245,7 +245,7 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
     """Jacobi decoding with speculative acceptance: several tokens a call, from the autoregressive law.
 
     SJD (Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi
-    decoding", ICLR 2025, algorithm 1) is coupling "independent" with acceptance "exact". Drawing the drafts of one
+    decoding", ICLR 2025) is coupling "independent" with acceptance "exact". Drawing the drafts of one
     slot with common randomness in successive rounds makes them agree more often: "gumbel" and "maximal" are the two
     couplings of SCD / MC-SJD (So et al., ICML 2026). Acceptance "identical" verifies with the slot's own Gumbel
     noise as well, and returns the tokens of `AutoregressiveSampler` for the same generator. All are lossless.
