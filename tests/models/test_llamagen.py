@@ -32,8 +32,6 @@ def make(**changes) -> LlamaGenTransformer:
     model = LlamaGenTransformer(**(settings | changes)).double().eval()
     for parameter in model.parameters():  # weights of order one, so that attention is not uniform by accident
         parameter.data = torch.randn_like(parameter) * (0.25 if parameter.ndim == 2 else 1.0)
-    head_size = model.config["dim"] // model.config["num_heads"]
-    model.rotary = rotary_table(model.config["grid_size"], head_size, dtype=torch.float64)
     return model
 
 

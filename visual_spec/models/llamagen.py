@@ -48,11 +48,13 @@ class LlamaGenState(DecodeState):
 
     Attributes:
         keys, values: `[layers, R, H, S, D]` with S = prefix + tokens + window.
+        rotary: `[L, D / 2, 2]`, float32 whatever the weights are in: angles do not survive half precision.
         prefix_mask: bool `[R, T]`, the prefix columns that image tokens may attend to.
     """
 
     keys: Tensor
     values: Tensor
+    rotary: Tensor
     prefix_mask: Tensor
 
 
@@ -212,7 +214,6 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
-        self.register_buffer("rotary", rotary_table(grid_size, dim // num_heads), persistent=False)
         self.grid = TokenGrid(grid_size, grid_size)
         self.vocab_size = vocab_size
         for parameter_name, parameter in self.named_parameters():
@@ -223,6 +224,11 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
     def prefix_length(self) -> int:
         """Positions before the first image token."""
         return self.config["prefix_length"]
+
+    def rotary_table(self) -> Tensor:
+        """The table of `rotary_table` for this grid: float32, or float64 for a float64 model."""
+        head_dim = self.config["dim"] // self.config["num_heads"]
+        return rotary_table(self.grid.width, head_dim, dtype=torch.promote_types(self.dtype, torch.float32))
 
     # -- condition ---------------------------------------------------------------------------------------------------
 
@@ -320,6 +326,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             window=window,
             keys=keys,
             values=values,
+            rotary=self.rotary_table().to(hidden.device),
             prefix_mask=prefix_mask,
         )
 
@@ -340,7 +347,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         columns = torch.arange(size - prefix, device=slots.device)
         visible = columns <= slots[..., None]  # [R, W, S - T]
         mask = torch.cat([state.prefix_mask[:, None].expand(-1, slots.shape[1], -1), visible], -1)[:, None]
-        table = self.rotary[slots.clamp_max(self.grid.num_tokens - 1)]  # pyright: ignore[reportIndexIssue]
+        table = state.rotary[slots.clamp_max(self.grid.num_tokens - 1)]
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         hidden = self.tok_embeddings(tokens)
         for index, block in enumerate(self.layers):
@@ -375,7 +382,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         total = prefix + length
         hidden = torch.cat([prefix_embeddings, self.tok_embeddings(tokens[:, :-1])], 1)
         hidden = F.dropout(hidden, dropout)
-        table = F.pad(self.rotary[:length], (0, 0, 0, 0, prefix, 0))[None]  # pyright: ignore[reportIndexIssue]
+        table = F.pad(self.rotary_table()[:length], (0, 0, 0, 0, prefix, 0))[None].to(tokens.device)
         causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
         columns = F.pad(prefix_mask, (0, length), value=True)
         mask = (causal & columns[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
