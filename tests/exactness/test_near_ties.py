@@ -18,7 +18,7 @@ PROMPTS = ["a red circle", "a blue square on a circle", "blue", "red square"] * 
 
 
 def narrow_and_wide():
-    """Scores (law plus the slot's noise) [B, L, V] of one-token calls and of one call over all slots, AR tokens given."""
+    """Scores (law plus the slot's noise) [B, L, V] of one-token calls and of one call over all slots."""
     model = tiny_transformer(dim=64, vocab_size=40).to(torch.bfloat16)
     condition = tiny_text_encoder()(PROMPTS)
     run = AutoregressiveSampler()(

@@ -187,6 +187,8 @@ class VQModel(ModelMixin, ConfigMixin):
         latent_channels: channels between the networks and the 1 x 1 quantiser projections.
         codebook_size, codebook_dim: number and length of the codes.
         norm_groups: groups of each GroupNorm.
+        decoder_norm_groups: groups in the decoder; None: `norm_groups`. A narrow decoder wants 1: with few channels a
+            group, absolute colours depend on the rest of the picture.
         image_size: side of the pictures in pixels; fixes the token grid.
     """
 
@@ -201,11 +203,12 @@ class VQModel(ModelMixin, ConfigMixin):
         codebook_dim: int = 8,
         norm_groups: int = 32,
         image_size: int = 256,
+        decoder_norm_groups: int | None = None,
     ):
         super().__init__()
-        shape = (base_channels, tuple(channel_multipliers), blocks_per_level, latent_channels, norm_groups)
-        self.encoder = Encoder(*shape)
-        self.decoder = Decoder(*shape)
+        shape = (base_channels, tuple(channel_multipliers), blocks_per_level, latent_channels)
+        self.encoder = Encoder(*shape, norm_groups)
+        self.decoder = Decoder(*shape, norm_groups if decoder_norm_groups is None else decoder_norm_groups)
         self.quantize = VectorQuantizer(codebook_size, codebook_dim)
         self.quant_conv = nn.Conv2d(latent_channels, codebook_dim, 1)
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)

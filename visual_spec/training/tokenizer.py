@@ -25,13 +25,14 @@ from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
 class TokenizerTraining:
     """Settings of a run.
 
-    `crop` is in pixels: small crops give more steps per second, and the network is convolutional. After `encoder_steps`
-    the encoder and the codebook stand still, tokens are final, and the decoder alone goes on learning.
+    `crop` is in pixels: small crops give more steps per second, and the network is convolutional. Then the encoder and
+    the codebook stand still, and the decoder alone learns for `decoder_steps` on whole pictures.
     """
 
-    steps: int = 12000
-    encoder_steps: int = 6800
+    steps: int = 6800
     batch_size: int = 16
+    decoder_steps: int = 8000
+    decoder_batch_size: int = 4
     crop: int = 64
     continuous_steps: int = 500
     learning_rate: float = 2e-3
@@ -83,24 +84,17 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
         averages, start = saved["averages"], saved["step"]
     model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     for step in range(start, settings.steps):
-        rng = np.random.default_rng(
-            (settings.seed, step)
-        )  # per step, so that a resumed run sees what it would have seen
+        # One generator per step, so that a resumed run sees what it would have seen.
+        rng = np.random.default_rng((settings.seed, step))
         chosen = rng.integers(len(pictures), size=settings.batch_size)
         crops = [_crop(pictures[index], scenes[index], settings.crop, rng) for index in chosen]
         target = to_signed(np.stack(crops)).contiguous(memory_format=torch.channels_last)
 
-        joint = step < settings.encoder_steps
-        since, until = (0, settings.encoder_steps) if joint else (settings.encoder_steps, settings.steps)
-        rate = cosine_rate(step - since, until - since, settings.learning_rate, 100)
         for group in optimiser.param_groups:
-            group["lr"] = rate
-        with torch.set_grad_enabled(joint):
-            unit = F.normalize(model.encode_latents(target), dim=1)  # [B, D, h, w]
+            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
+        unit = F.normalize(model.encode_latents(target), dim=1)  # [B, D, h, w]
         flat = unit.detach().permute(0, 2, 3, 1).flatten(0, 2)  # [B*h*w, D]
-        if not joint:
-            codes, commitment = model.quantize.lookup(model.quantize.nearest(unit)), torch.zeros(())
-        elif step < settings.continuous_steps:
+        if step < settings.continuous_steps:
             codes, commitment = unit, torch.zeros(())
         else:
             if step == settings.continuous_steps:
@@ -114,8 +108,8 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
         (loss + settings.commitment * commitment).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
-        if settings.continuous_steps <= step < settings.encoder_steps:
-            revive = step < 0.7 * settings.encoder_steps and step % 20 == 0
+        if step >= settings.continuous_steps:
+            revive = step < 0.7 * settings.steps and step % 20 == 0
             _follow_latents(codebook, flat, ids.flatten(), averages, settings.average_decay, revive)  # pyright: ignore
         if step % 50 == 0:
             checkpoint.curve.append((step, round(loss.item(), 5)))
@@ -129,12 +123,56 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
             )
     codebook.copy_(F.normalize(codebook, dim=-1))
     model.eval().to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
-    record = {
-        "settings": asdict(settings),
-        "seconds": round(checkpoint.seconds),
-        "loss": checkpoint.curve,
-        **judge(model),
-    }
+    return _finish(model, settings, checkpoint, out)
+
+
+def train_decoder(model: VQModel, settings: TokenizerTraining, out: Path, *, every: int = 250) -> dict:
+    """Go on with the decoder alone, on whole pictures and final tokens; resumes, saves and returns as above."""
+    torch.manual_seed(settings.seed)
+    _, pictures = sample_dataset(settings.scenes, settings.seed)
+    with torch.no_grad():
+        tokens = torch.cat(
+            [model.encode_tokens(to_signed(part)) for part in np.array_split(pictures, len(pictures) // 20)]
+        )
+    parameters = [*model.decoder.parameters(), *model.post_quant_conv.parameters()]
+    optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        start = saved["step"]
+    model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    side = model.tokens_per_side
+    for step in range(start, settings.decoder_steps):
+        chosen = np.random.default_rng((settings.seed, 1, step)).integers(
+            len(pictures), size=settings.decoder_batch_size
+        )
+        target = to_signed(pictures[chosen]).contiguous(memory_format=torch.channels_last)
+        for group in optimiser.param_groups:
+            group["lr"] = cosine_rate(step, settings.decoder_steps, settings.learning_rate, 100)
+        with torch.no_grad():
+            codes = model.quantize.lookup(tokens[chosen].view(-1, side, side))
+        loss = reconstruction_loss(model.decode_latents(codes), target)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        if step % 50 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 5)))
+        if (step + 1) % every == 0:
+            checkpoint.save(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
+            print(
+                f"decoder {step + 1}/{settings.decoder_steps} {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    model.eval().to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
+    return _finish(model, settings, checkpoint, out)
+
+
+def _finish(model: VQModel, settings: TokenizerTraining, checkpoint: Checkpoint, out: Path) -> dict:
+    seconds = round(checkpoint.seconds)
+    record = {"settings": asdict(settings), "seconds": seconds, "loss": checkpoint.curve, **judge(model)}
     model.save_pretrained(out)
     write_json(out / "training.json", record)
     checkpoint.path.unlink(missing_ok=True)
