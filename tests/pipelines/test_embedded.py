@@ -1,0 +1,83 @@
+"""The model that is part of the package: it loads offline, reconstructs, draws what it is asked, and decodes exactly."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from visual_spec.data.shapes import held_out_prompts, sample_dataset
+from visual_spec.data.shapes_parser import prompt_accuracy, score
+from visual_spec.pipelines.embedded import embedded_folder, embedded_models
+from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+
+@pytest.fixture(scope="module")
+def pipe() -> ImagePipeline:
+    pipe = ImagePipeline.from_pretrained("shapes")
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def seeded(*seeds: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_embedded_model_computes_in_float32_and_fits_the_package(pipe):
+    assert "shapes" in embedded_models()
+    assert pipe.dtype == torch.float32  # stored in half precision
+    files = embedded_folder("shapes").rglob("*.safetensors")
+    assert sum(path.stat().st_size for path in files) < 40 * 2**20
+
+
+def test_tokenizer_reconstructs_held_out_pictures_as_recorded(pipe):
+    scenes, pictures = sample_dataset(24, 4321, held_out=True)
+    signed = torch.from_numpy(pictures).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        output = pipe.vq_model(signed)
+    psnr = (10 * torch.log10(4 / (output - signed).square().mean((1, 2, 3)))).mean()
+    record = json.loads((embedded_folder("shapes") / "vq_model" / "training.json").read_text())
+    assert abs(psnr - record["psnr_db"]) < 1.5  # 24 pictures against the record's 200
+
+
+def test_identical_mode_draws_the_autoregressive_pictures_of_the_trained_model(pipe):
+    prompts = held_out_prompts(2, seed=11)
+    double = ImagePipeline.from_pretrained("shapes").to(torch.float64)  # no near-ties to make allowances for
+    double.set_progress_bar_config(disable=True)
+    double.sampler = AutoregressiveSampler()
+    plain = double(prompts, generator=seeded(1, 2), output_type="pt")
+    double.sampler = SpeculativeJacobiSampler(window=32)
+    fast = double(prompts, generator=seeded(1, 2), output_type="pt")
+    assert torch.equal(plain.tokens, fast.tokens) and torch.equal(plain.images, fast.images)
+    assert (fast.trace.target_calls < 256 / 2).all()
+
+
+def test_tokens_per_call_without_guidance_reach_what_the_readme_promises(pipe):
+    prompts = held_out_prompts(4, seed=12)
+    for window, least in ((32, 2.5), (64, 3.0)):
+        pipe.sampler = SpeculativeJacobiSampler(window=window)
+        out = pipe(prompts, guidance_scale=1.0, generator=seeded(0, 1, 2, 3), output_type="latent")
+        assert 4 * 256 / out.trace.target_calls.sum() >= least
+
+
+def test_pictures_show_what_their_prompts_ask_for(pipe):
+    prompts = held_out_prompts(12, seed=13)
+    pipe.sampler = SpeculativeJacobiSampler(window=16)
+    images = pipe(prompts, generator=seeded(*range(12))).images
+    right = [prompt_accuracy(score(p, image)) for p, image in zip(prompts, images, strict=True)]
+    wrong = [prompt_accuracy(score(p, image)) for p, image in zip(prompts, images[1:] + images[:1], strict=True)]
+    assert np.mean(right) > 0.7 > 0.5 > np.mean(wrong)
+
+
+@pytest.mark.slow
+def test_prompt_accuracy_over_200_held_out_prompts(pipe):
+    prompts = held_out_prompts(200, seed=0)
+    pipe.sampler = AutoregressiveSampler()
+    accuracies = []
+    for start in range(0, 200, 25):
+        part = prompts[start : start + 25]
+        images = pipe(part, generator=seeded(*range(start, start + 25))).images
+        accuracies += [prompt_accuracy(score(p, image)) for p, image in zip(part, images, strict=True)]
+    assert np.mean(accuracies) >= 0.8
