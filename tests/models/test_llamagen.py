@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from visual_spec.models.llamagen import (
 
 def make(**changes) -> LlamaGenTransformer:
     torch.manual_seed(0)
-    settings = dict(
+    settings: dict[str, Any] = dict(
         vocab_size=40,
         dim=32,
         num_layers=2,
@@ -108,7 +109,7 @@ def test_text_logits_equal_a_straight_line_computation():
         )
         assert (got[row] - want[4:]).abs().max() < 1e-9
         # The official code masks the unconditional prefix where the caption is padded, too.
-        prefix = caption_prefix(model, model.cls_embedding.uncond_embedding.data)
+        prefix = caption_prefix(model, model.state_dict()["cls_embedding.uncond_embedding"])
         want = straight_line(model, prefix, condition.mask[row], tokens[row, :15].tolist())
         assert (got[2 + row] - want[4:]).abs().max() < 1e-9
 
