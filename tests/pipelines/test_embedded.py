@@ -1,4 +1,4 @@
-"""The model that is part of the package: it loads offline, reconstructs, draws what it is asked, and decodes exactly."""
+"""The model that is part of the package: it loads offline, reconstructs, draws what is asked, and decodes exactly."""
 
 import json
 
@@ -67,7 +67,9 @@ def test_pictures_show_what_their_prompts_ask_for(pipe):
     pipe.sampler = SpeculativeJacobiSampler(window=16)
     images = pipe(prompts, generator=seeded(*range(12))).images
     right = [prompt_accuracy(score(p, image)) for p, image in zip(prompts, images, strict=True)]
-    wrong = [prompt_accuracy(score(p, image)) for p, image in zip(prompts, images[1:] + images[:1], strict=True)]
+    wrong = [
+        prompt_accuracy(score(p, image)) for p, image in zip(prompts, images[1:] + images[:1], strict=True)
+    ]
     assert np.mean(right) > 0.7 > 0.5 > np.mean(wrong)
 
 

@@ -103,12 +103,6 @@ def weight_bytes_per_call(model: nn.Module, call: Callable[[], Any]) -> int:
     return sum(sizes.values())
 
 
-def cache_bytes(state: Any) -> int:
-    """Bytes of the floating tensors that a `DecodeState` holds beside its logits."""
-    held = (getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "logits")
-    return sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor) and t.is_floating_point())
-
-
 def bytes_per_call(model: Any, condition: Any, *, batch_size: int, guided: bool) -> tuple[int, int]:
     """Weight and cache bytes that one call cannot but read, whatever its window.
 
@@ -118,11 +112,18 @@ def bytes_per_call(model: Any, condition: Any, *, batch_size: int, guided: bool)
     one, two = (
         model.prefill(condition, batch_size=batch_size, guided=guided, window=window) for window in (1, 2)
     )
-    slot = cache_bytes(two) - cache_bytes(one)
-    prefix = cache_bytes(one) - (model.grid.num_tokens + 1) * slot
+    pairs = [(getattr(one, field.name), getattr(two, field.name)) for field in dataclasses.fields(one)]
+    # The cache is what has room for the window; tables and masks of the state are small and of fixed size.
+    sizes = [(a.nbytes, b.nbytes) for a, b in pairs if _grew(a, b)]
+    slot = sum(b - a for a, b in sizes)
+    prefix = sum(a for a, _ in sizes) - (model.grid.num_tokens + 1) * slot
     tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=one.logits.device)
     weights = weight_bytes_per_call(model, lambda: model(one, tokens, tokens))
     return weights, prefix + slot * model.grid.num_tokens // 2
+
+
+def _grew(one: Any, two: Any) -> bool:
+    return isinstance(one, Tensor) and one.is_floating_point() and one.shape != two.shape
 
 
 def sampler_settings(sampler: Any) -> dict[str, Any]:

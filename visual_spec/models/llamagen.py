@@ -107,9 +107,9 @@ class Attention(nn.Module):
         q, k, v = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """`q [R, W, H, D]` over `k, v [R, H, S, D]` under an additive or bool `mask [R, 1, W, S]` -> `[R, W, dim]`."""
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, dropout_p=dropout)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -373,15 +373,21 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         tokens: Tensor,
         condition: TextCondition | Tensor,
         dropped: Tensor | None = None,
-        dropout: float = 0.0,
+        hidden_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[B, L, V]` for every slot of whole pictures `tokens [B, L]`, with gradients."""
+        """Logits `[B, L, V]` for every slot of whole pictures `tokens [B, L]`, with gradients.
+
+        `dropped`, bool `[B]`: rows whose condition is replaced by the unconditional one. `hidden_tokens`, bool
+        `[B, L - 1]`: inputs replaced by zero, so that the condition has to say what they would have said.
+        """
         prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
-        batch, prefix = prefix_mask.shape
+        prefix = prefix_mask.shape[1]
         length = tokens.shape[1] - 1  # the last token predicts nothing
         total = prefix + length
-        hidden = torch.cat([prefix_embeddings, self.tok_embeddings(tokens[:, :-1])], 1)
-        hidden = F.dropout(hidden, dropout)
+        embedded = self.tok_embeddings(tokens[:, :-1])
+        if hidden_tokens is not None:
+            embedded = embedded.masked_fill(hidden_tokens[..., None], 0.0)
+        hidden = torch.cat([prefix_embeddings, embedded], 1)
         table = F.pad(self.rotary_table()[:length], (0, 0, 0, 0, prefix, 0))[None].to(tokens.device)
         causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
         columns = F.pad(prefix_mask, (0, length), value=True)
@@ -390,6 +396,6 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden))
             q, k, v = rotate(q, table), rotate(k, table).transpose(1, 2), v.transpose(1, 2)
-            hidden = hidden + F.dropout(block.attention.attend(q, k, v, mask[:, None]), dropout)
-            hidden = hidden + F.dropout(block.feed_forward(block.ffn_norm(hidden)), dropout)
+            hidden = hidden + block.attention.attend(q, k, v, mask[:, None])
+            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
         return self._logits(hidden[:, prefix - 1 :])

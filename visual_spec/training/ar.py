@@ -2,6 +2,10 @@
 
 Teacher-forced cross entropy over whole pictures; a tenth of the captions is replaced by the learned unconditional
 embedding, so that classifier-free guidance works (Ho and Salimans 2022; LlamaGen section 3.2).
+
+In a picture most tokens follow from their neighbours, so the caption is heard in few places. Two measures make it
+louder without moving the optimum, which is the data's law at every slot: the first row, where the background is
+decided, weighs more, and until the last part of a run half of the pictures have some of their input tokens hidden.
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ class AutoregressiveTraining:
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
     caption_dropout: float = 0.1
+    first_row_weight: float = 8.0
+    hidden_pictures: float = 0.5
+    hidden_until: float = 0.75
     compile: bool = True
     seed: int = 0
 
@@ -122,17 +129,26 @@ def train_autoregressive(
         optimiser.load_state_dict(saved["optimiser"])
         start = saved["step"]
 
-    def loss_of(word_ids: Tensor, token_ids: Tensor, dropped: Tensor | None) -> Tensor:
+    weight = torch.ones(model.grid.num_tokens)
+    weight[: model.grid.width] = settings.first_row_weight
+    weight /= weight.mean()
+
+    def loss_of(word_ids: Tensor, token_ids: Tensor, dropped: Tensor, hidden: Tensor) -> Tensor:
         condition: TextCondition = encoder(word_ids)
-        logits = model.teacher_forced(token_ids, condition, dropped)
-        return F.cross_entropy(logits.flatten(0, 1), token_ids.flatten())
+        logits = model.teacher_forced(token_ids, condition, dropped, hidden)
+        return (F.cross_entropy(logits.mT, token_ids, reduction="none") * weight).mean()
 
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
     for step in range(start, settings.steps):
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
         dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
-        loss = step_loss(words[chosen], tokens[chosen].long(), dropped)
+        hide = rng.random((settings.batch_size, 1)) < settings.hidden_pictures * (
+            step < settings.hidden_until * settings.steps
+        )
+        rate = rng.uniform(0.3, 1.0, (settings.batch_size, 1))
+        hidden = torch.from_numpy(hide & (rng.random((settings.batch_size, tokens.shape[1] - 1)) < rate))
+        loss = step_loss(words[chosen], tokens[chosen].long(), dropped, hidden)
         for group in optimiser.param_groups:
             group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 200)
         optimiser.zero_grad(set_to_none=True)
@@ -150,8 +166,11 @@ def train_autoregressive(
     modules.eval()
     held_words, held_tokens = tokenize_dataset(vq_model, encoder, 400, 777, held_out=True)
     with torch.no_grad():
-        parts = zip(held_words.split(20), held_tokens.long().split(20), strict=True)
-        held_out_loss = float(np.mean([loss_of(w, t, None).item() for w, t in parts]))
+        losses = []
+        for word_ids, token_ids in zip(held_words.split(20), held_tokens.long().split(20), strict=True):
+            logits = model.teacher_forced(token_ids, encoder(word_ids))
+            losses.append(F.cross_entropy(logits.mT, token_ids).item())
+        held_out_loss = float(np.mean(losses))
     record = {
         "settings": asdict(settings),
         "parameters": sum(p.numel() for p in model.parameters()),
