@@ -271,7 +271,7 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         window: int = 32,
         coupling: str = "gumbel",
         acceptance: str = "identical",
-        initial_draft: str = "uniform",
+        initial_draft: str = "left",
     ) -> None:
         JacobiOptions(window, coupling, acceptance, initial_draft)  # refuses what is not allowed
 
