@@ -67,7 +67,7 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     assert list(out.parent.iterdir()) == [out]
     assert document["kind"] == "bench" and document["settings"]["seed"] == 0
     rows = document["rows"]
-    settings = {"window": 4, "coupling": "gumbel", "acceptance": "identical", "initial_draft": "uniform"}
+    settings = {"window": 4, "coupling": "gumbel", "acceptance": "identical", "initial_draft": "left"}
     assert rows[2]["sampler"] == {"class": "SpeculativeJacobiSampler", **settings}
     assert (
         len(rows) == len(table) == 2 * 3 + 1
