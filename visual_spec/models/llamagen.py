@@ -47,15 +47,18 @@ class LlamaGenState(DecodeState):
     """Static cache of one decoding run.
 
     Attributes:
-        keys, values: `[layers, R, H, S, D]` with S = prefix + tokens + window.
+        keys, values: `[layers, R, H, S, D]` with S = prefix + tokens + window. Tree columns are kept in the last `window`
+            places until `keep` copies the accepted ones to their slots.
         rotary: `[L, D / 2, 2]`, float32 whatever the weights are in: angles do not survive half precision.
         prefix_mask: bool `[R, T]`, the prefix columns that image tokens may attend to.
+        features: `[R, W, dim]`, what the head read in the last call (prefill: W = 1), for drafters that look at it.
     """
 
     keys: Tensor
     values: Tensor
     rotary: Tensor
     prefix_mask: Tensor
+    features: Tensor
 
 
 def feed_forward_width(dim: int) -> int:
@@ -172,6 +175,9 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         num_classes: set for a class-conditional model (1000 in the official ones), else None.
         caption_dim: set for a text-conditional model (2048, flan-t5-xl, in the official ones), else None.
         norm_eps: epsilon of every RMSNorm.
+        zero_prefix_keys: as in the official models, whose rotary table is zero over the prefix: its keys vanish, and
+            image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so that image tokens
+            look up single words; a small model learns captions far sooner that way.
 
     Raises:
         ValueError: if not exactly one of `num_classes` and `caption_dim` is given, or head size is not a multiple of 4.
@@ -192,6 +198,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         num_classes: int | None = 1000,
         caption_dim: int | None = None,
         norm_eps: float = 1e-5,
+        zero_prefix_keys: bool = True,
     ):
         super().__init__()
         if (num_classes is None) == (caption_dim is None):
@@ -315,55 +322,78 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden))
-            # The official rotary table is zero over the prefix: prefix queries and keys vanish.
-            q, k = torch.zeros_like(q), torch.zeros_like(k)
+            if self.config["zero_prefix_keys"]:
+                q, k = torch.zeros_like(q), torch.zeros_like(k)
+            keys[index, :, :, :prefix] = k.transpose(1, 2)
             values[index, :, :, :prefix] = v.transpose(1, 2)
             hidden = hidden + block.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), mask[:, None])
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
+        features = self.norm(hidden[:, -1:])
         return LlamaGenState(
-            logits=self._logits(hidden[:, -1]),
+            logits=self._head(features)[:, 0],
             guided=guided,
             window=window,
             keys=keys,
             values=values,
             rotary=self.rotary_table().to(hidden.device),
             prefix_mask=prefix_mask,
+            features=features,
         )
 
     @torch.no_grad()
-    def forward(self, state: LlamaGenState, tokens: Tensor, slots: Tensor) -> Tensor:
+    def forward(
+        self, state: LlamaGenState, tokens: Tensor, slots: Tensor, visible: Tensor | None = None
+    ) -> Tensor:
         """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
 
-        Writes the cache at those slots and attends to the prefix and to all slots up to each token's own.
+        Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
+        `visible` the columns are a tree, see `TreeModel`.
         """
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
-        prefix = state.prefix_mask.shape[1]
-        size = state.keys.shape[3]
-        if (
-            tokens.device.type == "cpu"
-        ):  # reading the maximum costs no synchronisation here and spares the unused tail
-            size = prefix + int(slots.max()) + 1
-        columns = torch.arange(size - prefix, device=slots.device)
-        visible = columns <= slots[..., None]  # [R, W, S - T]
-        mask = torch.cat([state.prefix_mask[:, None].expand(-1, slots.shape[1], -1), visible], -1)[:, None]
-        table = state.rotary[slots.clamp_max(self.grid.num_tokens - 1)]
+            visible = None if visible is None else visible.repeat(2, 1, 1)
+        prefix, num_tokens = state.prefix_mask.shape[1], self.grid.num_tokens
+        width = slots.shape[1]
+        columns = torch.arange(num_tokens + state.window, device=slots.device)
+        if visible is None:
+            places, size = slots, prefix + num_tokens + state.window
+            if slots.device.type == "cpu":  # reading the maximum costs no synchronisation here and spares the unused tail
+                size = prefix + int(slots.max()) + 1
+            seen = columns[: size - prefix] <= slots[..., None]  # [R, W, S - T]
+        else:
+            places, size = num_tokens + columns[:width].expand_as(slots), prefix + num_tokens + width
+            earlier = columns[:num_tokens] < slots[:, :1, None]  # [R, 1, L], slots before the root
+            seen = torch.cat([earlier.expand(-1, width, -1), visible], -1)
+        mask = torch.cat([state.prefix_mask[:, None].expand(-1, width, -1), seen], -1)[:, None]
+        table = state.rotary[slots.clamp_max(num_tokens - 1)]
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         hidden = self.tok_embeddings(tokens)
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
             keys, values = state.keys[index], state.values[index]
             q, k, v = block.attention.project(block.attention_norm(hidden))
-            keys.transpose(1, 2)[rows, prefix + slots] = rotate(k, table)
-            values.transpose(1, 2)[rows, prefix + slots] = v
+            keys.transpose(1, 2)[rows, prefix + places] = rotate(k, table)
+            values.transpose(1, 2)[rows, prefix + places] = v
             hidden = hidden + block.attention.attend(
                 rotate(q, table), keys[:, :, :size], values[:, :, :size], mask
             )
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-        return self._logits(hidden)
+        state.features = self.norm(hidden)
+        return self._head(state.features)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.output(self.norm(hidden))
+    @torch.no_grad()
+    def keep(self, state: LlamaGenState, columns: Tensor, slots: Tensor) -> None:
+        """Copy what the last tree call computed for `columns [B, D]` to the cache at `slots [B, D]`."""
+        if state.guided:
+            columns, slots = columns.repeat(2, 1), slots.repeat(2, 1)
+        first = state.prefix_mask.shape[1]
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        for cache in (state.keys, state.values):
+            by_place = cache.transpose(2, 3)  # [layers, R, S, H, D]
+            by_place[:, rows, first + slots] = by_place[:, rows, first + self.grid.num_tokens + columns]
+
+    def _head(self, features: Tensor) -> Tensor:
+        logits = self.output(features)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -388,7 +418,11 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         if hidden_tokens is not None:
             embedded = embedded.masked_fill(hidden_tokens[..., None], 0.0)
         hidden = torch.cat([prefix_embeddings, embedded], 1)
-        table = F.pad(self.rotary_table()[:length], (0, 0, 0, 0, prefix, 0))[None].to(tokens.device)
+        table = self.rotary_table()
+        unrotated = torch.zeros_like(table[:1])  # cosine 0 and sine 0: no key at all
+        if not self.config["zero_prefix_keys"]:
+            unrotated[..., 0] = 1.0
+        table = torch.cat([unrotated.expand(prefix, -1, -1), table[:length]])[None].to(tokens.device)
         causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
         columns = F.pad(prefix_mask, (0, length), value=True)
         mask = (causal & columns[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
@@ -398,4 +432,4 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             q, k, v = rotate(q, table), rotate(k, table).transpose(1, 2), v.transpose(1, 2)
             hidden = hidden + block.attention.attend(q, k, v, mask[:, None])
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-        return self._logits(hidden[:, prefix - 1 :])
+        return self._head(self.norm(hidden[:, prefix - 1 :]))

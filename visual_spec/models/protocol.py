@@ -116,3 +116,34 @@ class NextTokenModel(Protocol):
             logits [R, W, V]; column `w` predicts slot `slots[b, w] + 1`.
         """
         ...
+
+
+class TreeModel(NextTokenModel, Protocol):
+    """A next-token model that also scores several continuations of one text in one call.
+
+    The columns of a tree call are nodes. Column 0 is the root: the newest committed token, at its slot. Every other
+    column holds a draft, one slot behind its parent's; several columns may share a slot.
+    """
+
+    def __call__(self, state: Any, tokens: Tensor, slots: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Without `visible`: as `NextTokenModel`. With it: score a tree.
+
+        Args:
+            tokens, slots: long [B, N], N <= the window of the prefill.
+            visible: bool [B, N, N]; [b, n, m] is true where column m is n itself or one of its ancestors. A column
+                also sees all slots before the root's, so these must have been fed, or kept.
+
+        Returns:
+            logits [R, N, V]; column n predicts slot `slots[b, n] + 1` behind the path to n. The cache by slot is
+            left as it was: `keep` brings the accepted columns there.
+        """
+        ...
+
+    def keep(self, state: Any, columns: Tensor, slots: Tensor) -> None:
+        """Make columns of the last tree call what is cached at slots.
+
+        Args:
+            columns, slots: long [B, D]. Name the root and the accepted path; a row with a shorter path repeats a
+                pair, or names any column for slots that it will feed again.
+        """
+        ...

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.protocol import DecodeState, TokenGrid
@@ -18,10 +19,11 @@ _LARGEST_TABLE = 2**26
 
 @dataclass
 class TabularState(DecodeState):
-    """The tokens fed so far, by slot: [B, num_tokens + window]; and the table each row reads: [R]."""
+    """The tokens fed so far, by slot: [B, num_tokens + window]; the table each row reads: [R]; the last tree: [B, N]."""
 
     tokens: Tensor
     tables: Tensor
+    tree: Tensor | None = None
 
 
 class TabularModel(nn.Module):
@@ -117,18 +119,33 @@ class TabularModel(nn.Module):
             tables=tables,
         )
 
-    def forward(self, state: TabularState, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Logits [R, W, V] of the slots after `slots`; see `NextTokenModel.__call__`."""
-        state.tokens.scatter_(1, slots, tokens)
+    def forward(
+        self, state: TabularState, tokens: Tensor, slots: Tensor, visible: Tensor | None = None
+    ) -> Tensor:
+        """Logits [R, W, V] of the slots after `slots`; see `NextTokenModel.__call__`, with `visible` `TreeModel`."""
+        if visible is None:
+            state.tokens.scatter_(1, slots, tokens)
+            path = state.tokens[:, None].expand(-1, slots.shape[1], -1)  # [B, W, S], the text each column sees
+        else:
+            state.tree = tokens
+            # Every column writes its ancestors and itself over a copy of the committed text.
+            spare = torch.where(visible, slots[:, None], state.tokens.shape[1])  # [B, N, N]
+            path = F.pad(state.tokens, (0, 1))[:, None].repeat(1, slots.shape[1], 1)
+            path.scatter_(2, spare, tokens[:, None].expand_as(spare))
         context = torch.zeros_like(slots)  # [B, W], the last tokens in base V, the newest least significant
         for back in reversed(range(self.order)):
             earlier = slots - back
-            token = state.tokens.gather(1, earlier.clamp(min=0)).masked_fill(earlier < 0, 0)
+            token = path.gather(2, earlier.clamp(min=0)[..., None])[..., 0].masked_fill(earlier < 0, 0)
             context = context * self.vocab_size + token
         # Past the grid any finite logits will do: the caller ignores them.
         following = (slots + 1).clamp(max=self.grid.num_tokens - 1)
         repeats = state.tables.shape[0] // slots.shape[0]
         return self.logits[state.tables[:, None], following.repeat(repeats, 1), context.repeat(repeats, 1)]
+
+    def keep(self, state: TabularState, columns: Tensor, slots: Tensor) -> None:
+        """Write the tokens of the last tree's columns at slots; see `TreeModel.keep`."""
+        assert state.tree is not None
+        state.tokens.scatter_(1, slots, state.tree.gather(1, columns))
 
     def law_of_sequences(
         self, law: Callable[[Tensor, bool], Tensor], *, condition: int = 0, guided: bool = False
