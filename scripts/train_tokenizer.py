@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.training.loop import write_json
-from visual_spec.training.tokenizer import TokenizerTraining, train_decoder, train_tokenizer
+from visual_spec.training.tokenizer import TokenizerTraining, train_tokenizer
 
 
 def main() -> None:
@@ -17,7 +15,6 @@ def main() -> None:
         "--out", type=Path, required=True, help="folder for weights and training.json; resumes if interrupted"
     )
     parser.add_argument("--steps", type=int, default=TokenizerTraining.steps)
-    parser.add_argument("--decoder-steps", type=int, default=TokenizerTraining.decoder_steps)
     parser.add_argument("--batch-size", type=int, default=TokenizerTraining.batch_size)
     parser.add_argument("--codebook-size", type=int, default=1024)
     parser.add_argument("--base-channels", type=int, default=8)
@@ -30,25 +27,11 @@ def main() -> None:
         latent_channels=64,
         codebook_size=arguments.codebook_size,
         codebook_dim=8,
-        norm_groups=4,
+        norm_groups=None,
         image_size=128,
-        decoder_norm_groups=1,
     )
-    settings = TokenizerTraining(
-        steps=arguments.steps,
-        decoder_steps=arguments.decoder_steps,
-        batch_size=arguments.batch_size,
-        seed=arguments.seed,
-    )
-    joint = arguments.out / "joint"
-    if (joint / "training.json").exists():  # an earlier run got this far
-        model.load_state_dict(VQModel.from_pretrained(joint).state_dict())
-        first = json.loads((joint / "training.json").read_text())
-    else:
-        first = train_tokenizer(model, settings, joint)
-    record = train_decoder(model, settings, arguments.out)
-    record = {**record, "seconds": record["seconds"] + first["seconds"], "joint": first}
-    write_json(arguments.out / "training.json", record)
+    settings = TokenizerTraining(steps=arguments.steps, batch_size=arguments.batch_size, seed=arguments.seed)
+    record = train_tokenizer(model, settings, arguments.out)
     print(f"PSNR {record['psnr_db']} dB, {record['codes_used']} codes in use, {record['seconds']} s")
 
 

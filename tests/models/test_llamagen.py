@@ -56,7 +56,7 @@ def straight_line(
 
     def turned(vector: torch.Tensor, position: int) -> torch.Tensor:
         if position < start:
-            return torch.zeros_like(vector)
+            return torch.zeros_like(vector) if model.config["zero_prefix_keys"] else vector
         row, column = divmod(position - start, side)
         out = vector.clone()
         for pair in range(size // 2):
@@ -94,8 +94,9 @@ def caption_prefix(model: LlamaGenTransformer, features: torch.Tensor) -> torch.
     return h @ weights["cls_embedding.cap_proj.fc2.weight"].T
 
 
-def test_text_logits_equal_a_straight_line_computation():
-    model = make()
+@pytest.mark.parametrize("zero_prefix_keys", [True, False])
+def test_text_logits_equal_a_straight_line_computation(zero_prefix_keys):
+    model = make(zero_prefix_keys=zero_prefix_keys)
     condition = text_condition(2, [3, 5])
     tokens = torch.randint(0, 40, (2, 16))
     slots = torch.arange(15).repeat(2, 1)

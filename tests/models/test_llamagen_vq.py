@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from visual_spec.models.llamagen_vq import PRESETS, VQModel
+from visual_spec.models.llamagen_vq import PRESETS, PositionNorm, VQModel
 
 
 def small() -> VQModel:
@@ -94,3 +94,30 @@ def test_wrong_tokens_are_refused():
         model.decode_tokens(torch.zeros(1, 63, dtype=torch.long))
     with pytest.raises(ValueError, match="allowed are 0 to 23"):
         model.decode_tokens(torch.full((1, 64), 24))
+
+
+@pytest.mark.parametrize("norm_groups", [4, None])
+def test_only_a_local_tokenizer_is_blind_to_far_pixels(norm_groups: int | None):
+    torch.manual_seed(0)
+    model = VQModel(8, (1, 2, 2), 1, 16, codebook_size=24, norm_groups=norm_groups, image_size=128).double()
+    picture = torch.rand(1, 3, 128, 128, dtype=torch.float64) * 2 - 1
+    changed = picture.clone()
+    changed[..., :4, :4] *= -1
+    # Radius of what a latent sees: 3 + 2 * 3 + 4 * 7 convolutions' worth of pixels, and the strides' rounding.
+    difference = (
+        (model.encode_latents(picture) - model.encode_latents(changed)).abs().amax((0, 1))
+    )  # [32, 32]
+    assert difference[0, 0] > 1e-6
+    assert (difference[12:, 12:].max() == 0) == (norm_groups is None)
+
+
+def test_position_norm_is_that_of_each_pixel_alone():
+    torch.manual_seed(0)
+    norm = PositionNorm(1, 6, eps=1e-6).double()
+    norm.weight.data, norm.bias.data = torch.randn(2, 6, dtype=torch.float64)
+    x = torch.randn(2, 6, 3, 4, dtype=torch.float64)
+    out = norm(x)
+    for b, y, column in ((0, 0, 0), (1, 2, 3), (0, 1, 2)):
+        pixel = x[b, :, y, column]
+        want = (pixel - pixel.mean()) / (pixel.var(unbiased=False) + 1e-6).sqrt() * norm.weight + norm.bias
+        assert (out[b, :, y, column] - want).abs().max() < 1e-12

@@ -17,12 +17,21 @@ PRESETS: dict[str, dict] = {
 }
 
 
-def _normalise(channels: int, groups: int) -> nn.GroupNorm:
+class PositionNorm(nn.GroupNorm):
+    """Layer normalisation over the channels of each position: unlike group statistics, these stay local."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.movedim(1, -1), x.shape[1:2], self.weight, self.bias, self.eps).movedim(-1, 1)
+
+
+def _normalise(channels: int, groups: int | None) -> nn.GroupNorm:
+    if groups is None:
+        return PositionNorm(1, channels, eps=1e-6)
     return nn.GroupNorm(groups, channels, eps=1e-6)
 
 
 class ResnetBlock(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int, groups: int):
+    def __init__(self, in_channels: int, out_channels: int, groups: int | None):
         super().__init__()
         self.norm1 = _normalise(in_channels, groups)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
@@ -40,7 +49,7 @@ class ResnetBlock(nn.Module):
 class AttentionBlock(nn.Module):
     """Single-head self-attention over all positions of a feature map."""
 
-    def __init__(self, channels: int, groups: int):
+    def __init__(self, channels: int, groups: int | None):
         super().__init__()
         self.norm = _normalise(channels, groups)
         self.q = nn.Conv2d(channels, channels, 1)
@@ -76,7 +85,7 @@ class Upsample(nn.Module):
 class _Stage(nn.Module):
     """One resolution: residual blocks, each followed by attention at the lowest resolution, then the resampler."""
 
-    def __init__(self, widths: list[int], groups: int, attention: bool, resample: str | None):
+    def __init__(self, widths: list[int], groups: int | None, attention: bool, resample: str | None):
         super().__init__()
         pairs = list(zip(widths[:-1], widths[1:], strict=True))
         self.res = nn.ModuleList(ResnetBlock(a, b, groups) for a, b in pairs)
@@ -100,15 +109,14 @@ class _Stage(nn.Module):
         return x
 
 
-def _middle(width: int, groups: int) -> nn.ModuleList:
-    return nn.ModuleList(
-        [ResnetBlock(width, width, groups), AttentionBlock(width, groups), ResnetBlock(width, width, groups)]
-    )
+def _middle(width: int, groups: int | None) -> nn.ModuleList:
+    attention = [] if groups is None else [AttentionBlock(width, groups)]
+    return nn.ModuleList([ResnetBlock(width, width, groups), *attention, ResnetBlock(width, width, groups)])
 
 
 class Encoder(nn.Module):
     def __init__(
-        self, width: int, multipliers: tuple[int, ...], blocks: int, latent_channels: int, groups: int
+        self, width: int, multipliers: tuple[int, ...], blocks: int, latent_channels: int, groups: int | None
     ):
         super().__init__()
         last = len(multipliers) - 1
@@ -117,7 +125,9 @@ class Encoder(nn.Module):
         current = width
         for level, multiplier in enumerate(multipliers):
             widths = [current] + [width * multiplier] * blocks
-            self.conv_blocks.append(_Stage(widths, groups, level == last, "down" if level < last else None))
+            self.conv_blocks.append(
+                _Stage(widths, groups, level == last and groups is not None, "down" if level < last else None)
+            )
             current = widths[-1]
         self.mid = _middle(current, groups)
         self.norm_out = _normalise(current, groups)
@@ -132,7 +142,7 @@ class Encoder(nn.Module):
 
 class Decoder(nn.Module):
     def __init__(
-        self, width: int, multipliers: tuple[int, ...], blocks: int, latent_channels: int, groups: int
+        self, width: int, multipliers: tuple[int, ...], blocks: int, latent_channels: int, groups: int | None
     ):
         super().__init__()
         last = len(multipliers) - 1
@@ -142,7 +152,9 @@ class Decoder(nn.Module):
         self.conv_blocks = nn.ModuleList()  # from the lowest resolution up
         for level, multiplier in reversed(list(enumerate(multipliers))):
             widths = [current] + [width * multiplier] * (blocks + 1)
-            self.conv_blocks.append(_Stage(widths, groups, level == last, "up" if level > 0 else None))
+            self.conv_blocks.append(
+                _Stage(widths, groups, level == last and groups is not None, "up" if level > 0 else None)
+            )
             current = widths[-1]
         self.norm_out = _normalise(current, groups)
         self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
@@ -186,9 +198,10 @@ class VQModel(ModelMixin, ConfigMixin):
         blocks_per_level: residual blocks per encoder level; the decoder has one more.
         latent_channels: channels between the networks and the 1 x 1 quantiser projections.
         codebook_size, codebook_dim: number and length of the codes.
-        norm_groups: groups of each GroupNorm.
-        decoder_norm_groups: groups in the decoder; None: `norm_groups`. A narrow decoder wants 1: with few channels a
-            group, absolute colours depend on the rest of the picture.
+        norm_groups: groups of each GroupNorm. None makes a local tokenizer: every position is normalised by itself and
+            there is no attention, so a token depends on its neighbourhood alone and equal patches get equal tokens.
+            Group statistics and attention let every token vary with the whole picture, which a wide codebook bears and
+            a small one pays for in noise.
         image_size: side of the pictures in pixels; fixes the token grid.
     """
 
@@ -201,14 +214,13 @@ class VQModel(ModelMixin, ConfigMixin):
         latent_channels: int = 256,
         codebook_size: int = 16384,
         codebook_dim: int = 8,
-        norm_groups: int = 32,
+        norm_groups: int | None = 32,
         image_size: int = 256,
-        decoder_norm_groups: int | None = None,
     ):
         super().__init__()
         shape = (base_channels, tuple(channel_multipliers), blocks_per_level, latent_channels)
         self.encoder = Encoder(*shape, norm_groups)
-        self.decoder = Decoder(*shape, norm_groups if decoder_norm_groups is None else decoder_norm_groups)
+        self.decoder = Decoder(*shape, norm_groups)
         self.quantize = VectorQuantizer(codebook_size, codebook_dim)
         self.quant_conv = nn.Conv2d(latent_channels, codebook_dim, 1)
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)

@@ -25,15 +25,14 @@ from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
 class TokenizerTraining:
     """Settings of a run.
 
-    `crop` is in pixels: small crops give more steps per second, and the network is convolutional. Then the encoder and
-    the codebook stand still, and the decoder alone learns for `decoder_steps` on whole pictures.
+    `crop` is in pixels: small crops give more steps per second, and a local network hardly notices. The last
+    `whole_pictures` of the steps see whole pictures, as many pixels a step.
     """
 
-    steps: int = 6800
+    steps: int = 9000
     batch_size: int = 16
-    decoder_steps: int = 8000
-    decoder_batch_size: int = 4
     crop: int = 64
+    whole_pictures: float = 0.2
     continuous_steps: int = 500
     learning_rate: float = 2e-3
     commitment: float = 0.25
@@ -87,8 +86,13 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
         # One generator per step, so that a resumed run sees what it would have seen.
         rng = np.random.default_rng((settings.seed, step))
         chosen = rng.integers(len(pictures), size=settings.batch_size)
-        crops = [_crop(pictures[index], scenes[index], settings.crop, rng) for index in chosen]
-        target = to_signed(np.stack(crops)).contiguous(memory_format=torch.channels_last)
+        if step < (1 - settings.whole_pictures) * settings.steps:
+            batch = np.stack([_crop(pictures[i], scenes[i], settings.crop, rng) for i in chosen])
+        else:
+            batch = pictures[
+                chosen[: max(1, settings.batch_size * settings.crop**2 // pictures[0, ..., 0].size)]
+            ]
+        target = to_signed(batch).contiguous(memory_format=torch.channels_last)
 
         for group in optimiser.param_groups:
             group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
@@ -123,56 +127,12 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
             )
     codebook.copy_(F.normalize(codebook, dim=-1))
     model.eval().to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
-    return _finish(model, settings, checkpoint, out)
-
-
-def train_decoder(model: VQModel, settings: TokenizerTraining, out: Path, *, every: int = 250) -> dict:
-    """Go on with the decoder alone, on whole pictures and final tokens; resumes, saves and returns as above."""
-    torch.manual_seed(settings.seed)
-    _, pictures = sample_dataset(settings.scenes, settings.seed)
-    with torch.no_grad():
-        tokens = torch.cat(
-            [model.encode_tokens(to_signed(part)) for part in np.array_split(pictures, len(pictures) // 20)]
-        )
-    parameters = [*model.decoder.parameters(), *model.post_quant_conv.parameters()]
-    optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
-    checkpoint = Checkpoint(out / "resume.pt", every)
-    start = 0
-    if saved := checkpoint.load():
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        start = saved["step"]
-    model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    side = model.tokens_per_side
-    for step in range(start, settings.decoder_steps):
-        chosen = np.random.default_rng((settings.seed, 1, step)).integers(
-            len(pictures), size=settings.decoder_batch_size
-        )
-        target = to_signed(pictures[chosen]).contiguous(memory_format=torch.channels_last)
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.decoder_steps, settings.learning_rate, 100)
-        with torch.no_grad():
-            codes = model.quantize.lookup(tokens[chosen].view(-1, side, side))
-        loss = reconstruction_loss(model.decode_latents(codes), target)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        if step % 50 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 5)))
-        if (step + 1) % every == 0:
-            checkpoint.save(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
-            print(
-                f"decoder {step + 1}/{settings.decoder_steps} {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
-    model.eval().to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
-    return _finish(model, settings, checkpoint, out)
-
-
-def _finish(model: VQModel, settings: TokenizerTraining, checkpoint: Checkpoint, out: Path) -> dict:
-    seconds = round(checkpoint.seconds)
-    record = {"settings": asdict(settings), "seconds": seconds, "loss": checkpoint.curve, **judge(model)}
+    record = {
+        "settings": asdict(settings),
+        "seconds": round(checkpoint.seconds),
+        "loss": checkpoint.curve,
+        **judge(model),
+    }
     model.save_pretrained(out)
     write_json(out / "training.json", record)
     checkpoint.path.unlink(missing_ok=True)
