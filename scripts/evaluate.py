@@ -1,12 +1,15 @@
-"""Prompt accuracy of a model and a sampler over held-out prompts, resumable.
+"""What samplers gain and what it costs in quality: `visual-spec eval` as a script, for torchrun.
 
-python scripts/evaluate.py --out runs/accuracy-plain
-torchrun --nproc-per-node 8 scripts/evaluate.py --out runs/accuracy --sampler speculative-jacobi --samples 5000
+python scripts/evaluate.py --out runs/quality --samplers speculative-jacobi:window=32
+torchrun --nproc-per-node 8 scripts/evaluate.py --out runs/quality --samplers speculative-jacobi --samples 50000
 """
 
 import sys
 
-from visual_spec.eval.accuracy import main
+from visual_spec.eval.evaluate import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -68,7 +68,7 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     assert document["kind"] == "bench" and document["settings"]["seed"] == 0
     rows = document["rows"]
     settings = {"window": 4, "coupling": "gumbel", "acceptance": "identical", "initial_draft": "left"}
-    assert rows[2]["sampler"] == {"class": "SpeculativeJacobiSampler", **settings}
+    assert {"class": "SpeculativeJacobiSampler", **settings}.items() <= rows[2]["sampler"].items()
     assert (
         len(rows) == len(table) == 2 * 3 + 1
     )  # plain and two methods; without a cache at the first batch size

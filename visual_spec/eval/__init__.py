@@ -4,33 +4,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from visual_spec.eval.accuracy import evaluate_accuracy as evaluate_accuracy
     from visual_spec.eval.accuracy import summarise as summarise
-    from visual_spec.eval.accuracy import wilson_interval as wilson_interval
+    from visual_spec.eval.intervals import wilson_interval as wilson_interval
+    from visual_spec.eval.quality import density_coverage as density_coverage
+    from visual_spec.eval.quality import frechet_distance as frechet_distance
+    from visual_spec.eval.quality import precision_recall as precision_recall
     from visual_spec.eval.report import ComparisonRow as ComparisonRow
     from visual_spec.eval.report import acceptance_map as acceptance_map
     from visual_spec.eval.report import contact_sheet as contact_sheet
     from visual_spec.eval.report import paid_slots as paid_slots
     from visual_spec.eval.report import write_html as write_html
 
+# `evaluate` is not offered here: the name is that of the sub-module.
+_HOME = {
+    "ComparisonRow": "report",
+    "acceptance_map": "report",
+    "contact_sheet": "report",
+    "density_coverage": "quality",
+    "frechet_distance": "quality",
+    "paid_slots": "report",
+    "precision_recall": "quality",
+    "summarise": "accuracy",
+    "wilson_interval": "intervals",
+    "write_html": "report",
+}
 __all__ = [
     "ComparisonRow",
     "acceptance_map",
     "contact_sheet",
-    "evaluate_accuracy",
+    "density_coverage",
+    "frechet_distance",
     "paid_slots",
+    "precision_recall",
     "summarise",
     "wilson_interval",
     "write_html",
 ]
-_IN_ACCURACY = ("evaluate_accuracy", "summarise", "wilson_interval")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    module = "accuracy" if name in _IN_ACCURACY else "report"
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,8 @@
 Without `--curve` it times: in every round the plain sampler and all others decode the same prompts with the same
 seeds one after the other, so that a drift of the machine hits all of them, and speed-ups are taken within a round.
 With `--curve` it counts calls only, over windows, guidance scales and couplings. Only token decoding is timed; turning
-tokens into pixels costs every sampler the same, and is given once.
+tokens into pixels costs every sampler the same, and is given once. With `--random-weights` it times the calls of a
+LlamaGen of official size, and states the acceptance instead of measuring it (`visual_spec.eval.true_size`).
 
 The last line of the output is one JSON document with the raw seconds.
 """
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.pipelines.token_image import TokenImagePipeline
 
 METHODS = ("gumbel+identical", "gumbel+exact", "maximal+exact", "independent+exact")
 _BENCH = {"windows": [16, 32, 64], "guidance_scales": [1.0], "methods": ["gumbel+identical", "maximal+exact"]}
+_TRUE_SIZE = {**_BENCH, "guidance_scales": None}  # None: that of the model
 _CURVE = {"windows": [4, 8, 16, 32, 64], "guidance_scales": [1.0, 3.0, 5.0], "methods": list(METHODS)}
 
 
@@ -62,9 +64,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--without-no-cache", action="store_true", help="leave out the row that decodes with no cache"
     )
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="0: off (default: 0; with --random-weights the model's own)"
+    )
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
     parser.add_argument("--seed", type=int, default=0, help="of the first sample; sample i has seed + i")
+    sizes = parser.add_argument_group("official sizes without their weights")
+    sizes.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="--model names a size, such as llamagen-xxl or llamagen-xl-t2i; acceptance is stated, not measured",
+    )
+    sizes.add_argument(
+        "--accept-probability",
+        type=float,
+        default=0.75,
+        metavar="P",
+        help="stated: every draft is accepted with this probability (default: 0.75)",
+    )
+    sizes.add_argument("--image-size", type=int, metavar="N", help="pixels (default: 384, and 512 for -t2i)")
+    sizes.add_argument(
+        "--slots", type=int, default=32, metavar="N", help="slots decoded in a timed round (default: 32)"
+    )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
     parser.add_argument(
@@ -90,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: an option out of range; before anything is loaded.
         FileExistsError: `--out` exists and `--overwrite` is not given; before anything is loaded.
     """
-    for name, value in (_CURVE if args.curve else _BENCH).items():
+    for name, value in (_CURVE if args.curve else _TRUE_SIZE if args.random_weights else _BENCH).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     _check(args)
@@ -102,18 +123,35 @@ def run(args: argparse.Namespace) -> int:
     from visual_spec.eval import timing
 
     samplers = timing.make_samplers(args.methods, args.windows, args.initial_draft)
+    if args.random_weights:
+        document, text = _true_size(args, samplers)
+    else:
+        document, text = _measure(args, samplers)
+    print(environment_line(document["environment"]))
+    print()
+    print(text)
+    print()
+    line = json.dumps(document)
+    if args.out is not None:
+        write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=args.overwrite)
+    print(line)
+    return 0
+
+
+def _measure(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], str]:
+    """Document and table of a model that is there."""
+    from visual_spec.eval import timing
+
+    args.top_k = args.top_k or 0
     laws = [
         timing.make_law(scale, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
         for scale in args.guidance_scales
     ]
     pipe = load(args.model, args.device, args.dtype, args.threads)
-    prompts = held_out_prompts(args.prompts)
-    settings = {
-        name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list, bool))
-    }
+    prompts = bench_prompts(pipe, args.prompts)
     document: dict[str, Any] = {
         "kind": "curve" if args.curve else "bench",
-        "settings": {name: value for name, value in settings.items() if name not in ("command", "overwrite")},
+        "settings": _settings(args),
         "environment": timing.environment_of(pipe),
     }
     if args.curve:
@@ -144,15 +182,77 @@ def run(args: argparse.Namespace) -> int:
         timing.add_floors(rows, facts["copy_bandwidth"])
         document["rows"] = rows
         text = bench_table(rows)
-    print(environment_line(document["environment"]))
-    print()
-    print(text)
-    print()
-    line = json.dumps(document)
-    if args.out is not None:
-        write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=args.overwrite)
-    print(line)
-    return 0
+    return document, text
+
+
+def _true_size(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], str]:
+    """Document and table of a LlamaGen of official size with random weights."""
+    import torch
+
+    from visual_spec.eval import measure, timing, true_size
+    from visual_spec.models.checkpoints import official_defaults
+
+    chosen = true_size.architecture(args.model)
+    args.image_size = args.image_size or (512 if args.model.endswith("-t2i") else 384)
+    empty = true_size.on_meta(chosen, args.image_size)
+    defaults = official_defaults(empty)
+    args.top_k = defaults["default_top_k"] if args.top_k is None else args.top_k
+    args.guidance_scales = args.guidance_scales or [defaults["default_guidance_scale"]]
+    laws = [
+        timing.make_law(scale, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+        for scale in args.guidance_scales
+    ]
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
+    needed = true_size.needed_bytes(
+        empty,
+        dtype=dtype,
+        batch_size=max(args.batch_sizes),
+        window=max(args.windows),
+        guided=any(law.guided for law in laws),
+    )
+    true_size.refuse_what_does_not_fit(needed, device)
+    model = true_size.random_transformer(
+        chosen, image_size=args.image_size, dtype=dtype, device=device, seed=args.seed
+    )
+    rows = [
+        row
+        for batch_size in args.batch_sizes
+        for law in laws
+        for row in true_size.measure_calls(
+            model,
+            samplers,
+            law,
+            batch_size=batch_size,
+            runs=args.runs,
+            warmup=args.warmup,
+            slots=args.slots,
+            probability=args.accept_probability,
+            report=_progress,
+        )
+    ]
+    environment = measure.environment(device, dtype)
+    environment["transformer_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    environment["copy_bandwidth"] = measure.copy_bandwidth(device)
+    timing.add_floors(rows, environment["copy_bandwidth"])
+    document = {
+        "kind": "random-weights",
+        "settings": _settings(args),
+        "environment": environment,
+        "architecture": chosen.name,
+        "needed_bytes": needed,
+        "acceptance": true_size.acceptance_statement(args.accept_probability),
+        "rows": rows,
+    }
+    return document, true_size.size_table(rows, args.accept_probability)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    plain = {
+        name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list, bool))
+    }
+    return {name: value for name, value in plain.items() if name not in ("command", "overwrite")}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -161,6 +261,14 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {getattr(args, name)} given; pass at least {least}")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads {args.threads} given; pass at least 1")
+    if args.slots < 2:
+        raise ValueError(f"--slots {args.slots} given; pass at least 2")
+    if not 0 <= args.accept_probability <= 1:
+        raise ValueError(f"--accept-probability {args.accept_probability} given; pass a number from 0 to 1")
+    if args.random_weights and args.curve:
+        raise ValueError(
+            "--curve counts accepted drafts, and --random-weights accepts none; pass one of them"
+        )
     if min(args.batch_sizes) < 1:
         raise ValueError(f"--batch-sizes {min(args.batch_sizes)} given; a batch has at least 1 sample")
     for method in args.methods:
@@ -168,20 +276,32 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--methods {method} given; allowed are {', '.join(METHODS)}")
 
 
-def load(model: str, device: str | None, dtype: str, threads: int | None) -> ImagePipeline:
+def load(model: str, device: str | None, dtype: str, threads: int | None) -> TokenImagePipeline:
     """A silent pipeline for measuring, on `device` (default: a GPU if there is one), with weights of `dtype`."""
     import torch
     from diffusers.utils import logging
 
-    from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.pipelines.loading import load_pipeline
 
     if threads is not None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    pipe = ImagePipeline.from_pretrained(model).to(device, getattr(torch, dtype))
+    pipe = load_pipeline(model).to(choose_device(device), getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def choose_device(name: str | None) -> Any:
+    """The device of a name; without one a GPU if there is one, else the CPU."""
+    import torch
+
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def bench_prompts(pipe: Any, count: int) -> list[str]:
+    """What a benchmark draws: held-out captions, or for a class-conditional pipeline the classes in turn."""
+    classes = getattr(pipe, "num_classes", None)
+    return held_out_prompts(count) if classes is None else [str(i % classes) for i in range(count)]
 
 
 def held_out_prompts(count: int) -> list[str]:
@@ -205,7 +325,8 @@ def environment_line(environment: dict[str, Any]) -> str:
         parts.append(f"copies {environment['copy_bandwidth'] / 1e9:.1f} GB/s")
         if environment["device"] == "cpu":
             parts.append("peak memory is that of the process so far")
-        parts.append(f"tokens to pixels {environment['picture_ms']:.1f} ms per image")
+        if "picture_ms" in environment:
+            parts.append(f"tokens to pixels {environment['picture_ms']:.1f} ms per image")
     return ", ".join(parts)
 
 

@@ -69,6 +69,17 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated: free on a GPU, on a CPU what the system says is available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # no Linux: all of the memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def copy_bandwidth(device: torch.device, mebibytes: int | None = None, repeats: int = 7) -> float:
     """Bytes per second of copying a buffer too large for the caches: the best of some runs, reads and writes counted.
 

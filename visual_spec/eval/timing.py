@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.eval import measure
-from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
@@ -47,7 +47,7 @@ def make_samplers(
         ValueError: a coupling, acceptance, window or initial draft that the sampler refuses.
     """
     entries = []
-    more = {} if initial_draft is None else {"initial_draft": initial_draft}
+    more: dict[str, Any] = {} if initial_draft is None else {"initial_draft": initial_draft}
     for method in methods:
         coupling, _, acceptance = method.partition("+")
         for window in windows:
@@ -63,14 +63,14 @@ def make_law(guidance_scale: float, **settings: Any) -> TokenLaw:
     return TokenLaw(guidance_scale=guidance_scale, **settings)
 
 
-def environment_of(pipe: ImagePipeline) -> dict[str, Any]:
+def environment_of(pipe: TokenImagePipeline) -> dict[str, Any]:
     """`measure.environment` of the pipeline's device and dtype, and the size of its model."""
     facts = measure.environment(pipe.device, pipe.transformer.dtype)
     facts["transformer_parameters"] = sum(p.numel() for p in pipe.transformer.parameters())
     return facts
 
 
-def machine_facts(pipe: ImagePipeline) -> dict[str, float]:
+def machine_facts(pipe: TokenImagePipeline) -> dict[str, float]:
     """`copy_bandwidth` in bytes per second, and `picture_ms`, milliseconds from tokens to pixels of one image."""
     tokens = torch.zeros(1, pipe.transformer.grid.num_tokens, dtype=torch.long, device=pipe.device)
     with torch.no_grad():
@@ -104,13 +104,13 @@ def decode_without_cache(
             slots = torch.arange(slot, device=tokens.device).expand(batch_size, -1)
             logits = model(state, tokens[:, :slot], slots)[:, -1:]
         here = torch.full((batch_size, 1), slot, device=tokens.device)
-        tokens[:, slot] = noise.categorical(law(logits, law.guided), here, TOKEN)[:, 0]
+        tokens[:, slot] = noise.categorical(law(logits, law.guided, here), here, TOKEN)[:, 0]
     assert tokens is not None  # a grid has at least one slot
     return tokens, torch.full((batch_size,), length)
 
 
 def bench(
-    pipe: ImagePipeline,
+    pipe: TokenImagePipeline,
     samplers: Sequence[Entry],
     law: TokenLaw,
     prompts: Sequence[str],
@@ -258,7 +258,7 @@ def summarise_row(
 
 
 def curve(
-    pipe: ImagePipeline,
+    pipe: TokenImagePipeline,
     samplers: Sequence[Entry],
     laws: Sequence[TokenLaw],
     prompts: Sequence[str],

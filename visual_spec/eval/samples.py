@@ -1,0 +1,327 @@
+"""Samples drawn for an evaluation, and what was read off their pictures, kept so that nothing is done twice.
+
+Sample i has prompt i and seed `seed + i`, so it depends on nothing else: neither on the batch, nor on how many
+processes share the work, nor on interruptions. A folder holds the samples of one setting in two kinds of files, both
+complete or absent: `draws-<first>-<end>.npz` (tokens, calls, divergence, seconds of a batch), which took the time, and
+`judged-<first>-<end>.npz` (scores and features of its pictures), which another judge replaces.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from visual_spec.eval.features import features_of, fingerprint
+from visual_spec.eval.files import write_atomically
+from visual_spec.eval.measure import sampler_settings
+from visual_spec.pipelines.accelerate import make_sampler
+from visual_spec.samplers.law import TokenLaw
+
+_LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
+_RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row: a sampler, the law it draws from, and the seed of sample 0. `text`: the row as it was written."""
+
+    text: str
+    sampler: Any
+    law: TokenLaw
+    seed: int
+
+    @property
+    def pipeline_law(self) -> dict[str, Any]:
+        """The law as the arguments of a pipeline call."""
+        return {name: getattr(self.law, name) for name in _LAW}
+
+    def describe(self) -> dict[str, Any]:
+        """All that fixes the samples, but for the model and the prompts; JSON types only."""
+        return {"sampler": sampler_settings(self.sampler), "law": self.pipeline_law, "seed": self.seed}
+
+
+def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
+    """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
+
+    The settings are those of the sampler, and guidance_scale, guidance_until, temperature, top_k, top_p and seed, which
+    replace those of `law` and `seed`. Values are whole numbers, decimal numbers, `true`, `false`, `none`, words, or
+    several of these divided by `/` (`4/2/2`; a list of one: `4/`).
+
+    Raises:
+        ValueError: text of another form, a setting twice, an unknown sampler or setting, or a value it refuses.
+    """
+    name, colon, rest = text.strip().partition(":")
+    settings: dict[str, Any] = {}
+    for part in rest.split(",") if colon else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            raise ValueError(f"{part!r} in sampler {text!r}; write name:setting=value,setting=value")
+        if key in settings:
+            raise ValueError(f"sampler {text!r} sets {key} twice")
+        settings[key] = _value(value)
+    changes = {key: settings.pop(key) for key in _LAW if key in settings}
+    own_seed = settings.pop("seed", seed)
+    if isinstance(own_seed, bool) or not isinstance(own_seed, int) or own_seed < 0:
+        raise ValueError(f"seed={own_seed!r} in sampler {text!r}; pass a whole number of at least 0")
+    for key, value in changes.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{key}={value!r} in sampler {text!r}; pass a number")
+    return Setting(
+        text.strip(), make_sampler(name.strip(), **settings), TokenLaw(**{**asdict(law), **changes}), own_seed
+    )
+
+
+def _value(text: str) -> Any:
+    if "/" in text:
+        return [_value(part) for part in text.split("/") if part]
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+@dataclass
+class Judge:
+    """What is read off a picture. `score`: (prompt, picture uint8 [H, W, 3]) -> {attribute: whether it holds}."""
+
+    score: Callable[[str, np.ndarray], dict[str, bool]]
+    extractors: dict[str, nn.Module] = field(default_factory=dict)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the extractors and their weights."""
+        return " ".join([fingerprint(self.extractors.values()), *self.extractors])
+
+    def __call__(self, prompts: Sequence[str], pictures: np.ndarray) -> dict[str, np.ndarray]:
+        """`hits`, JSON of one score a picture, and for each extractor its features [N, D]."""
+        scores = [self.score(prompt, picture) for prompt, picture in zip(prompts, pictures, strict=True)]
+        plain = [{name: bool(hit) for name, hit in found.items()} for found in scores]
+        found = {"hits": np.array(json.dumps(plain))}
+        return found | {
+            name: features_of(network, pictures).numpy() for name, network in self.extractors.items()
+        }
+
+
+@dataclass
+class Samples:
+    """All samples of a setting, in order.
+
+    tokens [N, L], calls [N], moved_mass [N]; of each batch its size, seconds by the clock, seconds of the processor and
+    divergence; and what the judge said: hits, features {extractor: [N, D]}. moved_mass and divergence are those of
+    `DivergenceMeter`, nan for a sampler that has none.
+    """
+
+    tokens: np.ndarray
+    calls: np.ndarray
+    moved_mass: np.ndarray
+    batch_sizes: list[int]
+    batch_seconds: list[float]
+    batch_processor_seconds: list[float]
+    batch_divergence: list[float]
+    hits: list[dict[str, bool]]
+    features: dict[str, Tensor]
+
+
+class SampleFolder:
+    """The files of one setting.
+
+    Args:
+        path: made if it is not there.
+        settings: all that fixes the samples, JSON types only; kept in `settings.json`.
+
+    Raises:
+        ValueError: the folder holds samples of other settings; names what differs.
+    """
+
+    def __init__(self, path: str | Path, settings: dict[str, Any]):
+        self.path = Path(path)
+        settle(self.path / "settings.json", settings)
+
+    def draws(self) -> list[tuple[int, int]]:
+        """Half-open ranges of the samples that are there, in order."""
+        matches = (_RANGE.fullmatch(path.name) for path in self.path.glob("draws-*.npz"))
+        return sorted((int(match[1]), int(match[2])) for match in matches if match)
+
+    def missing(self, first: int, end: int) -> tuple[int, int] | None:
+        """The part of a block that is not there yet: the whole or its end, as files are written in order."""
+        for there in self.draws():
+            if there[0] <= first < there[1]:
+                first = there[1]
+        return (first, end) if first < end else None
+
+    def complete(self, samples: int, judge: str) -> bool:
+        """Whether all samples are there, and judged by the judge of this fingerprint."""
+        ranges = [bounds for bounds in self.draws() if bounds[0] < samples]
+        covered = {index for first, end in ranges for index in range(first, end)}
+        return covered.issuperset(range(samples)) and all(
+            self.judged_by(*bounds) == judge for bounds in ranges
+        )
+
+    def judged_by(self, first: int, end: int) -> str | None:
+        """The fingerprint of the judge that saw a file of draws; None where none did."""
+        found = self.read("judged", first, end, only="judge")
+        return None if found is None else str(found["judge"])
+
+    def write(self, kind: str, first: int, end: int, arrays: dict[str, Any]) -> None:
+        """Write a file whole or not at all."""
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)
+        write_atomically(self._file(kind, first, end), buffer.getvalue(), overwrite=True)
+
+    def read(self, kind: str, first: int, end: int, only: str | None = None) -> dict[str, np.ndarray] | None:
+        """Arrays of a file, all or one of them; None where there is no such file."""
+        path = self._file(kind, first, end)
+        if not path.exists():
+            return None
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files if only in (None, name)}
+
+    def _file(self, kind: str, first: int, end: int) -> Path:
+        return self.path / f"{kind}-{first:06d}-{end:06d}.npz"
+
+    def samples(self, count: int) -> Samples:
+        """The first `count` samples; call it when `complete`."""
+        draws, judged, sizes = [], [], []
+        for first, end in self.draws():
+            if first >= count:
+                break
+            one, other = self.read("draws", first, end), self.read("judged", first, end)
+            assert one is not None and other is not None, "not complete"
+            draws.append(one)
+            judged.append(other)
+            sizes.append(end - first)
+        names = [name for name in judged[0] if name not in ("hits", "judge")]
+
+        def joined(files: list[dict[str, np.ndarray]], name: str) -> np.ndarray:
+            return np.concatenate([file[name] for file in files])[:count]
+
+        return Samples(
+            tokens=joined(draws, "tokens"),
+            calls=joined(draws, "calls"),
+            moved_mass=joined(draws, "moved_mass"),
+            batch_sizes=sizes,
+            batch_seconds=[float(file["seconds"]) for file in draws],
+            batch_processor_seconds=[float(file["processor_seconds"]) for file in draws],
+            batch_divergence=[float(file["divergence"]) for file in draws],
+            hits=[found for file in judged for found in json.loads(str(file["hits"]))][:count],
+            features={name: torch.from_numpy(joined(judged, name)) for name in names},
+        )
+
+
+def settle(path: Path, settings: dict[str, Any]) -> None:
+    """Write the settings of a folder, or compare them with those its samples were drawn under.
+
+    Raises:
+        ValueError: they differ; names where.
+    """
+    text = json.dumps(settings, indent=1) + "\n"
+    if not path.exists():
+        write_atomically(path, text, overwrite=True)
+        return
+    there, here = json.loads(path.read_text()), json.loads(text)
+    differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    if differing:
+        changes = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
+        raise ValueError(f"{path.parent} holds samples of other settings ({changes}); pass another folder")
+
+
+def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
+    """Draw one batch, the samples from index `first`, as the arrays of a file; leaves the pipeline its sampler."""
+    before, pipe.sampler = pipe.sampler, setting.sampler
+    busy = time.process_time()
+    try:
+        output = pipe(
+            list(prompts),
+            generator=[
+                torch.Generator().manual_seed(setting.seed + first + place) for place in range(len(prompts))
+            ],
+            output_type="latent",
+            **setting.pipeline_law,
+        )
+    finally:
+        pipe.sampler = before
+    busy = time.process_time() - busy
+    trace = output.trace
+    nothing = np.full(len(prompts), np.nan)
+    return {
+        "tokens": small_tokens(output.tokens),
+        "calls": trace.target_calls.cpu().numpy(),
+        "moved_mass": nothing if trace.moved_mass is None else trace.moved_mass.double().cpu().numpy(),
+        "divergence": np.array(np.nan if trace.divergence is None else trace.divergence),
+        "seconds": np.array(trace.seconds),
+        # On a processor that others use too, these tell more than the clock.
+        "processor_seconds": np.array(busy),
+        "prompts": np.array(json.dumps(list(prompts))),
+    }
+
+
+@torch.no_grad()
+def encode(pipe: Any, prompts: Sequence[str], pictures: np.ndarray) -> dict[str, np.ndarray]:
+    """True pictures uint8 [N, H, W, 3] as the arrays of a file: what a tokenizer makes of them, no call spent."""
+    signed = torch.from_numpy(pictures).permute(0, 3, 1, 2).to(pipe.device, pipe.vq_model.dtype) / 127.5 - 1
+    return {
+        "tokens": small_tokens(pipe.vq_model.encode_tokens(signed)),
+        "calls": np.zeros(len(prompts), np.int64),
+        "moved_mass": np.full(len(prompts), np.nan),
+        "divergence": np.array(np.nan),
+        "seconds": np.array(0.0),
+        "processor_seconds": np.array(0.0),
+        "prompts": np.array(json.dumps(list(prompts))),
+    }
+
+
+def small_tokens(tokens: Tensor) -> np.ndarray:
+    """Token ids as int16 where they fit, else int32."""
+    values = tokens.cpu().numpy()
+    return values.astype(np.int16 if values.max() < 2**15 else np.int32)
+
+
+@torch.no_grad()
+def pictures_of(pipe: Any, tokens: np.ndarray) -> np.ndarray:
+    """Pictures uint8 [N, H, W, 3] of tokens [N, L], as the pipeline shows them."""
+    images = pipe.decode_tokens(torch.from_numpy(tokens.astype(np.int64)).to(pipe.device), "pil")
+    return np.stack([np.asarray(image) for image in images])
+
+
+def judge_draws(
+    pipe: Any, folder: SampleFolder, prompts: Sequence[str], judge: Judge, block: tuple[int, int]
+) -> None:
+    """Judge the pictures of the draws within a block that this judge has not seen yet.
+
+    Pictures are made from the stored tokens and in the batches of the files, so an interruption changes nothing.
+
+    Raises:
+        ValueError: samples that were drawn for other prompts.
+    """
+    known = judge.fingerprint
+    for first, end in folder.draws():
+        if not block[0] <= first < block[1]:
+            continue
+        draws = folder.read("draws", first, end)
+        assert draws is not None
+        drawn_for = json.loads(str(draws["prompts"]))
+        if drawn_for != list(prompts[first:end]):
+            raise ValueError(
+                f"sample {first} in {folder.path} and those after it have other prompts ({drawn_for[0]!r} there, "
+                f"{prompts[first]!r} here); pass another folder"
+            )
+        if folder.judged_by(first, end) == known:
+            continue
+        found = judge(prompts[first:end], pictures_of(pipe, draws["tokens"]))
+        folder.write("judged", first, end, {**found, "judge": np.array(known)})
