@@ -8,6 +8,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from tests.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.tiny import tiny_pipeline
 from visual_spec import cli
 from visual_spec.pipelines import embedded
@@ -67,13 +68,8 @@ def test_sampler_and_law_settings_arrive(model, tmp_path, capsys):
     law = ["--guidance-scale", "1", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9"]
     assert generate(model, tmp_path, PROMPT, *sampler, *law, "--json") == 0
     document = last_line(capsys)
-    assert document["sampler"] == {
-        "name": "speculative-jacobi",
-        "window": 4,
-        "coupling": "maximal",
-        "acceptance": "exact",
-        "initial_draft": "left",
-    }
+    settings = {"window": 4, "coupling": "maximal", "acceptance": "exact", "initial_draft": "left"}
+    assert {"name": "speculative-jacobi", **settings}.items() <= document["sampler"].items()
     assert (document["guidance_scale"], document["temperature"]) == (1.0, 0.5)
     assert (document["top_k"], document["top_p"]) == (3, 0.9)
 
@@ -147,6 +143,7 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys):
         ([PROMPT, "--guidance-scale", "-2"], "guidance_scale=-2.0"),
         ([PROMPT, "--temperature", "nan"], "temperature=nan"),
         ([PROMPT, "--top-p", "0"], "top_p=0.0"),
+        ([PROMPT, "--guidance-until", "-2"], "guidance_until=-2"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, arguments, message):
@@ -193,8 +190,65 @@ def test_models_lists_the_embedded_ones(model, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "tiny" in out and "ImagePipeline" in out and "transformer" in out
     assert cli.main(["models", "--json"]) == 0
-    (fact,) = last_line(capsys)
+    (fact,) = last_line(capsys)["embedded"]
     assert fact["name"] == "tiny" and fact["image_size"] == 8 and fact["bytes"] > 0
+
+
+def test_models_lists_sizes_samplers_and_what_was_verified(capsys):
+    assert cli.main(["models"]) == 0
+    out = capsys.readouterr().out
+    (xxl,) = (line.split() for line in out.splitlines() if line.startswith("LlamaGen-XXL class 384"))
+    assert xxl[3:] == ["c2i_XXL_384.pt", "ClassImagePipeline.from_official", "384", "576", "1411M", "6.3", "3.2",
+                       "official", "layout"]  # fmt: skip
+    (tree,) = (line for line in out.splitlines() if line.startswith("TreeSampler"))
+    assert "+ drafter" in tree and "Emu3-Gen" in out and "Janus" in out
+    assert "the released weights themselves were not run" in out
+    assert cli.main(["models", "--json"]) == 0
+    document = last_line(capsys)
+    known = {model["name"]: model for model in document["models"]}
+    # Weights, and two rows of keys and values over 1 + 576 positions of 48 layers.
+    assert known["LlamaGen-XXL class 384"]["memory_bytes"]["bfloat16"] == 2 * (
+        1_410_972_672 + 2 * 577 * 2 * 48 * 1536
+    )
+    assert known["Emu3-Gen"]["samplers"]["AutoregressiveSampler"] == "yes"
+
+
+def test_official_files_are_converted_and_drawn_from(tmp_path, capsys, monkeypatch):
+    add_tiny_presets(monkeypatch)
+    files = [str(write_class_model(tmp_path)), str(write_tokenizer(tmp_path))]
+    out = tmp_path / "converted"
+    arguments = ["convert", *files, "--out", str(out), "--image-size", "8", "--dtype", "bfloat16"]
+    assert cli.main([*arguments, "--json"]) == 0
+    assert last_line(capsys)["class"] == "ClassImagePipeline"
+    assert cli.main(arguments) == 2 and "exists and is not empty" in capsys.readouterr().err
+    assert cli.main([*arguments, "--overwrite"]) == 0
+    assert "c2i_tiny.pt: LlamaGen-tiny, class-conditional, every key accounted for" in capsys.readouterr().out
+    assert generate(str(out), tmp_path / "drawn", "3", "5", "--guidance-until", "9", "--compare") == 0
+    assert "Every picture is the same, pixel for pixel." in capsys.readouterr().out
+    assert json.loads((tmp_path / "drawn" / "comparison.json").read_text())["guidance_until"] == 9
+    assert generate(str(out), tmp_path / "drawn", "12") == 2
+    assert "class 12 given; allowed are 0 to 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.pt", "--out", "x"], "there is no file nowhere.pt"),
+        ([__file__, "--out", "x"], "is no checkpoint: it begins with"),
+    ],
+)
+def test_bad_files_are_not_converted(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_official_file_in_place_of_a_model_is_told_what_to_do(tmp_path, capsys):
+    path = write_class_model(tmp_path)
+    assert generate(str(path), tmp_path / "out", PROMPT) == 2
+    assert f"`visual-spec convert {path} --out DIR`" in capsys.readouterr().err
 
 
 def test_bench_reads_its_own_arguments(monkeypatch, capsys):

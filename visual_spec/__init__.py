@@ -12,19 +12,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from visual_spec.models.protocol import TokenGrid
     from visual_spec.pipelines.accelerate import accelerate, restore, summary
+    from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
+    from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
     from visual_spec.samplers.law import TokenLaw
+    from visual_spec.samplers.multiscale import MultiscaleSampler
+    from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
+    from visual_spec.samplers.proactive import ProactiveJacobiSampler
+    from visual_spec.samplers.rows import ZipARSampler
+    from visual_spec.samplers.tree import TreeSampler
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AutoregressiveSampler": "visual_spec.samplers.autoregressive",
+    "ClassImagePipeline": "visual_spec.pipelines.class_image",
+    "DraftedSampler": "visual_spec.samplers.drafted",
     "ImagePipeline": "visual_spec.pipelines.image",
+    "MultiscaleSampler": "visual_spec.samplers.multiscale",
+    "ParallelJacobiSampler": "visual_spec.samplers.parallel_jacobi",
+    "ProactiveJacobiSampler": "visual_spec.samplers.proactive",
     "SpeculativeJacobiSampler": "visual_spec.samplers.jacobi",
     "TokenGrid": "visual_spec.models.protocol",
     "TokenLaw": "visual_spec.samplers.law",
+    "TreeSampler": "visual_spec.samplers.tree",
+    "ZipARSampler": "visual_spec.samplers.rows",
     "accelerate": "visual_spec.pipelines.accelerate",
     "restore": "visual_spec.pipelines.accelerate",
     "summary": "visual_spec.pipelines.accelerate",
@@ -32,10 +46,17 @@ _HOME = {
 
 __all__ = [
     "AutoregressiveSampler",
+    "ClassImagePipeline",
+    "DraftedSampler",
     "ImagePipeline",
+    "MultiscaleSampler",
+    "ParallelJacobiSampler",
+    "ProactiveJacobiSampler",
     "SpeculativeJacobiSampler",
     "TokenGrid",
     "TokenLaw",
+    "TreeSampler",
+    "ZipARSampler",
     "__version__",
     "accelerate",
     "restore",

@@ -1,4 +1,4 @@
-"""The command line: visual-spec generate | models | bench.
+"""The command line: visual-spec generate | convert | models | bench | eval | report.
 
 Only the standard library is imported before the arguments are known to be good, so that `--help`, a misspelt flag, or
 a file in the way are answered at once.
@@ -7,6 +7,7 @@ a file in the way are answered at once.
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import re
@@ -18,20 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from visual_spec.eval.report import ComparisonRow
-    from visual_spec.pipelines.image import ImagePipeline
 
 _SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
-_LAW_SETTINGS = ("guidance_scale", "temperature", "top_k", "top_p")
+_OWN_ARGUMENTS = {
+    "bench": ("visual_spec.eval.bench", "measure calls and seconds"),
+    "eval": ("visual_spec.eval.evaluate", "what samplers gain, and what it costs in quality"),
+    "report": ("visual_spec.eval.frontier", "draw speed against quality from the results of eval"),
+}
+_LAW_SETTINGS = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="visual-spec", description="Fast and exact token-by-token generation."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | models | bench")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="generate | convert | models | bench | eval | report"
+    )
 
     generate = commands.add_parser("generate", help="draw pictures from prompts")
-    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="(for class models: class numbers)")
     generate.add_argument(
         "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
     )
@@ -60,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--sampler",
         default="speculative-jacobi",
         metavar="NAME",
-        help="speculative-jacobi (default) | autoregressive",
+        help="speculative-jacobi (default) | autoregressive | proactive-jacobi | zipar | ...",
     )
     sampler.add_argument("--window", type=int, metavar="W", help="slots that one target call scores")
     sampler.add_argument("--coupling", metavar="NAME", help="gumbel | independent | maximal")
@@ -71,19 +79,45 @@ def build_parser() -> argparse.ArgumentParser:
 
     law = generate.add_argument_group("law of a token")
     law.add_argument("--guidance-scale", type=float, metavar="S", help="above 1: classifier-free guidance")
+    law.add_argument(
+        "--guidance-until", type=int, metavar="N", help="tokens from the N-th on are drawn without guidance"
+    )
     law.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
     law.add_argument("--top-k", type=int, metavar="K", help="0: off")
     law.add_argument("--top-p", type=float, metavar="P", help="1: off")
     generate.set_defaults(run=_generate)
 
-    models = commands.add_parser("models", help="list the models that need no download")
+    convert = commands.add_parser("convert", help="make a folder of official LlamaGen checkpoint files")
+    convert.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="a transformer, its tokenizer, or both in any order",
+    )
+    convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
+    convert.add_argument(
+        "--text-encoder", metavar="DIR", help="folder or Hub id of flan-t5-xl, to be copied too"
+    )
+    convert.add_argument(
+        "--image-size",
+        type=_at_least(1),
+        metavar="N",
+        help="pixels (default: what the file or its name says)",
+    )
+    convert.add_argument(
+        "--dtype", choices=_DTYPES, help="of the weights written (default: that of the files)"
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace an earlier conversion")
+    convert.add_argument("--json", action="store_true", help="print a JSON document as the last line")
+    convert.set_defaults(run=_convert)
+
+    models = commands.add_parser("models", help="list models, samplers, what was verified, and memory")
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run=_models)
 
-    # `bench` reads its own arguments: see `main`.
-    commands.add_parser(
-        "bench", help="measure calls and seconds; see visual-spec bench --help", add_help=False
-    )
+    for name, (_, what) in _OWN_ARGUMENTS.items():  # they read their own arguments: see `main`
+        commands.add_parser(name, help=f"{what}; see visual-spec {name} --help", add_help=False)
     return parser
 
 
@@ -93,25 +127,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            if arguments[:1] == ["bench"]:
-                from visual_spec.eval import bench
-
-                return bench.main(arguments[1:]) or 0
+            if arguments and arguments[0] in _OWN_ARGUMENTS:
+                module = importlib.import_module(_OWN_ARGUMENTS[arguments[0]][0])
+                return module.main(arguments[1:]) or 0
             args = build_parser().parse_args(arguments)
             return args.run(args)
-        except (ValueError, OSError, FloatingPointError) as error:
+        except (ValueError, OSError, ImportError, FloatingPointError) as error:
             print(f"visual-spec: error: {error}", file=sys.stderr)
             return 2
 
 
 def _models(args: argparse.Namespace) -> int:
+    from visual_spec.models import catalogue
     from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 
     facts = [describe(embedded_folder(name)) for name in embedded_models()]
+    known = [
+        {
+            **vars(model),
+            "memory_bytes": {"float32": model.memory(4), "bfloat16": model.memory(2)},
+            "samplers": {
+                sampler.name: catalogue.fits(model.calls, sampler) for sampler in catalogue.SAMPLERS
+            },
+        }
+        for model in catalogue.MODELS
+    ]
     if args.json:
-        print(json.dumps(facts))
+        samplers = [vars(sampler) for sampler in catalogue.SAMPLERS]
+        print(
+            json.dumps({"embedded": facts, "models": known, "samplers": samplers, "extras": catalogue.EXTRAS})
+        )
         return 0
-    header = ["model", "pipeline", "pixels", "parameters", "MB"]
+    print("Embedded: need no download")
     lines = [
         [
             fact["name"],
@@ -122,8 +169,77 @@ def _models(args: argparse.Namespace) -> int:
         ]
         for fact in facts
     ]
-    print(format_table(header, lines))
-    print("A folder written by save_pretrained or a Hub id 'owner/name' can be given in place of a name.")
+    print(format_table(["model", "pipeline", "pixels", "parameters", "MB"], lines))
+
+    print("\nOfficial weights (GB: weights and cache of one picture with guidance)")
+    lines = [
+        [
+            model.name,
+            model.weights or "none released",
+            model.load,
+            str(model.pixels),
+            str(model.tokens),
+            f"{model.parameters / 1e6:.0f}M",
+            f"{model.memory(4) / 1e9:.1f}",
+            f"{model.memory(2) / 1e9:.1f}",
+            model.verified,
+        ]
+        for model in catalogue.MODELS
+    ]
+    lines += [
+        [name, "", load, "-", "-", "-", "-", "-", how] for name, (load, how) in catalogue.OTHER_MODELS.items()
+    ]
+    header = ["model", "weights", "load with", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16"]
+    print(format_table([*header, "verified by"], lines))
+    extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in catalogue.EXTRAS.items())
+    print(f"On top, in parameters: {extras}.")
+
+    print("\nSamplers x models")
+    families = {"embedded": catalogue.RASTER_TREE_ORDER}
+    families |= {
+        "LlamaGen" if m.name.startswith("LlamaGen") else m.name.split(",")[0]: m.calls
+        for m in catalogue.MODELS
+    }
+    families |= {name.split(",")[0]: catalogue.RASTER_TREE_ORDER for name in catalogue.OTHER_MODELS}
+    lines = [
+        [s.name, s.result, *(catalogue.fits(calls, s) for calls in families.values())]
+        for s in catalogue.SAMPLERS
+    ]
+    print(format_table(["sampler", "result", *families], lines))
+
+    print("\nVerified")
+    for name, how in catalogue.VERIFIED.items():
+        print(f"  {name}: {how}")
+    print(
+        "A folder written by save_pretrained or a Hub id 'owner/name' can be given in place of an embedded name."
+    )
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    for file in args.files:
+        if not file.exists():
+            raise FileNotFoundError(f"there is no file {file}")
+    import torch
+    from diffusers.utils import logging
+
+    from visual_spec.pipelines.convert import convert
+
+    logging.disable_progress_bar()
+    facts = convert(
+        args.files,
+        args.out,
+        text_encoder=args.text_encoder,
+        image_size=args.image_size,
+        dtype=None if args.dtype is None else getattr(torch, args.dtype),
+        overwrite=args.overwrite,
+    )
+    for file, architecture in facts["files"].items():
+        print(f"{file}: {architecture}, every key accounted for")
+    counts = ", ".join(f"{name} {count / 1e6:.1f}M" for name, count in facts["parameters"].items())
+    print(f"wrote {facts['folder']} ({counts}); load it with {facts['class']}.from_pretrained")
+    if args.json:
+        print(json.dumps(facts))
     return 0
 
 
@@ -164,9 +280,7 @@ def _generate(args: argparse.Namespace) -> int:
     return status
 
 
-def _draw(
-    args: Any, pipe: ImagePipeline, sampler: Any, jobs: list, pictures: list[Path], document: dict
-) -> int:
+def _draw(args: Any, pipe: Any, sampler: Any, jobs: list, pictures: list[Path], document: dict) -> int:
     from visual_spec.eval.comparison import seeded_generators
     from visual_spec.eval.files import write_atomically
 
@@ -214,7 +328,7 @@ def _draw(
 
 def _compare(
     args: Any,
-    pipe: ImagePipeline,
+    pipe: Any,
     sampler: Any,
     jobs: list,
     pictures: list[Path],
@@ -298,11 +412,11 @@ def format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(text)
 
 
-def _load(args: argparse.Namespace) -> ImagePipeline:
+def _load(args: argparse.Namespace) -> Any:
     import torch
     from diffusers.utils import logging
 
-    from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.pipelines.loading import load_pipeline
 
     logging.disable_progress_bar()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -313,7 +427,7 @@ def _load(args: argparse.Namespace) -> ImagePipeline:
         raise ValueError(
             f"--device {device} cannot be used ({reason}); pass cpu, or leave it out."
         ) from error
-    return ImagePipeline.from_pretrained(args.model).to(device)
+    return load_pipeline(args.model).to(device)
 
 
 def _facts(document: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from visual_spec.samplers.checks import CheckedLaw
 from visual_spec.samplers.jacobi import JacobiOptions, JacobiState
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import TOKEN, CounterNoise
-from visual_spec.samplers.trace import Stopwatch
+from visual_spec.samplers.trace import DivergenceMeter, Stopwatch
 
 Point = tuple[float, float]  # the first two barycentric coordinates
 _TRIANGLE: tuple[Point, ...] = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))
@@ -236,10 +236,13 @@ Step = Callable[..., None]
 
 @dataclass
 class Enumeration:
-    """The exact law of what the sampler returns: [V ** L], and the exact mean number of target calls."""
+    """The exact law of what the sampler returns: [V ** L], and exact means: of the number of target calls, and of
+    what the meter of a lossy rule counts, the mass moved and the slots tested."""
 
     law: Tensor
     calls: float
+    moved: float
+    tested: float
 
 
 class Enumerator:
@@ -255,6 +258,7 @@ class Enumerator:
         first, stop = law.allowed or (0, model.vocab_size)
         self.cells = stop - first
         self.table = Regions()
+        self.moved = self.tested = 0.0
 
     def run(self) -> Enumeration:
         result = torch.zeros(self.model.vocab_size**self.length, dtype=torch.float64)
@@ -273,7 +277,7 @@ class Enumerator:
             done = branches.lengths == self.length
             result.index_add_(0, branches.tokens[done][:, : self.length] @ powers, branches.weight[done])
             branches = self._merge(branches.rows((~done).nonzero()[:, 0]))
-        return Enumeration(result, calls)
+        return Enumeration(result, calls, self.moved, self.tested)
 
     def _expand(self, branches: Branches | None, call: int) -> Branches:
         """Every successor of every state. None stands for the start: then the call is the prefill."""
@@ -303,6 +307,9 @@ class Enumerator:
             noise = self._noise(chunk, call, outcomes)
             state = self._call(chunk, noise, call)
             assert [len(draw) for draw in noise.radices] == widths
+            if state.meter is not None:
+                self.moved += float((noise.weight * state.meter.moved).sum())
+                self.tested += float((noise.weight * state.meter.tested).sum())
             after = Branches(noise.weight, state.lengths, state.tokens, state.draft_law, noise.regions)
             parts.append(self._merge(after.rows((after.weight > _LEAST).nonzero()[:, 0])))
         return Branches.join(parts)
@@ -326,6 +333,7 @@ class Enumerator:
             round=call - 1,
             target_calls=torch.zeros(rows, dtype=torch.long),
             commit_call=torch.zeros_like(branches.tokens),
+            meter=None if self.options.rule.lossless else DivergenceMeter(rows, branches.tokens.device),
         )
         self.step(self.model, state, self.law, noise, self.options, Stopwatch())
         return state

@@ -17,6 +17,7 @@ CONDITION = torch.tensor([3, 0, 4, 1, 2])
 LAWS = {
     "plain": TokenLaw(),
     "guided": TokenLaw(guidance_scale=3.0, temperature=0.9, top_k=7, top_p=0.95),
+    "guided halfway": TokenLaw(guidance_scale=4.0, top_k=7, guidance_until=14),
     "allowed": TokenLaw(allowed=(2, 9)),
     "greedy": TokenLaw(temperature=0.0),
 }

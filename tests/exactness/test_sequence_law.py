@@ -48,6 +48,7 @@ def test_every_combination_is_lossless(window, coupling, acceptance, initial_dra
 
 LAWS = {
     "guidance": TokenLaw(guidance_scale=2.5),
+    "guidance of two slots": TokenLaw(guidance_scale=2.5, guidance_until=2),
     "top-k": TokenLaw(top_k=2),
     "top-p": TokenLaw(top_p=0.8),
     "temperature": TokenLaw(temperature=0.7),

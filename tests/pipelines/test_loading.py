@@ -16,7 +16,10 @@ import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
+from visual_spec.models.eagle import EagleDrafter
+from visual_spec.models.multiscale import MultiscaleDrafter
 from visual_spec.pipelines import embedded
+from visual_spec.pipelines.accelerate import SAMPLERS
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -56,7 +59,7 @@ def test_components_and_dtype_can_be_chosen_at_loading(folder):
     swapped = ImagePipeline.from_pretrained(folder, sampler=AutoregressiveSampler())
     assert isinstance(swapped.sampler, AutoregressiveSampler)
     assert ImagePipeline.from_pretrained(folder, text_encoder=None).text_encoder is None
-    assert set(swapped.components) == {"transformer", "vq_model", "text_encoder", "sampler"}
+    assert set(swapped.components) == {"transformer", "vq_model", "text_encoder", "sampler", "drafter"}
     assert isinstance(ImagePipeline.from_pipe(swapped), ImagePipeline)
 
 
@@ -110,13 +113,16 @@ def test_traps_4_and_5_modules_are_recorded_whole_and_bind_their_base_class(fold
     """A class is found again only if its module is recorded whole, and binds the name of the base class."""
     index = json.loads((folder / "model_index.json").read_text())
     components = {name: value for name, value in index.items() if isinstance(value, list)}
+    assert components.pop("drafter") == [None, None]
     assert set(components) == {"transformer", "vq_model", "text_encoder", "sampler"}
     for name, (library, class_name) in components.items():
         assert library.startswith("visual_spec."), name
         base = "SchedulerMixin" if name == "sampler" else "ModelMixin"
         assert hasattr(sys.modules[library], base) and hasattr(sys.modules[library], class_name)
-    for sampler in (AutoregressiveSampler, SpeculativeJacobiSampler):
-        assert hasattr(sys.modules[sampler.__module__], "SchedulerMixin")
+    for sampler in SAMPLERS.values():
+        assert hasattr(sys.modules[sampler.__module__], "SchedulerMixin"), sampler
+    for drafter in (EagleDrafter, MultiscaleDrafter):
+        assert hasattr(sys.modules[drafter.__module__], "ModelMixin"), drafter
 
 
 def test_trap_6_components_that_would_not_be_saved_are_refused(pipe):

@@ -317,7 +317,7 @@ def tensors_of(state) -> Iterator[tuple[str, Tensor]]:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation returned."""
+    """The most elements that any operation returned, views of fewer counted as what they are views of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,8 @@ class Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
+                stored = value.untyped_storage().nbytes() // value.itemsize
+                self.elements = max(self.elements, min(value.numel(), stored))
         return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from visual_spec.models.protocol import TokenGrid
+from visual_spec.models.tabular import TabularModel
 from visual_spec.samplers.law import TokenLaw, check_finite, non_finite
 
 FORBIDDEN = -math.inf
@@ -173,10 +176,64 @@ def test_logits_are_left_alone():
     assert torch.equal(logits, before)
 
 
+# --- guidance up to a slot ---
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"top_k": 4}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 0}, {"allowed": (2, 20)}],
+)
+def test_slots_at_or_beyond_guidance_until_are_conditional(settings):
+    """Ragged rows whose windows end before, straddle, and lie behind the boundary."""
+    logits = logits_with_ties(6, 4, 23)
+    slots = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 10]])
+    law = TokenLaw(guidance_scale=3.0, guidance_until=6, **settings)
+    got = law(logits, True, slots)
+    for row in range(3):
+        for column in range(4):
+            unconditional = logits[3 + row, column].tolist() if slots[row, column] < 6 else None
+            by_hand = law_by_hand(law, logits[row, column].tolist(), unconditional)
+            assert (got[row, column].exp() - torch.tensor(by_hand, dtype=torch.float64)).abs().max() < 1e-12
+
+
+def test_behind_the_boundary_the_law_has_the_bits_of_the_conditional_one():
+    logits = logits_with_ties(4, 3, 17).float()
+    logits[2:, :, 5] = FORBIDDEN  # what the unconditional rows forbid is their own affair there
+    slots = torch.tensor([[4, 5, 6], [9, 10, 11]])
+    late = TokenLaw(guidance_scale=7.5, top_k=6, guidance_until=4)(logits, True, slots)
+    assert torch.equal(late, TokenLaw(top_k=6)(logits[:2], False))
+    early = TokenLaw(guidance_scale=7.5, top_k=6, guidance_until=12)(logits, True, slots)
+    assert torch.equal(early, TokenLaw(guidance_scale=7.5, top_k=6)(logits, True))
+
+
+def test_guidance_until_is_one_schedule_for_every_sampler():
+    """The sequence law of a table, against the product of a guided law for early slots and a plain one for late."""
+    model = TabularModel(TokenGrid(2, 2), 3, seed=2)
+    found = model.law_of_sequences(TokenLaw(guidance_scale=2.5, guidance_until=2), guided=True)
+    early, late = TokenLaw(guidance_scale=2.5), TokenLaw()
+    for index, sequence in enumerate(itertools.product(range(3), repeat=4)):
+        expected, context = 1.0, 0
+        for slot, token in enumerate(sequence):
+            rows = model.logits[:, slot, context][:, None]  # [2, 1, V]: the condition, then no condition
+            log_probs = early(rows, True) if slot < 2 else late(rows[:1], False)
+            expected *= log_probs[0, 0, token].exp().item()
+            context = context * 3 + token
+        assert found[index].item() == pytest.approx(expected, abs=1e-15)
+
+
+def test_a_schedule_without_slots_is_refused():
+    law = TokenLaw(guidance_scale=2.0, guidance_until=3)
+    with pytest.raises(ValueError, match="guidance_until=3 depends on the slot, but no slots were given"):
+        law(torch.zeros(2, 1, 5), True)
+    law(torch.zeros(1, 1, 5), False)  # nothing is guided, so there is nothing to schedule
+
+
 def test_guided():
     assert TokenLaw(guidance_scale=1.01).guided
     assert not TokenLaw(guidance_scale=1.0).guided
     assert not TokenLaw(guidance_scale=0.0).guided
+    assert TokenLaw(guidance_scale=2.0, guidance_until=1).guided
+    assert not TokenLaw(guidance_scale=2.0, guidance_until=0).guided
 
 
 @pytest.mark.parametrize(
@@ -198,6 +255,9 @@ def test_guided():
         ({"allowed": (-1, 5)}, r"allowed=\(-1, 5\); pass"),
         ({"allowed": (1, 2, 3)}, r"allowed=\(1, 2, 3\); pass"),
         ({"allowed": (0, 2.5)}, r"allowed=\(0, 2.5\); pass"),
+        ({"guidance_until": -1}, "guidance_until=-1; pass an integer of at least 0, the first slot without"),
+        ({"guidance_until": 2.5}, "guidance_until=2.5; pass an integer"),
+        ({"guidance_until": True}, "guidance_until=True; pass an integer"),
     ],
 )
 def test_construction_refuses(settings, message):

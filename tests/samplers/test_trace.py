@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import visual_spec.samplers as samplers
-from visual_spec.samplers.trace import DecodeTrace, Stopwatch
+from visual_spec.samplers.trace import DecodeTrace, DivergenceMeter, Stopwatch
 
 
 def trace(**changes) -> DecodeTrace:
@@ -40,6 +40,23 @@ def test_summary_is_one_line(changes, ending):
     summary = trace(**changes).summary()
     assert summary.startswith("Some: 2 x 4 tokens, 3.0 target calls (1.50 tokens per call), 1.50 s")
     assert summary.endswith(ending) and "\n" not in summary
+
+
+def test_meter_counts_what_a_rule_adds_to_tested_slots():
+    meter = DivergenceMeter(2, torch.device("cpu"))
+    assert meter.mean() == 0  # nothing tested
+    nan = torch.nan
+    probability = torch.tensor([[0.9, 0.5, nan], [0.2, nan, 1.0]], dtype=torch.float64)
+    exact = torch.tensor([[0.4, 0.6, nan], [0.2, 1.0, 0.0]], dtype=torch.float64)
+    tested = torch.tensor([[True, True, False], [True, False, False]])
+    meter.add(probability, exact, tested)
+    assert meter.moved.tolist() == [0.5, 0.0] and meter.tested.tolist() == [
+        2,
+        1,
+    ]  # what it withholds is not counted
+    meter.add(probability, exact, tested.flip(1) & probability.isfinite())
+    assert meter.moved.tolist() == [0.5, 1.0] and meter.tested.tolist() == [3, 2]
+    assert meter.mean() == pytest.approx(1.5 / 5)
 
 
 def test_stopwatch_attributes_laps_to_phases():

@@ -47,8 +47,8 @@ class LlamaGenState(DecodeState):
     """Static cache of one decoding run.
 
     Attributes:
-        keys, values: `[layers, R, H, S, D]` with S = prefix + tokens + window. Tree columns are kept in the last `window`
-            places until `keep` copies the accepted ones to their slots.
+        keys, values: `[layers, R, H, S, D]` with S = prefix + tokens + window. Tree columns are kept in the last
+            `window` places until `keep` copies the accepted ones to their slots.
         rotary: `[L, D / 2, 2]`, float32 whatever the weights are in: angles do not survive half precision.
         prefix_mask: bool `[R, T]`, the prefix columns that image tokens may attend to.
         features: `[R, W, dim]`, what the head read in the last call (prefill: W = 1), for drafters that look at it.
@@ -342,22 +342,35 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
 
     @torch.no_grad()
     def forward(
-        self, state: LlamaGenState, tokens: Tensor, slots: Tensor, visible: Tensor | None = None
+        self,
+        state: LlamaGenState,
+        tokens: Tensor,
+        slots: Tensor,
+        visible: Tensor | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
         """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
-        `visible` the columns are a tree, see `TreeModel`.
+        `visible` the columns are a tree, see `TreeModel`; with `seen` slots come in any order, see `OrderModel`.
         """
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
+            seen = None if seen is None else seen.repeat(2, 1, 1)
         prefix, num_tokens = state.prefix_mask.shape[1], self.grid.num_tokens
         width = slots.shape[1]
         columns = torch.arange(num_tokens + state.window, device=slots.device)
-        if visible is None:
+        if seen is not None:
             places, size = slots, prefix + num_tokens + state.window
-            if slots.device.type == "cpu":  # reading the maximum costs no synchronisation here and spares the unused tail
+            seen = F.pad(seen, (0, state.window)).scatter(
+                2, slots[..., None], True
+            )  # [R, W, S - T], and itself
+        elif visible is None:
+            places, size = slots, prefix + num_tokens + state.window
+            if (
+                slots.device.type == "cpu"
+            ):  # reading the maximum costs no synchronisation and spares the unused tail
                 size = prefix + int(slots.max()) + 1
             seen = columns[: size - prefix] <= slots[..., None]  # [R, W, S - T]
         else:

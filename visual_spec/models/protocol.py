@@ -147,3 +147,25 @@ class TreeModel(NextTokenModel, Protocol):
                 pair, or names any column for slots that it will feed again.
         """
         ...
+
+
+class OrderModel(NextTokenModel, Protocol):
+    """A next-token model that also feeds slots out of raster order, each column with its own view of the text."""
+
+    def __call__(self, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor | None = None) -> Tensor:
+        """Without `seen`: as `NextTokenModel`. With it: feed any slots, in any order.
+
+        The cache is written by slot, and what a slot holds is what was fed there last. A slot that holds nothing yet,
+        or something that a column should not know, is a slot that the column does not see.
+
+        Args:
+            tokens: long [B, W], W <= the window of the prefill.
+            slots: long [B, W], the slots of a row all different. They may run past the grid, up to
+                num_tokens + window - 1: scratch room for columns that are not needed, whose logits are ignored.
+            seen: bool [B, W, num_tokens], the grid slots that a column attends to. A slot fed in the same call
+                counts with its new token. Every column also sees the condition, and itself.
+
+        Returns:
+            logits [R, W, V]; column w predicts slot `slots[b, w] + 1` given what it sees.
+        """
+        ...

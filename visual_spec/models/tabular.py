@@ -19,7 +19,7 @@ _LARGEST_TABLE = 2**26
 
 @dataclass
 class TabularState(DecodeState):
-    """The tokens fed so far, by slot: [B, num_tokens + window]; the table each row reads: [R]; the last tree: [B, N]."""
+    """Tokens fed so far, by slot: [B, num_tokens + window]; the table each row reads: [R]; the last tree: [B, N]."""
 
     tokens: Tensor
     tables: Tensor
@@ -120,12 +120,26 @@ class TabularModel(nn.Module):
         )
 
     def forward(
-        self, state: TabularState, tokens: Tensor, slots: Tensor, visible: Tensor | None = None
+        self,
+        state: TabularState,
+        tokens: Tensor,
+        slots: Tensor,
+        visible: Tensor | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        """Logits [R, W, V] of the slots after `slots`; see `NextTokenModel.__call__`, with `visible` `TreeModel`."""
+        """Logits [R, W, V] of the slots after `slots`; see `NextTokenModel.__call__`, with `visible` `TreeModel`.
+
+        With `seen` see `OrderModel`: a slot that a column does not see reads as the last id, V - 1, in its context
+        (not as 0, which a slot that was never fed holds: reading one has to show).
+        """
         if visible is None:
             state.tokens.scatter_(1, slots, tokens)
-            path = state.tokens[:, None].expand(-1, slots.shape[1], -1)  # [B, W, S], the text each column sees
+            path = state.tokens[:, None].expand(
+                -1, slots.shape[1], -1
+            )  # [B, W, S], the text each column sees
+            if seen is not None:
+                itself = F.pad(seen, (0, state.window)).scatter(2, slots[..., None], True)
+                path = path.masked_fill(~itself, self.vocab_size - 1)
         else:
             state.tree = tokens
             # Every column writes its ancestors and itself over a copy of the committed text.
@@ -148,12 +162,12 @@ class TabularModel(nn.Module):
         state.tokens.scatter_(1, slots, state.tree.gather(1, columns))
 
     def law_of_sequences(
-        self, law: Callable[[Tensor, bool], Tensor], *, condition: int = 0, guided: bool = False
+        self, law: Callable[[Tensor, bool, Tensor], Tensor], *, condition: int = 0, guided: bool = False
     ) -> Tensor:
         """The exact probability of every sequence under autoregressive sampling.
 
         Args:
-            law: a `TokenLaw`, or any map from (logits [R, 1, V], guided) to log-probabilities [B, 1, V].
+            law: a `TokenLaw`, or any map from (logits [R, 1, V], guided, slots [B, 1]) to log-probabilities [B, 1, V].
             condition: the conditional table.
             guided: pass the unconditional rows to the law as well.
 
@@ -166,6 +180,7 @@ class TabularModel(nn.Module):
             # A prefix longer than `order` is seen through its last `order` tokens only.
             prefixes = torch.arange(self.vocab_size**slot) % self.vocab_size**self.order
             logits = self.logits[tables, slot][:, prefixes]  # [1 or 2, V ** slot, V]
-            log_probs = law(logits.flatten(0, 1)[:, None], guided)[:, 0]
+            slots = torch.full((len(prefixes), 1), slot)
+            log_probs = law(logits.flatten(0, 1)[:, None], guided, slots)[:, 0]
             probability = (probability[:, None] * log_probs.exp()).flatten()
         return probability

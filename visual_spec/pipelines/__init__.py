@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from visual_spec.pipelines.base import VisualPipeline
+    from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.pipelines.loading import load_pipeline
     from visual_spec.pipelines.output import ImagePipelineOutput
 
 # `accelerate` is not offered here: the name is that of the sub-module.
 _HOME = {
+    "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "ImagePipelineOutput": "visual_spec.pipelines.output",
     "VisualPipeline": "visual_spec.pipelines.base",
+    "load_pipeline": "visual_spec.pipelines.loading",
 }
 
-__all__ = ["ImagePipeline", "ImagePipelineOutput", "VisualPipeline"]
+__all__ = ["ClassImagePipeline", "ImagePipeline", "ImagePipelineOutput", "VisualPipeline", "load_pipeline"]
 
 
 def __getattr__(name: str) -> object:

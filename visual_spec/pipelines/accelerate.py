@@ -7,11 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from visual_spec.pipelines import transformers_models
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.multiscale import MultiscaleSampler
+from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
+from visual_spec.samplers.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.rows import ZipARSampler
+from visual_spec.samplers.tree import TreeSampler
 
-SAMPLERS = {"autoregressive": AutoregressiveSampler, "speculative-jacobi": SpeculativeJacobiSampler}
+SAMPLERS = {
+    "autoregressive": AutoregressiveSampler,
+    "speculative-jacobi": SpeculativeJacobiSampler,
+    "proactive-jacobi": ProactiveJacobiSampler,
+    "drafted": DraftedSampler,
+    "tree": TreeSampler,
+    "multiscale": MultiscaleSampler,
+    "zipar": ZipARSampler,
+    "parallel-jacobi": ParallelJacobiSampler,
+}
 
 _PLAIN = "_visual_spec_plain_sampler"
 
@@ -39,8 +55,9 @@ def accelerate(pipe: Any, sampler: Any = "speculative-jacobi") -> Any:
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first.
 
     Args:
-        pipe: an `ImagePipeline`.
-        sampler: a sampler, or its name ("speculative-jacobi", "autoregressive").
+        pipe: a pipeline of this package, an image generator of transformers, or a diffusers pipeline that holds one:
+            see `visual_spec.pipelines.transformers_models` for what those get.
+        sampler: a sampler, or its name (a key of `SAMPLERS`).
 
     Returns:
         The same pipeline.
@@ -49,12 +66,11 @@ def accelerate(pipe: Any, sampler: Any = "speculative-jacobi") -> Any:
         TypeError: `pipe` has no sampler to swap, or `sampler` does not fit it.
         ValueError: an unknown sampler name.
     """
+    sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
     if not isinstance(pipe, VisualPipeline):
-        raise TypeError(
-            f"cannot accelerate a {type(pipe).__name__}; pass a visual_spec pipeline, such as ImagePipeline."
-        )
+        return transformers_models.accelerate(pipe, sampler)
     plain = pipe.sampler
-    pipe.sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
+    pipe.sampler = sampler
     try:
         pipe.check_sampler()
     except TypeError:
@@ -67,6 +83,8 @@ def accelerate(pipe: Any, sampler: Any = "speculative-jacobi") -> Any:
 
 def restore(pipe: Any) -> Any:
     """Undo `accelerate`; a pipeline that was not accelerated is left as it is. Returns the same pipeline."""
+    if not isinstance(pipe, VisualPipeline):
+        return transformers_models.restore(pipe)
     if hasattr(pipe, _PLAIN):
         pipe.sampler = getattr(pipe, _PLAIN)
         delattr(pipe, _PLAIN)
@@ -75,5 +93,7 @@ def restore(pipe: Any) -> Any:
 
 def summary(pipe: Any) -> str:
     """One line on what the last pictures of a pipeline cost: tokens, calls, tokens per call, seconds."""
+    if not isinstance(pipe, VisualPipeline):
+        return transformers_models.summary(pipe)
     trace = getattr(pipe, "last_trace", None)
     return trace.summary() if trace is not None else f"{type(pipe.sampler).__name__}: nothing decoded yet"

@@ -9,12 +9,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from huggingface_hub import snapshot_download
 
+from visual_spec import samplers
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
@@ -30,6 +32,16 @@ class VisualPipeline(DiffusionPipeline):
 
     sampler: Any
     last_trace: Any = None
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
+        """Load an embedded model, a folder written by `save_pretrained`, or a Hub id; arguments as for diffusers.
+
+        Raises:
+            ValueError: a name that is none of these, a file, or a folder without a pipeline; says what to do.
+        """
+        refuse_no_pipeline(pretrained_model_name_or_path)
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def download(cls, pretrained_model_name: str | os.PathLike, **kwargs: Any) -> str:
@@ -92,8 +104,30 @@ class VisualPipeline(DiffusionPipeline):
         if not (callable(self.sampler) and hasattr(self.sampler, "lossless")):
             raise TypeError(
                 f"sampler is {type(self.sampler).__name__}, which does not fit a next-token model; those that fit: "
-                "AutoregressiveSampler, SpeculativeJacobiSampler."
+                f"{', '.join(name for name in samplers.__all__ if name.endswith('Sampler'))}."
             )
+
+
+def refuse_no_pipeline(name: str | os.PathLike) -> None:
+    """Refuse a path at which there is something, but no saved pipeline.
+
+    Raises:
+        ValueError: a file, or a folder without model_index.json; says what to do.
+    """
+    path = Path(name)
+    convert = f"visual-spec convert {'FILE...' if path.is_dir() else path} --out DIR"
+    if path.is_file():
+        raise ValueError(
+            f"{path} is a file. An official checkpoint is loaded together with its tokenizer's file by from_official, "
+            f"or made into a folder by `{convert}`."
+        )
+    if path.is_dir() and not (path / "model_index.json").exists():
+        files = sorted(file.name for file in path.iterdir())
+        raise ValueError(
+            f"{path} has no model_index.json, so it is no pipeline (it holds {', '.join(files[:5]) or 'nothing'}"
+            f"{' ...' if len(files) > 5 else ''}). Pass a folder written by save_pretrained; one is made of official "
+            f"checkpoint files by `{convert}`."
+        )
 
 
 def wake(component: Any) -> None:

@@ -1,27 +1,37 @@
 """Text to image by next-token models: caption -> features -> tokens -> picture."""
 
+import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from diffusers.image_processor import VaeImageProcessor
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 # diffusers finds the class of a saved component only in modules that are imported already: every class that a saved
 # pipeline may name is imported here, used below or not.
 from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.checkpoints import Source
+from visual_spec.models.eagle import EagleDrafter
 from visual_spec.models.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, wake
+from visual_spec.models.multiscale import MultiscaleDrafter
+from visual_spec.models.t5_features import T5Features
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.samplers import autoregressive, jacobi  # noqa: F401
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.pipelines.token_image import TokenImagePipeline, check_generator, load_official
+from visual_spec.samplers import (  # noqa: F401
+    autoregressive,
+    drafted,
+    jacobi,
+    multiscale,
+    parallel_jacobi,
+    proactive,
+    rows,
+    tree,
+)
 
-OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
-
-class ImagePipeline(VisualPipeline):
+class ImagePipeline(TokenImagePipeline):
     """Draws pictures from prompts.
 
     Args:
@@ -29,6 +39,9 @@ class ImagePipeline(VisualPipeline):
         vq_model: turns tokens into pictures; its codebook is the transformer's vocabulary.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler`; swap it freely (`pipe.sampler = ...`).
+        drafter: what proposes tokens to samplers that ask for one (`DraftedSampler`, `TreeSampler`,
+            `MultiscaleSampler`); set it freely (`pipe.drafter = ...`).
+        default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -39,12 +52,9 @@ class ImagePipeline(VisualPipeline):
         >>> pipe("a large red circle on a plain sky background").images[0].save("circle.png")
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->vq_model"
-    _optional_components = ["text_encoder"]
-    _callback_tensor_inputs = ["lengths"]
+    model_cpu_offload_seq = "text_encoder->drafter->transformer->vq_model"
+    _optional_components = ["text_encoder", "drafter"]
 
-    transformer: Any
-    vq_model: Any
     text_encoder: Any
 
     # `from_pipe` hands a model on only if it is of exactly one of the annotated classes.
@@ -52,27 +62,61 @@ class ImagePipeline(VisualPipeline):
         self,
         transformer: LlamaGenTransformer,
         vq_model: VQModel,
-        text_encoder: CaptionEncoder | None,
+        text_encoder: CaptionEncoder | T5Features | None,
         sampler: SchedulerMixin,
+        default_guidance_scale: float = 3.0,
+        default_top_k: int = 0,
+        drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
     ):
         super().__init__()
         self.register_modules(
-            transformer=transformer, vq_model=vq_model, text_encoder=text_encoder, sampler=sampler
+            transformer=transformer,
+            vq_model=vq_model,
+            text_encoder=text_encoder,
+            sampler=sampler,
+            drafter=drafter,
         )
-        self.image_processor = VaeImageProcessor(do_resize=False)
-        grid, side = self.transformer.grid, self.vq_model.tokens_per_side
-        vocab_size, codes = self.transformer.vocab_size, self.vq_model.config["codebook_size"]
-        if (vocab_size, grid.height, grid.width) != (codes, side, side):
-            raise ValueError(
-                f"the transformer predicts {grid.height} x {grid.width} tokens out of {vocab_size}, but the "
-                f"tokenizer decodes {side} x {side} out of {codes}; load both from the same model."
-            )
+        self._finish_init(default_guidance_scale, default_top_k)
+        if self.transformer.config.get("num_classes") is not None:
+            raise ValueError("the transformer draws from class labels; use ClassImagePipeline.")
 
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of the pictures in pixels."""
-        grid, patch = self.transformer.grid, self.vq_model.patch_size
-        return grid.height * patch, grid.width * patch
+    @classmethod
+    def from_official(
+        cls,
+        transformer: Source,
+        vq_model: Source,
+        text_encoder: str | os.PathLike | T5Features | None = None,
+        *,
+        image_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        sampler: SchedulerMixin | None = None,
+        feature_cache: str | os.PathLike | None = None,
+    ) -> Self:
+        """A pipeline around official text-conditional LlamaGen files, with their guidance 7.5 and top-k 1000.
+
+        Args:
+            transformer: an official file (or what `read_checkpoint` made of it), e.g. `t2i_XL_stage2_512.pt`.
+            vq_model: e.g. `vq_ds16_t2i.pt`.
+            text_encoder: folder or Hub id of flan-t5-xl, or loaded `T5Features`. None: pass `prompt_embeds` to draw.
+            image_size: side of the pictures in pixels; None: what the file or its name says.
+            dtype: of all weights; None keeps that of each file (float32 for the text encoder).
+            sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls.
+            feature_cache: folder that keeps the features of every caption, see `T5Features`.
+
+        Raises:
+            ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.checkpoints`).
+        """
+        model, tokenizer, defaults = load_official(
+            transformer, vq_model, image_size=image_size, dtype=dtype, text=True
+        )
+        if isinstance(text_encoder, (str, os.PathLike)):
+            text_encoder = T5Features.from_pretrained(
+                text_encoder,
+                torch_dtype=dtype,
+                max_words=model.prefix_length,
+                cache_folder=feature_cache,
+            )
+        return cls(model, tokenizer, text_encoder, sampler or jacobi.SpeculativeJacobiSampler(), **defaults)
 
     def check_inputs(
         self,
@@ -92,34 +136,22 @@ class ImagePipeline(VisualPipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
-        self.check_sampler()
+        self._check_drawing(
+            height=height,
+            width=width,
+            pictures_each=num_images_per_prompt,
+            pictures_each_name="num_images_per_prompt",
+            output_type=output_type,
+            callback_tensors=callback_on_step_end_tensor_inputs,
+        )
         if (prompt is None) == (prompt_embeds is None):
             given = "neither" if prompt is None else "both"
             raise ValueError(f"{given} of prompt and prompt_embeds given; pass exactly one of them.")
-        size = self.image_size
-        if height not in (None, size[0]) or width not in (None, size[1]):
-            grid = self.transformer.grid
-            raise ValueError(
-                f"height={height}, width={width}, but this model draws {size[0]} x {size[1]} pixels "
-                f"({grid.height} x {grid.width} tokens); leave height and width out."
-            )
-        if not isinstance(num_images_per_prompt, int) or num_images_per_prompt < 1:
-            raise ValueError(
-                f"num_images_per_prompt={num_images_per_prompt!r}; pass an integer of at least 1."
-            )
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        asked = callback_on_step_end_tensor_inputs or ()
-        unknown = [name for name in asked if name not in self._callback_tensor_inputs]
-        if unknown:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
-            )
         if prompt_embeds is None:
             count = self._check_prompt(prompt)
         else:
             count = self._check_embeds(prompt_embeds, prompt_attention_mask)
-        _check_generator(generator, count * num_images_per_prompt)
+        check_generator(generator, count * num_images_per_prompt)
 
     def _check_prompt(self, prompt: Any) -> int:
         prompts = [prompt] if isinstance(prompt, str) else prompt
@@ -181,14 +213,6 @@ class ImagePipeline(VisualPipeline):
             mask=mask.to(device, torch.bool).repeat_interleave(num_images_per_prompt, 0),
         )
 
-    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, h * w] in the form `output_type` asks for (see `ImagePipelineOutput`)."""
-        if output_type == "latent":
-            grid = self.transformer.grid
-            return tokens.view(-1, grid.height, grid.width)
-        wake(self.vq_model)
-        return self.image_processor.postprocess(self.vq_model.decode_tokens(tokens), output_type=output_type)
-
     @torch.no_grad()
     def __call__(
         self,
@@ -196,10 +220,11 @@ class ImagePipeline(VisualPipeline):
         *,
         height: int | None = None,
         width: int | None = None,
-        guidance_scale: float = 3.0,
+        guidance_scale: float | None = None,
         temperature: float = 1.0,
-        top_k: int = 0,
+        top_k: int | None = None,
         top_p: float = 1.0,
+        guidance_until: int | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: torch.Tensor | None = None,
@@ -215,8 +240,10 @@ class ImagePipeline(VisualPipeline):
             prompt: one prompt or a list.
             height, width: pixels; the model draws one size only, and others are refused.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
-                the unconditional rows too, at 1 or below none.
-            temperature, top_k, top_p: the law of a token (`visual_spec.samplers.law.TokenLaw`).
+                the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
+            temperature, top_k, top_p: the law of a token (`visual_spec.samplers.law.TokenLaw`). top_k None: the
+                model's own, `default_top_k`.
+            guidance_until: tokens from this one on are drawn without guidance; LlamaGen's `cfg_interval` plus 2.
             num_images_per_prompt: pictures of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per picture; of any device. With a list,
                 a picture depends on its own generator only, not on the batch it is drawn in.
@@ -233,11 +260,8 @@ class ImagePipeline(VisualPipeline):
             ValueError, TypeError: bad input, before any computation.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        law = TokenLaw(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-        tensor_inputs = (
-            self._callback_tensor_inputs
-            if callback_on_step_end_tensor_inputs is None
-            else (callback_on_step_end_tensor_inputs)
+        law = self.make_law(
+            guidance_scale, top_k, temperature=temperature, top_p=top_p, guidance_until=guidance_until
         )
         self.check_inputs(
             prompt,
@@ -248,7 +272,7 @@ class ImagePipeline(VisualPipeline):
             prompt_embeds=prompt_embeds,
             prompt_attention_mask=prompt_attention_mask,
             output_type=output_type,
-            callback_on_step_end_tensor_inputs=tensor_inputs,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
         condition = self.encode_prompt(
             prompt,
@@ -256,46 +280,13 @@ class ImagePipeline(VisualPipeline):
             prompt_embeds=prompt_embeds,
             prompt_attention_mask=prompt_attention_mask,
         )
-
-        def listen(step: int, lengths: torch.Tensor) -> None:
-            tensors = {"lengths": lengths}
-            kwargs = {name: tensors[name] for name in tensor_inputs}
-            callback_on_step_end(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
-
-        batch_size, num_tokens = condition.features.shape[0], self.transformer.grid.num_tokens
-        wake(self.transformer)
-        with self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
-            progress = DecodeProgress(bar, num_tokens, listen if callback_on_step_end is not None else None)
-            result = self.sampler(
-                self.transformer,
-                condition,
-                law=law,
-                generator=generator,
-                batch_size=batch_size,
-                callback=None if bar.disable and callback_on_step_end is None else progress,
-            )
-            progress.finish()
-        self.last_trace = result.trace
-        images = self.decode_tokens(result.tokens, output_type)
-        self.maybe_free_model_hooks()
-        if not return_dict:
-            return images, result.tokens, result.trace  # type: ignore[return-value]
-        return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
-
-
-def _check_generator(generator: Any, pictures: int) -> None:
-    if generator is None or isinstance(generator, torch.Generator):
-        return
-    if not isinstance(generator, (list, tuple)):
-        raise TypeError(
-            f"generator is a {type(generator).__name__}; pass a torch.Generator or a list of them."
-        )
-    if len(generator) != pictures:
-        raise ValueError(
-            f"{len(generator)} generators for {pictures} pictures; pass one per picture, or a single one."
-        )
-    kinds = sorted({type(item).__name__ for item in generator if not isinstance(item, torch.Generator)})
-    if kinds:
-        raise TypeError(
-            f"the generator list also holds {', '.join(kinds)}; every entry must be a torch.Generator."
+        return self._draw(
+            condition,
+            condition.features.shape[0],
+            law=law,
+            generator=generator,
+            output_type=output_type,
+            return_dict=return_dict,
+            callback=callback_on_step_end,
+            callback_tensors=callback_on_step_end_tensor_inputs,
         )

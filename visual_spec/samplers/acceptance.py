@@ -6,6 +6,9 @@ drawn from). Both are log-probabilities, -inf outside the support.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -45,6 +48,29 @@ def residual(target: Tensor, draft_law: Tensor) -> Tensor:
     difference = target.exp().sub_(draft_law.exp()).clamp_(min=0)
     mass = difference.sum(-1, keepdim=True)
     return torch.where(mass > 0, difference.div_(mass).log_(), target)
+
+
+@dataclass(frozen=True)
+class AcceptanceRule:
+    """A rule with the tables it needs, as a sampler uses it.
+
+    Attributes:
+        probability: of keeping each draft, [B, N], from target [B, N, V], draft law [B, N, V] and drafts [B, N].
+        merge: a rule that lends the draft mass of other tokens moves it here: from target [B, N, V] and drafts [B, N],
+            -1 where a slot has none, to the law [B, N, V] that takes the target's place in `residual`.
+        lossless: the committed token follows the target law.
+    """
+
+    probability: Callable[[Tensor, Tensor, Tensor], Tensor]
+    merge: Callable[[Tensor, Tensor], Tensor] | None = None
+    lossless: bool = True
+
+    def refused_target(self, target: Tensor, drafts: Tensor) -> Tensor:
+        """The law whose `residual` replaces a refused draft. Arguments and result as of `merge`."""
+        return target if self.merge is None else self.merge(target, drafts)
+
+
+EXACT = AcceptanceRule(exact_acceptance)
 
 
 def accepted_prefix(accept: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class CheckedLaw:
             self._first_bad = first if self._first_bad is None else torch.minimum(self._first_bad, first)
         elif bad.any():
             check_finite(logits.masked_fill(~bad[..., None], 0), slots, allowed)
-        return self.law(logits, guided)
+        return self.law(logits, guided, slots)
 
     def finish(self) -> None:
         """Raise what was held back.

@@ -7,22 +7,31 @@ exactness tests drive the very code that decodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.protocol import DecodeState, NextTokenModel
-from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
+from visual_spec.samplers.acceptance import (
+    EXACT,
+    AcceptanceRule,
+    accepted_prefix,
+    exact_acceptance,
+    identical_acceptance,
+    residual,
+)
 from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
 from visual_spec.samplers.drafts import INITIAL_DRAFTS, LAST_LAW, UNIFORM, copied_draft, uniform_draft
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
 
 COUPLINGS = ("gumbel", "independent", "maximal")
 ACCEPTANCES = ("identical", "exact")
@@ -30,12 +39,16 @@ ACCEPTANCES = ("identical", "exact")
 
 @dataclass(frozen=True)
 class JacobiOptions:
-    """The configuration of the sampler, checked. See `SpeculativeJacobiSampler`."""
+    """The configuration of the sampler, checked. See `SpeculativeJacobiSampler`.
+
+    Acceptance is "identical" or "exact"; the latter tests by `rule`, which relaxed acceptances replace.
+    """
 
     window: int
     coupling: str
     acceptance: str
     initial_draft: str
+    rule: AcceptanceRule = EXACT
 
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
@@ -75,6 +88,7 @@ class JacobiState:
         target_calls: long [B].
         commit_call: long [B, L + W], by slot: the last call that had the slot in its window, which for a committed
             slot is the call that committed it.
+        meter: what the rule does to the law; None for a lossless one.
     """
 
     cache: DecodeState
@@ -84,6 +98,7 @@ class JacobiState:
     round: int
     target_calls: Tensor
     commit_call: Tensor
+    meter: DivergenceMeter | None = None
 
 
 def prepare(
@@ -104,6 +119,7 @@ def prepare(
         round=0,
         target_calls=slots.new_ones(batch_size),
         commit_call=torch.zeros_like(tokens),
+        meter=None if options.rule.lossless else DivergenceMeter(batch_size, device),
     )
     _redraft(model, state, target, slots.new_ones(batch_size), law, noise, options)
     return state
@@ -136,18 +152,28 @@ def step(
         kept = accepted_prefix(identical_acceptance(candidates[:, :-1], drafts))
         state.tokens.scatter_(1, slots, candidates)
     else:
-        probability = exact_acceptance(target[:, :-1], state.draft_law[:, :-1], drafts)
-        accept = noise.bernoulli(probability, slots[:, :-1], ACCEPT, state.round)  # [B, W - 1]
+        laws, tested = (target[:, :-1], state.draft_law[:, :-1]), slots[:, :-1]
+        probability = options.rule.probability(*laws, drafts)
+        accept = keep = noise.bernoulli(probability, tested, ACCEPT, state.round)  # [B, W - 1]
         kept = accepted_prefix(accept)
+        refused = kept[:, None]  # [B, 1], the column after the kept drafts
+        if state.meter is not None:
+            exact, counted = exact_acceptance(*laws, drafts), columns[:-1] <= refused
+            state.meter.add(probability, exact, counted & (tested < model.grid.num_tokens))
+            if options.coupling == "maximal":
+                # A redraft must follow the target law, its label: behind the refusal the exact rule decides.
+                keep = torch.where(counted, accept, noise.bernoulli(exact, tested, RESIDUAL, state.round))
+        drafted = F.pad(drafts, (0, 1), value=-1)  # [B, W], the last column has no draft
         if options.coupling == "maximal":
             # Keep-or-replace is itself a draw from the target law, as close to the draft as can be: behind the
-            # first refusal it makes the next draft (SCD / MC-SJD). The last column has no draft to keep.
-            replacement = noise.categorical(residual(target, state.draft_law), slots, RESIDUAL, state.round)
-            candidates = torch.cat([torch.where(accept, drafts, replacement[:, :-1]), replacement[:, -1:]], 1)
-            state.tokens.scatter_(1, slots, candidates)
+            # first refusal it makes the next draft (SCD / MC-SJD).
+            refused_draft = drafted.masked_fill(columns != refused, -1)
+            law_there = residual(options.rule.refused_target(target, refused_draft), state.draft_law)
+            replacement = noise.categorical(law_there, slots, RESIDUAL, state.round)
+            state.tokens.scatter_(1, slots, torch.where(F.pad(keep, (0, 1)), drafted, replacement))
         else:
-            refused = kept[:, None]  # [B, 1], the column after the kept drafts
-            law_there = residual(_columns(target, refused), _columns(state.draft_law, refused))
+            law_there = options.rule.refused_target(_columns(target, refused), drafted.gather(1, refused))
+            law_there = residual(law_there, _columns(state.draft_law, refused))
             at = slots.gather(1, refused)
             state.tokens.scatter_(1, at, noise.categorical(law_there, at, RESIDUAL, state.round))
 
@@ -242,28 +268,33 @@ class _AllDone:
 
 
 class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
-    """Jacobi decoding with speculative acceptance: several tokens a call, from the autoregressive law.
+    """Jacobi decoding with speculative acceptance: several tokens a call, from the autoregressive law or near it.
 
     SJD (Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi
     decoding", ICLR 2025) is coupling "independent" with acceptance "exact". Drawing the drafts of one
     slot with common randomness in successive rounds makes them agree more often: "gumbel" and "maximal" are the two
     couplings of SCD / MC-SJD (So et al., ICML 2026). Acceptance "identical" verifies with the slot's own Gumbel
-    noise as well, and returns the tokens of `AutoregressiveSampler` for the same generator. All are lossless.
+    noise as well, and returns the tokens of `AutoregressiveSampler` for the same generator. These are lossless.
+
+    The relaxed acceptances of `relaxed.py` are not: "grouped" (GSD, published with coupling "independent"), "clustered"
+    (its static variant) and "lantern" (LANTERN, LANTERN++). They fit every coupling, and the trace measures their cost.
 
     Args:
         window: slots scored by one call, at least 1.
         coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
             "maximal".
-        acceptance: "identical" (needs coupling "gumbel") or "exact".
+        acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
         initial_draft: the draft of a slot that enters the window: "uniform" over the allowed ids, a copy of the
             token to the "left" or "up", or a draw from the law of the last slot scored, "last_law".
+        group_size, probability_gap, code_distance: of "grouped" (the size also of "clustered").
+        delta, factor, neighbours: of "lantern".
+        bounded: hold a relaxed acceptance back so that no slot moves more than `delta`. All these: see `Relaxation`.
 
     Raises:
         ValueError: a value that is not one of these.
     """
 
     config_name = "sampler_config.json"
-    lossless = True
 
     @register_to_config
     def __init__(
@@ -272,14 +303,39 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         coupling: str = "gumbel",
         acceptance: str = "identical",
         initial_draft: str = "left",
+        group_size: int = 14,
+        probability_gap: float = 0.15,
+        code_distance: float | None = 0.5,
+        delta: float = 0.1,
+        factor: float | None = None,
+        neighbours: int = 64,
+        bounded: bool = False,
     ) -> None:
-        JacobiOptions(window, coupling, acceptance, initial_draft)  # refuses what is not allowed
+        _ = self.relaxation, self.options  # which refuse what is not allowed
 
     @property
     def options(self) -> JacobiOptions:
-        """The configuration as a checked record."""
+        """The configuration as a checked record. A relaxed acceptance puts its rule in when the tables are made."""
         names = ("window", "coupling", "acceptance", "initial_draft")
-        return JacobiOptions(**{name: self.config[name] for name in names})
+        settings = {name: self.config[name] for name in names}
+        if settings["acceptance"] in RELAXED:
+            settings["acceptance"] = "exact"
+        return JacobiOptions(**settings)
+
+    @property
+    def relaxation(self) -> Relaxation:
+        """How the acceptance relaxes the exact rule, as a checked record."""
+        return Relaxation(**{field.name: self.config[field.name] for field in fields(Relaxation)})
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output law is that of autoregressive sampling."""
+        return self.relaxation.lossless
+
+    @property
+    def needs_codebook(self) -> bool:
+        """Whether a call needs `codebook`."""
+        return self.relaxation.needs_codebook
 
     @property
     def identical(self) -> bool:
@@ -296,19 +352,26 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         batch_size: int = 1,
         callback: Callback | None = None,
+        codebook: Tensor | None = None,
     ) -> SampleResult:
-        """Decode a batch. Arguments and errors are those of `AutoregressiveSampler.__call__`.
+        """Decode a batch. Arguments and errors are those of `AutoregressiveSampler.__call__`, and one more.
+
+        `codebook`, [V, D], is needed where `needs_codebook` says so: the code of every token as it is decoded.
 
         On CUDA the end is noticed one call late, so `callback` may be called once more after the last commit.
         """
         check_request(model, law, batch_size)
-        options = self.options
+        relaxation = self.relaxation
+        relaxation.check(codebook, model.vocab_size)
         keys = draw_keys(generator, batch_size)
         num_tokens = model.grid.num_tokens
         watch = Stopwatch()
-        cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=options.window)
+        cache = model.prefill(
+            condition, batch_size=batch_size, guided=law.guided, window=self.config["window"]
+        )
         device = cache.logits.device
         watch.lap("prefill", device)
+        options = replace(self.options, rule=relaxation.rule(codebook, device))
         noise = CounterNoise(keys, device)
         checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
         state = prepare(model, cache, checked, noise, options)
@@ -323,12 +386,14 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         seconds, phase_seconds = watch.read()
         trace = DecodeTrace(
             sampler=type(self).__name__,
-            lossless=True,
+            lossless=relaxation.lossless,
             identical=self.identical,
             target_calls=state.target_calls.cpu(),
             commit_call=state.commit_call[:, :num_tokens].cpu(),
             seconds=seconds,
             phase_seconds=phase_seconds,
             peak_memory=watch.peak_memory(device),
+            divergence=None if state.meter is None else state.meter.mean(),
+            moved_mass=None if state.meter is None else state.meter.moved.cpu(),
         )
         return SampleResult(state.tokens[:, :num_tokens].clone(), trace)

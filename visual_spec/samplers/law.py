@@ -33,6 +33,8 @@ class TokenLaw:
         top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`, and all that equal
             the least probable of them (Holtzman et al. 2020, section 3.1). 1 is off.
         allowed: half-open range (first, last + 1) of token ids; None allows the whole vocabulary.
+        guidance_until: slots at or beyond it are drawn from the conditional law; None guides every slot. LlamaGen's
+            `cfg_interval=n` guides its first token and n + 1 more, so it is `guidance_until=n + 2`.
 
     Raises:
         ValueError: a value out of its range.
@@ -43,6 +45,7 @@ class TokenLaw:
     top_k: int = 0
     top_p: float = 1.0
     allowed: tuple[int, int] | None = None
+    guidance_until: int | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.guidance_scale) or self.guidance_scale < 0:
@@ -64,26 +67,33 @@ class TokenLaw:
             )
         if self.allowed is not None:
             _check_range(self.allowed)
+        until = self.guidance_until
+        if until is not None and (isinstance(until, bool) or not isinstance(until, int) or until < 0):
+            raise ValueError(
+                f"guidance_until={until!r}; pass an integer of at least 0, the first slot without guidance, "
+                "or None (guide every slot)."
+            )
 
     @property
     def guided(self) -> bool:
         """True when the model must be run on unconditional rows too."""
-        return self.guidance_scale > 1
+        return self.guidance_scale > 1 and self.guidance_until != 0
 
-    def __call__(self, logits: Tensor, guided: bool) -> Tensor:
+    def __call__(self, logits: Tensor, guided: bool, slots: Tensor | None = None) -> Tensor:
         """The law at every slot of a window.
 
         Args:
             logits: [R, W, V]; R = 2B when guided (B conditional rows, then B unconditional ones), else B.
                 -inf is legal and forbids a token (with guidance: when either row has it).
             guided: whether the unconditional rows are there.
+            slots: long [B, W], the grid slots that the columns predict; only `guidance_until` looks at them.
 
         Returns:
             Log-probabilities [B, W, V], -inf outside the support; float64 for float64 logits, else float32.
 
         Raises:
             ValueError: logits of another shape, an odd number of guided rows, `allowed` beyond the
-                vocabulary.
+                vocabulary, guided logits without the slots that `guidance_until` needs.
         """
         if logits.dim() != 3:
             raise ValueError(f"logits have shape {tuple(logits.shape)}; pass [rows, window, vocabulary].")
@@ -98,7 +108,7 @@ class TokenLaw:
             logits = logits.float()
         logits = logits[..., first:stop]
         if guided:
-            logits = self._guide(logits)
+            logits = self._guide(logits, slots)
         log_probs = self._greedy(logits) if self.temperature == 0 else self._filter(logits)
         if self.allowed is None:
             return log_probs
@@ -106,7 +116,7 @@ class TokenLaw:
         full[..., first:stop] = log_probs
         return full
 
-    def _guide(self, logits: Tensor) -> Tensor:
+    def _guide(self, logits: Tensor, slots: Tensor | None) -> Tensor:
         if logits.shape[0] % 2:
             raise ValueError(
                 f"guided logits have {logits.shape[0]} rows; pass an even number: "
@@ -115,7 +125,16 @@ class TokenLaw:
         conditional, unconditional = logits.chunk(2)  # [B, W, V] each
         guided = unconditional + self.guidance_scale * (conditional - unconditional)
         # -inf minus -inf is nan: a token that either row forbids stays forbidden. nan survives the minimum.
-        return guided.masked_fill_(torch.minimum(conditional, unconditional).isneginf(), -torch.inf)
+        guided.masked_fill_(torch.minimum(conditional, unconditional).isneginf(), -torch.inf)
+        if self.guidance_until is None:
+            return guided
+        if slots is None:
+            raise ValueError(
+                f"guidance_until={self.guidance_until} depends on the slot, but no slots were given; pass the slots "
+                "[B, W] that the logits predict, or guidance_until=None."
+            )
+        # The conditional logits themselves: scale 1 would round them, and let the other row forbid tokens.
+        return torch.where((slots < self.guidance_until)[..., None], guided, conditional)
 
     def _greedy(self, logits: Tensor) -> Tensor:
         best = logits.argmax(-1, keepdim=True)  # the first of equal ones

@@ -76,7 +76,7 @@ def _draw_key(generator: torch.Generator | None) -> Tensor:
 
 
 class CounterNoise:
-    """The noise of a batch of samples. Samplers draw through these four methods only.
+    """The noise of a batch of samples. Samplers draw through these methods only.
 
     Args:
         keys: int64 [B], one key a sample (`draw_keys`).
@@ -119,6 +119,17 @@ class CounterNoise:
         """
         noise = self._log_exponential(slots, log_probs.shape[-1], stream, round, log_probs.dtype)
         return noise.sub_(log_probs).argmin(-1)
+
+    def ranking(
+        self, log_probs: Tensor, slots: Tensor, count: int, stream: int, round: int | Tensor = 0
+    ) -> Tensor:
+        """`count` different tokens, each drawn from what the ones before it leave of the law: long [B, W, count].
+
+        They are the largest of log_probs + gumbel, in descending order; the first is what `categorical` draws. Tokens
+        outside the support, in any order, follow when it holds fewer than `count`.
+        """
+        noise = self._log_exponential(slots, log_probs.shape[-1], stream, round, log_probs.dtype)
+        return noise.sub_(log_probs).topk(count, largest=False, sorted=True).indices
 
     def bernoulli(self, probability: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
         """True with the given probability: BoolTensor [B, W]. 0 is never and 1 always true."""

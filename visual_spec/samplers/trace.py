@@ -24,7 +24,8 @@ class DecodeTrace:
         seconds: wall time of the whole decode.
         phase_seconds: the parts of it: "prefill", "model", "verify".
         peak_memory: bytes, the most that was allocated on the CUDA device; None on the CPU.
-        divergence: measured distance to the target law a slot; None for a lossless sampler, which has none.
+        divergence: measured distance to the target law a tested slot; None for a lossless sampler, which has none.
+        moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
     """
 
     sampler: str
@@ -36,6 +37,7 @@ class DecodeTrace:
     phase_seconds: dict[str, float]
     peak_memory: int | None = None
     divergence: float | None = None
+    moved_mass: Tensor | None = None
 
     @property
     def tokens_per_call(self) -> Tensor:
@@ -68,6 +70,49 @@ class SampleResult:
 
     tokens: Tensor
     trace: DecodeTrace
+
+
+class DivergenceMeter:
+    """How far a lossy acceptance rule takes a decode from the target law, measured on the way at no cost.
+
+    A slot is tested when its draft is the first refused one, or comes before it. Given all that was committed earlier,
+    its draft x follows the draft law, so (accept(x) - target(x) / draft(x))+ is an unbiased estimate of
+
+        moved = sum over x of (draft(x) * accept(x) - target(x))+ ,
+
+    the mass that the rule adds to tokens beyond what the target law gives them: at most the total variation distance
+    (TVD) between the law of the committed token and the target law at this slot, and equal to it for rules that keep
+    no draft less often than the exact one and replace refused drafts from the plain residual. Slots that are not tested
+    (the first, and the one behind a window that is kept whole) follow the target law.
+
+    So where moved is the TVD, `divergence` estimates the mean TVD of the tested slots, and the expectation of
+    `moved_mass`, the sum over the slots of a sample, bounds the TVD between the law of whole samples and that of
+    autoregressive sampling. It counts every change as a loss, even that of a token for one which looks the same.
+
+    Attributes:
+        moved: float [B], the sum of the estimates.
+        tested: long [B], tested slots.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self.moved = torch.zeros(batch_size, device=device)
+        self.tested = torch.zeros(batch_size, dtype=torch.long, device=device)
+
+    def add(self, probability: Tensor, exact: Tensor, tested: Tensor) -> None:
+        """Count the drafts of one call. No host synchronisation.
+
+        Args:
+            probability, exact: [B, N], with which the rule, and the exact rule, keep each draft.
+            tested: BoolTensor [B, N].
+        """
+        # Chosen, not multiplied: what is not tested may be nan. The cap of `exact` at 1 takes nothing off.
+        excess = torch.where(tested, (probability - exact).clamp(min=0), 0)
+        self.moved = self.moved + excess.sum(1)
+        self.tested = self.tested + tested.sum(1)
+
+    def mean(self) -> float:
+        """The mean over tested slots, 0 when there are none. Synchronises."""
+        return float(self.moved.sum() / self.tested.sum().clamp(min=1))
 
 
 class Stopwatch:

@@ -1,0 +1,184 @@
+"""Loop level: the exact law of whole sequences of the proactive Jacobi sampler, by enumeration of its real step."""
+
+import pytest
+import torch
+
+from tests.exactness.branching import Enumeration, Enumerator, total_variation
+from tests.exactness.replay import ReplayEnumerator
+from visual_spec.models.protocol import TokenGrid
+from visual_spec.models.tabular import TabularModel
+from visual_spec.samplers import proactive
+from visual_spec.samplers import siblings as siblings_module
+from visual_spec.samplers.jacobi import JacobiOptions
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.proactive import ProactiveOptions
+
+PLAIN = TokenLaw()
+
+
+def model(height: int = 2, width: int = 2, **changes) -> TabularModel:
+    return TabularModel(TokenGrid(height, width), 3, **changes)
+
+
+def enumerate_law(model: TabularModel, law: TokenLaw, options: ProactiveOptions) -> Enumeration:
+    def step(model, state, law, noise, _, watch):
+        proactive.step(model, state, law, noise, options, watch)
+
+    return ReplayEnumerator(model, law, options.jacobi, step).run()
+
+
+def check(model: TabularModel, law: TokenLaw, options: ProactiveOptions) -> Enumeration:
+    found = enumerate_law(model, law, options)
+    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
+    assert total_variation(found.law, model.law_of_sequences(law, guided=law.guided)) < 1e-10
+    return found
+
+
+COUPLINGS = [
+    ("maximal", "exact"),
+    ("independent", "exact"),
+    ("gumbel", "exact"),
+    ("gumbel", "identical"),
+]
+
+
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.parametrize(
+    "window, siblings, depth, initial_draft",
+    [(2, 2, 1, "left"), (2, 3, 1, "last_law"), (3, 2, 1, "left"), (3, 2, 2, "last_law")],
+)
+def test_every_combination_is_lossless(window, siblings, depth, coupling, acceptance, initial_draft):
+    found = check(
+        model(), PLAIN, ProactiveOptions(window, siblings, depth, coupling, acceptance, initial_draft)
+    )
+    alone = ProactiveOptions(window, 1, depth, coupling, acceptance, initial_draft)
+    assert found.calls < enumerate_law(model(), PLAIN, alone).calls - 0.05  # and siblings save calls
+
+
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.parametrize(
+    "window, depth, initial_draft", [(2, 1, "uniform"), (3, 1, "last_law"), (3, 2, "last_law")]
+)
+def test_one_sibling_is_jacobi(window, depth, coupling, acceptance, initial_draft):
+    options = ProactiveOptions(window, 1, depth, coupling, acceptance, initial_draft)
+    jacobi = JacobiOptions(window, coupling, acceptance, initial_draft)
+    found = check(model(seed=2), PLAIN, options)
+    assert found.calls == pytest.approx(Enumerator(model(seed=2), PLAIN, jacobi).run().calls, abs=1e-10)
+
+
+@pytest.mark.parametrize("length, window", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("siblings", [2, 3, 4])
+def test_lossless_over_four_tokens(siblings, length, window):
+    """Where three siblings do not cover the vocabulary."""
+    four = TabularModel(TokenGrid(1, length), 4, seed=siblings)
+    found = check(four, PLAIN, ProactiveOptions(window, siblings, 1, "maximal", "exact", "last_law"))
+    if siblings == 4:  # one of four siblings is always kept: two tokens a call behind the prefill
+        assert found.calls == pytest.approx({4: 3, 3: 2}[length])
+
+
+LAWS = {
+    "guidance": TokenLaw(guidance_scale=2.5),
+    "top-k": TokenLaw(top_k=2),
+    "top-p": TokenLaw(top_p=0.8),
+    "greedy": TokenLaw(temperature=0.0),
+    "allowed": TokenLaw(allowed=(1, 3)),
+    "all": TokenLaw(guidance_scale=1.7, temperature=1.3, top_k=2, top_p=0.9),
+}
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("coupling, acceptance", [("maximal", "exact"), ("gumbel", "identical")])
+def test_lossless_under_guidance_and_filters(law, coupling, acceptance):
+    """Laws of one or two tokens: siblings run out."""
+    check(model(seed=1), law, ProactiveOptions(3, 3, 2, coupling, acceptance, "last_law"))
+
+
+def test_lossless_on_a_longer_sequence():
+    check(model(1, 5), PLAIN, ProactiveOptions(3, 2, 1, "maximal", "exact", "last_law"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("initial_draft", ["left", "up", "last_law", "uniform"])
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.parametrize("siblings, depth", [(2, 1), (2, 2), (3, 2)])
+def test_lossless_from_every_initial_draft(siblings, depth, coupling, acceptance, initial_draft):
+    check(model(seed=3), PLAIN, ProactiveOptions(3, siblings, depth, coupling, acceptance, initial_draft))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_lossless_in_a_window_as_long_as_the_sequence(depth, coupling, acceptance):
+    check(model(seed=4), PLAIN, ProactiveOptions(4, 2, depth, coupling, acceptance, "last_law"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+def test_lossless_on_five_slots(coupling, acceptance, depth):
+    check(model(1, 5, seed=5), PLAIN, ProactiveOptions(3, 2, depth, coupling, acceptance, "last_law"))
+
+
+# ----------------------------------------------------------------------------------------------- planted mistakes
+
+
+def distance(options: ProactiveOptions) -> float:
+    found = enumerate_law(model(), PLAIN, options)
+    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
+    return total_variation(found.law, model().law_of_sequences(PLAIN))
+
+
+TWO = ProactiveOptions(3, 2, 2, "maximal", "exact", "last_law")
+THREE = ProactiveOptions(3, 3, 1, "maximal", "exact", "last_law")
+
+
+@pytest.mark.parametrize("options", [TWO, THREE])
+def test_catches_siblings_under_the_label_of_the_main_draft(monkeypatch, options):
+    """Drawn without the main draft, labelled with the law that has it."""
+    real = proactive._head_siblings
+
+    def mislabelled(*arguments):
+        tokens, laws = real(*arguments)
+        return tokens, [law[:, :1].expand_as(law) for law in laws]
+
+    monkeypatch.setattr(proactive, "_head_siblings", mislabelled)
+    assert distance(options) > 1e-2
+
+
+def test_catches_siblings_that_are_drawn_from_a_sharper_law_than_their_labels_say(monkeypatch):
+    def sharper(law, count, *rest):
+        tokens, _ = real((3 * law).log_softmax(-1), count, *rest)
+        return tokens, law[:, None]
+
+    real = proactive.without_replacement
+    monkeypatch.setattr(proactive, "without_replacement", sharper)
+    assert distance(TWO) > 1e-3
+
+
+def test_catches_siblings_that_share_their_numbers(monkeypatch):
+    monkeypatch.setattr(siblings_module, "sibling_stream", lambda stream, sibling: stream)
+    with pytest.raises(AssertionError, match="the same noise is drawn twice"):
+        distance(TWO)
+
+
+def test_catches_a_walk_that_scores_siblings_by_the_law_behind_the_main_branch(monkeypatch):
+    monkeypatch.setattr(proactive.HeadTree, "column", lambda self, level, path: path * 0 + level)
+    assert distance(TWO) > 1e-2
+
+
+def test_catches_an_old_label_on_the_drafts_behind_the_walk(monkeypatch):
+    """Maximal coupling redraws them from the newest law, so the label has to be that law."""
+    real = proactive._redraft
+
+    def stale(model, state, target, advance, *rest):
+        before = state.draft_law
+        real(model, state, target, advance, *rest)
+        # Column c of the call was slot lengths - advance + c; the last two labels are taken one call too late.
+        shifted = before.gather(
+            1, (advance[:, None] + torch.arange(2)).clamp(max=2)[..., None].expand(-1, -1, 3)
+        )
+        known = (shifted > -torch.inf).any(-1, keepdim=True)
+        state.draft_law[:, :2] = torch.where(known, shifted, state.draft_law[:, :2])
+
+    monkeypatch.setattr(proactive, "_redraft", stale)
+    assert distance(TWO) > 1e-3

@@ -1,0 +1,106 @@
+"""The table of models and samplers, recomputed on the meta device and from the source."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import ChameleonConfig, ChameleonModel, Emu3Config, GlmImageConfig, T5Config, T5EncoderModel
+from transformers.models.emu3.modeling_emu3 import Emu3TextModel
+from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
+
+from visual_spec.models import catalogue
+from visual_spec.models.checkpoints import known_architectures
+from visual_spec.models.llamagen import PRESETS
+
+SAMPLERS = Path(__file__).parents[2] / "visual_spec" / "samplers"
+
+
+@pytest.fixture(scope="module")
+def architectures():
+    return {a.name: sum(torch.Size(s).numel() for s in a.shapes().values()) for a in known_architectures()}
+
+
+@pytest.mark.parametrize(
+    "model", [m for m in catalogue.MODELS if m.name.startswith("LlamaGen")], ids=lambda m: m.name
+)
+def test_sizes_of_llamagen(model, architectures):
+    preset, kind, pixels = model.name.removeprefix("LlamaGen-").split()
+    assert model.parameters == architectures[f"LlamaGen-{preset}, {kind}-conditional"]
+    assert (model.tokens, model.pixels) == ((int(pixels) // 16) ** 2, int(pixels))
+    assert model.prefix == {"class": 1, "text": 120}[kind]
+    assert model.cached == 2 * PRESETS[preset]["num_layers"] * PRESETS[preset]["dim"]
+    assert model.weights == "" or str(model.pixels) in model.weights and f"_{preset}_" in model.weights
+
+
+def test_every_preset_is_listed():
+    assert {
+        m.name.split()[0].removeprefix("LlamaGen-") for m in catalogue.MODELS if "LlamaGen" in m.name
+    } == set(PRESETS)
+
+
+def parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_sizes_of_the_models_of_transformers():
+    emu3: Any = Emu3Config().text_config
+    glm: Any = GlmImageConfig().text_config
+    chameleon = ChameleonConfig(vocabulary_map={"<image>": 8711})
+    with torch.device("meta"):
+        text = ChameleonModel(chameleon)
+        del text.vqmodel
+        found = {
+            "Chameleon-7B, Anole-7B": (text, chameleon, chameleon.vocab_size),
+            "Lumina-mGPT-7B 768": (text, chameleon, chameleon.vocab_size),
+            "Emu3-Gen": (Emu3TextModel(emu3), emu3, emu3.vocab_size),
+            "GLM-Image, its token stage": (GlmImageTextModel(glm), glm, glm.vision_vocab_size),
+        }
+    others = {model.name: model for model in catalogue.MODELS if "LlamaGen" not in model.name}
+    assert set(others) == set(found)
+    for name, (module, config, head) in found.items():
+        assert others[name].parameters == parameters(module) + head * config.hidden_size, name
+        width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+        assert others[name].cached == 2 * config.num_hidden_layers * width, name
+
+
+def test_sizes_of_what_comes_on_top(architectures):
+    sizes: dict[str, Any] = dict(
+        vocab_size=32128, d_model=2048, d_kv=64, d_ff=5120, num_layers=24, num_heads=32,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        encoder = T5EncoderModel(T5Config(**sizes))
+    assert catalogue.EXTRAS == {
+        "VQ-16 tokenizer": architectures["LlamaGen's tokenizer vq-16"],
+        "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
+        "flan-t5-xl encoder": parameters(encoder),
+    }
+
+
+def test_memory_is_weights_and_cache():
+    model = catalogue.KnownModel(
+        "m", "", "", 32, tokens=4, prefix=2, parameters=100, cached=10, verified="embedded"
+    )
+    assert model.memory(4) == (100 + 2 * 6 * 10) * 4
+    assert model.memory(2, batch_size=3, guided=False) == (100 + 3 * 6 * 10) * 2
+
+
+def test_every_sampler_of_the_package_is_listed():
+    """From the source: the classes that are called `...Sampler`, but for those that others are made from."""
+    names, bases = set(), set()
+    for path in SAMPLERS.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Sampler"):
+                names.add(node.name)
+                bases |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+    assert {sampler.name for sampler in catalogue.SAMPLERS} == names - bases
+
+
+def test_the_matrix_says_what_is_missing():
+    tree = catalogue.KnownSampler("T", catalogue.TREE, "lossless", "drafter")
+    assert catalogue.fits((catalogue.RASTER,), tree) == "-"
+    assert catalogue.fits((catalogue.RASTER, catalogue.TREE), tree) == "+ drafter"
+    assert catalogue.fits((catalogue.RASTER,), catalogue.SAMPLERS[0]) == "yes"
+    assert {model.verified for model in catalogue.MODELS} <= set(catalogue.VERIFIED)

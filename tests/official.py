@@ -1,0 +1,147 @@
+"""Official LlamaGen checkpoints in miniature: the released key layout, written from its description, random weights."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from visual_spec.models import llamagen, llamagen_vq
+
+TINY = {"num_layers": 2, "num_heads": 2, "dim": 16}
+TINY_VQ = {
+    "base_channels": 8,
+    "channel_multipliers": (1, 2),
+    "blocks_per_level": 1,
+    "latent_channels": 8,
+    "norm_groups": 4,
+}
+
+
+def add_tiny_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(llamagen.PRESETS, "tiny", TINY)
+    monkeypatch.setitem(llamagen_vq.PRESETS, "tiny", TINY_VQ)
+
+
+def transformer_shapes(
+    layers: int, dim: int, *, vocab: int = 16384, classes: int | None = None, caption: tuple | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of a transformer. `caption`: (prefix length, width of the T5 features)."""
+    hidden = math.ceil((2 * 4 * dim // 3) / 256) * 256
+    shapes: dict[str, tuple[int, ...]] = {
+        "tok_embeddings.weight": (vocab, dim),
+        "norm.weight": (dim,),
+        "output.weight": (vocab, dim),
+    }
+    for layer in range(layers):
+        for name, shape in {
+            "attention.wqkv": (3 * dim, dim),
+            "attention.wo": (dim, dim),
+            "feed_forward.w1": (hidden, dim),
+            "feed_forward.w3": (hidden, dim),
+            "feed_forward.w2": (dim, hidden),
+            "attention_norm": (dim,),
+            "ffn_norm": (dim,),
+        }.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    if classes is not None:
+        shapes["cls_embedding.embedding_table.weight"] = (classes + 1, dim)
+    if caption is not None:
+        shapes["cls_embedding.uncond_embedding"] = caption
+        shapes["cls_embedding.cap_proj.fc1.weight"] = (dim, caption[1])
+        shapes["cls_embedding.cap_proj.fc2.weight"] = (dim, dim)
+    return shapes
+
+
+def tokenizer_shapes(
+    multipliers: tuple[int, ...],
+    *,
+    width: int = 128,
+    blocks: int = 2,
+    latent: int = 256,
+    codes: int = 16384,
+    code_width: int = 8,
+) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of a tokenizer."""
+    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (codes, code_width)}
+
+    def conv(name: str, inputs: int, outputs: int, kernel: int) -> None:
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs, kernel, kernel), (outputs,)
+
+    def norm(name: str, channels: int) -> None:
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (channels,), (channels,)
+
+    def res(name: str, inputs: int, outputs: int) -> None:
+        norm(f"{name}.norm1", inputs)
+        conv(f"{name}.conv1", inputs, outputs, 3)
+        norm(f"{name}.norm2", outputs)
+        conv(f"{name}.conv2", outputs, outputs, 3)
+        if inputs != outputs:
+            conv(f"{name}.nin_shortcut", inputs, outputs, 1)
+
+    def attention(name: str, channels: int) -> None:
+        norm(f"{name}.norm", channels)
+        for part in ("q", "k", "v", "proj_out"):
+            conv(f"{name}.{part}", channels, channels, 1)
+
+    last = len(multipliers) - 1
+    deepest = width * multipliers[-1]
+    for net, count, levels in (
+        ("encoder", blocks, range(last + 1)),
+        ("decoder", blocks + 1, range(last, -1, -1)),
+    ):
+        here = width if net == "encoder" else deepest
+        conv(f"{net}.conv_in", 3 if net == "encoder" else latent, here, 3)
+        for place, level in enumerate(levels):
+            for block in range(count):
+                res(f"{net}.conv_blocks.{place}.res.{block}", here, width * multipliers[level])
+                here = width * multipliers[level]
+                if level == last:
+                    attention(f"{net}.conv_blocks.{place}.attn.{block}", here)
+            if net == "encoder" and level < last:
+                conv(f"{net}.conv_blocks.{place}.downsample.conv", here, here, 3)
+            if net == "decoder" and level > 0:
+                conv(f"{net}.conv_blocks.{place}.upsample.conv", here, here, 3)
+        res(f"{net}.mid.0", deepest, deepest)
+        attention(f"{net}.mid.1", deepest)
+        res(f"{net}.mid.2", deepest, deepest)
+        norm(f"{net}.norm_out", here)
+        conv(f"{net}.conv_out", here, latent if net == "encoder" else 3, 3)
+    conv("quant_conv", latent, code_width, 1)
+    conv("post_quant_conv", code_width, latent, 1)
+    return shapes
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0)).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+CLASS_SHAPES = transformer_shapes(2, 16, vocab=12, classes=7)
+TEXT_SHAPES = transformer_shapes(2, 16, vocab=12, caption=(6, 8))
+VQ_SHAPES = tokenizer_shapes((1, 2), width=8, blocks=1, latent=8, codes=12, code_width=4)
+
+
+def write_class_model(folder: Path, **container) -> Path:
+    """A class-conditional transformer for the 12 tokens of `write_tokenizer`."""
+    path = folder / "c2i_tiny.pt"
+    torch.save({"model": random_weights(CLASS_SHAPES), **container}, path)
+    return path
+
+
+def write_text_model(folder: Path) -> Path:
+    """A text-conditional transformer that reads 6 words of 8 channels."""
+    path = folder / "t2i_tiny.pt"
+    torch.save({"model": random_weights(TEXT_SHAPES)}, path)
+    return path
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer of 2 x 2 pixel tokens."""
+    path = folder / "vq_tiny.pt"
+    weights = random_weights(VQ_SHAPES)
+    torch.save({"model": {**weights, "quantize.codebook_used": torch.zeros(65536)}}, path)
+    return path

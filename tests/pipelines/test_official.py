@@ -1,0 +1,305 @@
+"""From official files to pictures: loading directly, converting to folders, class-conditional drawing, bad input."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.official import add_tiny_presets, write_class_model, write_text_model, write_tokenizer
+from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
+from tests.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
+from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.convert import convert
+from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.law import TokenLaw
+
+NAMES = ["tench, Tinca tinca", "goldfish", "shark", "crane", "hen", "crane", "owl"]
+
+
+@pytest.fixture(autouse=True)
+def tiny_presets(monkeypatch):
+    add_tiny_presets(monkeypatch)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    return {
+        "class": write_class_model(tmp_path),
+        "text": write_text_model(tmp_path),
+        "tokenizer": write_tokenizer(tmp_path),
+    }
+
+
+@pytest.fixture
+def t5_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "t5"
+    tiny_t5().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def class_pipeline(files, **settings) -> Any:
+    return quiet(
+        ClassImagePipeline.from_official(files["class"], files["tokenizer"], image_size=8, **settings)
+    )
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def test_classes_are_drawn_from_official_files(files):
+    pipe = class_pipeline(files)
+    assert isinstance(pipe.sampler, SpeculativeJacobiSampler) and pipe.image_size == (8, 8)
+    assert (pipe.config["default_guidance_scale"], pipe.config["default_top_k"]) == (2.0, 0)
+    out = pipe([3, 5], num_images_per_label=2, generator=seeded(1, 2, 3, 4))
+    assert len(out.images) == 4 and out.images[0].size == (8, 8) and out.tokens.shape == (4, 16)
+    # The same by hand: plain sampling of one picture with the default law.
+    plain = AutoregressiveSampler()(
+        pipe.transformer, torch.tensor([5]), law=TokenLaw(guidance_scale=2.0), generator=seeded(3)
+    )
+    assert plain.tokens[0].equal(out.tokens[2])
+    pictures = pipe.vq_model.decode_tokens(plain.tokens)[0].permute(1, 2, 0) / 2 + 0.5
+    assert np.array_equal(
+        np.asarray(out.images[2]), (pictures.detach().numpy() * 255).round().astype(np.uint8)
+    )
+
+
+def test_classes_differ_and_labels_may_be_names(files):
+    pipe = class_pipeline(files, id2label=NAMES)
+    drawn = pipe(
+        [0, "Tinca tinca", "0", np.int64(0), "goldfish"], generator=seeded(*[9] * 5), guidance_scale=6.0
+    )
+    assert all(drawn.tokens[0].equal(tokens) for tokens in drawn.tokens[:4])
+    assert not drawn.tokens[0].equal(drawn.tokens[4])
+    assert pipe.label_ids(torch.tensor([2, 6])) == [2, 6] and pipe.label_ids("crane") == [3]
+
+
+def test_guidance_may_end_before_the_picture(files):
+    """Slots before the boundary as under guidance, slots behind it from the conditional law alone."""
+    pipe = class_pipeline(files)
+    settings = dict(guidance_scale=5.0, generator=seeded(1, 2, 3), num_images_per_label=3)
+    until = pipe(4, guidance_until=7, **settings).tokens
+    law = TokenLaw(guidance_scale=5.0, guidance_until=7)
+    plain = AutoregressiveSampler()(
+        pipe.transformer, torch.tensor([4] * 3), law=law, generator=seeded(1, 2, 3), batch_size=3
+    )
+    assert until.equal(plain.tokens)
+    settings["generator"] = seeded(1, 2, 3)
+    whole = pipe(4, **settings).tokens
+    assert until[:, :7].equal(whole[:, :7]) and not until.equal(whole)
+
+
+def test_a_class_pipeline_is_saved_with_its_names_and_defaults(files, tmp_path):
+    pipe = class_pipeline(files, id2label=NAMES, sampler=SpeculativeJacobiSampler(window=5))
+    pipe.save_pretrained(tmp_path / "saved")
+    again = quiet(load_pipeline(tmp_path / "saved"))
+    assert isinstance(again, ClassImagePipeline) and again.sampler.config["window"] == 5
+    assert again.config["id2label"] == NAMES and again.config["default_guidance_scale"] == 2.0
+    assert set(again.components) == {"transformer", "vq_model", "sampler", "drafter"}
+    remade: Any = ClassImagePipeline.from_pipe(again)
+    first, second, third = (p("goldfish", generator=seeded(5)).tokens for p in (pipe, again, remade))
+    assert first.equal(second) and first.equal(third)
+
+
+BAD_LABELS = {
+    "beyond": (7, ValueError, "class 7 given; allowed are 0 to 6"),
+    "negative": (-1, ValueError, "class -1 given"),
+    "empty": ([], ValueError, "empty list; pass at least one class"),
+    "digits": ("12", ValueError, "class 12 given; allowed are 0 to 6"),
+    "near miss": ("goldfisch", ValueError, "unknown class 'goldfisch'; close names are 'goldfish'"),
+    "far miss": ("xyzzy", ValueError, r"unknown class 'xyzzy'; see pipe.config\['id2label'\]"),
+    "fraction": ([1.5], TypeError, "label 1.5 is a float; pass a class number or name"),
+    "bool": (True, TypeError, "label True is a bool"),
+    "none": (None, TypeError, "labels=None; pass a class number or name, or a list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LABELS)
+def test_bad_labels_are_refused_before_any_computation(files, monkeypatch, name):
+    labels, error, message = BAD_LABELS[name]
+    pipe = class_pipeline(files, id2label=NAMES)
+    monkeypatch.setattr(pipe.transformer, "prefill", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(error, match=message):
+        pipe(labels)
+
+
+def test_other_bad_input_of_classes_is_refused(files):
+    pipe = class_pipeline(files)
+    with pytest.raises(ValueError, match="knows no names, pass numbers from 0 to 6"):
+        pipe("goldfish")
+    with pytest.raises(ValueError, match="num_images_per_label=0; pass an integer"):
+        pipe(1, num_images_per_label=0)
+    with pytest.raises(ValueError, match="2 generators for 1 pictures"):
+        pipe(1, generator=seeded(1, 2))
+    with pytest.raises(ValueError, match="height=16, .* draws 8 x 8"):
+        pipe(1, height=16)
+    with pytest.raises(ValueError, match="guidance_until=-1"):
+        pipe(1, guidance_until=-1)
+    with pytest.raises(ValueError, match="3 names for 7 classes; pass one name per class"):
+        class_pipeline(files, id2label=["a", "b", "c"])
+
+
+def test_each_pipeline_refuses_the_other_kind(files):
+    with pytest.raises(
+        ValueError, match="c2i_tiny.pt draws from class labels; load it with ClassImagePipeline.from_off"
+    ):
+        ImagePipeline.from_official(files["class"], files["tokenizer"], image_size=8)
+    with pytest.raises(
+        ValueError, match="t2i_tiny.pt draws from captions; load it with ImagePipeline.from_official"
+    ):
+        ClassImagePipeline.from_official(files["text"], files["tokenizer"], image_size=8)
+    classes = tiny_transformer(num_classes=3, caption_dim=None, prefix_length=1)
+    with pytest.raises(ValueError, match="draws from class labels; use ClassImagePipeline"):
+        ImagePipeline(classes, tiny_vq_model(), None, AutoregressiveSampler())
+    with pytest.raises(ValueError, match="draws from captions; use ImagePipeline"):
+        ClassImagePipeline(tiny_transformer(), tiny_vq_model(), AutoregressiveSampler())
+
+
+# -- captions ----------------------------------------------------------------------------------------------------------
+
+
+def test_captions_are_drawn_from_official_files(files, t5_folder, tmp_path):
+    cache = tmp_path / "cache"
+    pipe = quiet(
+        ImagePipeline.from_official(
+            files["text"], files["tokenizer"], t5_folder, image_size=8, feature_cache=cache
+        )
+    )
+    assert (pipe.config["default_guidance_scale"], pipe.config["default_top_k"]) == (7.5, 1000)
+    assert pipe.text_encoder.max_words == 6
+    prompts = ["a red circle", "a blue square ."]
+    drawn = pipe(prompts, generator=seeded(1, 2))
+    assert len(list(cache.rglob("*.safetensors"))) == 2
+    condition = tiny_features()(prompts)  # 10 words long: the model's six are its last ones
+    given = pipe(
+        prompt_embeds=condition.features[:, 4:],
+        prompt_attention_mask=condition.mask[:, 4:],
+        generator=seeded(1, 2),
+    )
+    assert drawn.tokens.equal(given.tokens)
+    with pytest.raises(ValueError, match="prompt of 7 tokens given; at most 6"):
+        pipe("a red circle on a square")
+    pipe.save_pretrained(tmp_path / "saved")
+    again = quiet(load_pipeline(tmp_path / "saved"))
+    assert type(again) is ImagePipeline and again.config["default_top_k"] == 1000
+    assert again(prompts, generator=seeded(1, 2)).tokens.equal(drawn.tokens)
+
+
+def test_captions_without_a_text_encoder_take_features(files):
+    pipe = quiet(ImagePipeline.from_official(files["text"], files["tokenizer"], image_size=8))
+    with pytest.raises(ValueError, match="without a text encoder; pass prompt_embeds"):
+        pipe("a red circle")
+    assert len(pipe(prompt_embeds=torch.randn(1, 6, 8)).images) == 1
+
+
+def test_defaults_of_the_embedded_pipeline_are_what_they_were():
+    pipe = tiny_pipeline()
+    assert pipe.make_law() == TokenLaw(guidance_scale=3.0)
+    assert pipe.make_law(1.0, 5, top_p=0.9) == TokenLaw(guidance_scale=1.0, top_k=5, top_p=0.9)
+
+
+# -- converting --------------------------------------------------------------------------------------------------------
+
+
+def test_two_files_become_a_pipeline_in_any_order(files, t5_folder, tmp_path):
+    facts = convert([files["tokenizer"], files["class"]], tmp_path / "out", image_size=8)
+    assert facts["class"] == "ClassImagePipeline" and set(facts["parameters"]) == {"transformer", "vq_model"}
+    assert facts["files"][str(files["class"])] == "LlamaGen-tiny, class-conditional"
+    loaded, direct = quiet(load_pipeline(tmp_path / "out")), class_pipeline(files)
+    assert loaded([1, 2], generator=seeded(1, 2)).tokens.equal(direct([1, 2], generator=seeded(1, 2)).tokens)
+    written = [path.suffix for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert set(written) == {".json", ".safetensors"}
+
+    facts = convert(
+        [files["text"], files["tokenizer"]], tmp_path / "text", image_size=8, text_encoder=t5_folder
+    )
+    assert facts["class"] == "ImagePipeline" and "text_encoder" in facts["parameters"]
+    assert quiet(ImagePipeline.from_pretrained(tmp_path / "text"))("a red circle").images
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_one_file_becomes_a_model_and_the_dtype_is_chosen(files, tmp_path):
+    facts = convert([files["class"]], tmp_path / "gpt", image_size=64, dtype=torch.bfloat16)
+    assert facts["class"] == "LlamaGenTransformer"
+    model = LlamaGenTransformer.from_pretrained(tmp_path / "gpt", torch_dtype=torch.bfloat16)
+    expected = torch.load(files["class"], weights_only=True)["model"]
+    assert all(torch.equal(v, expected[k].bfloat16()) for k, v in model.state_dict().items())
+    convert([files["tokenizer"]], tmp_path / "vq")
+    assert VQModel.from_pretrained(tmp_path / "vq").config["image_size"] == 256
+
+
+def test_what_is_in_the_way_stays(files, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not empty; .* --overwrite"):
+        convert([files["class"]], out, image_size=8)
+    with pytest.raises(FileExistsError, match="no conversion wrote it; it is not replaced"):
+        convert([files["class"]], out, image_size=8, overwrite=True)
+    with pytest.raises(FileExistsError, match="is a file"):
+        convert([files["class"]], files["text"], image_size=8, overwrite=True)
+    assert (out / "mine.txt").read_text() == "mine"
+
+    done = tmp_path / "done"
+    convert([files["class"]], done, image_size=64)
+    before = (done / "config.json").read_text()
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaGenTransformer, "save_pretrained", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            convert([files["class"]], done, image_size=128, overwrite=True)
+    assert (done / "config.json").read_text() == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    convert([files["class"]], done, image_size=128, overwrite=True)
+    assert LlamaGenTransformer.from_pretrained(done).grid.width == 8
+
+
+def test_files_that_make_no_pipeline_are_refused(files, t5_folder, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(
+        ValueError, match="are both of one kind .* pass one transformer, one tokenizer, or one of each"
+    ):
+        convert([files["class"], files["text"]], out, image_size=8)
+    with pytest.raises(ValueError, match="a text encoder belongs into a text-conditional pipeline"):
+        convert([files["class"], files["tokenizer"]], out, image_size=8, text_encoder=t5_folder)
+    with pytest.raises(ValueError, match="does not tell the size of its pictures"):
+        convert([files["class"], files["tokenizer"]], out)
+    assert not out.exists()
+
+
+# -- folders and files that are no pipeline --------------------------------------------------------------------------
+
+
+def test_a_file_or_a_folder_without_configuration_is_told_what_to_do(files, tmp_path):
+    for load in (ImagePipeline.from_pretrained, ClassImagePipeline.from_pretrained, load_pipeline):
+        with pytest.raises(
+            ValueError, match="c2i_tiny.pt is a file. .* from_official, .* `visual-spec convert"
+        ):
+            load(files["class"])
+        with pytest.raises(
+            ValueError, match=r"no model_index.json.* \(it holds c2i_tiny.pt, t2i_tiny.pt, vq_tiny.pt\)"
+        ):
+            load(tmp_path)
+
+
+def test_a_pipeline_of_another_library_is_named(tmp_path):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(
+        ValueError, match="holds a FluxPipeline; pass one of ClassImagePipeline, ImagePipeline"
+    ):
+        load_pipeline(tmp_path)

@@ -1,0 +1,203 @@
+"""Training a drafter on a tiny target: it learns, resumes to the same weights, and says what it reached."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from visual_spec.data.shapes import is_held_out
+from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.eagle import EagleDrafter, logits_of
+from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.drafted import DraftedSampler
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.training.ar import shapes_vocabulary
+from visual_spec.training.drafter import (
+    DrafterTraining,
+    DrawnPictures,
+    acceptance_rates,
+    drafter_loss,
+    guided_logits,
+    prompts_of_shard,
+    target_features,
+    train_drafter,
+)
+
+VOCAB, SIDE = 12, 4
+TINY: dict[str, Any] = dict(
+    pictures=24, held_out_pictures=8, shard_size=12, steps=40, batch_size=4, unroll=2, learning_rate=1e-2
+)
+
+
+def models() -> tuple[LlamaGenTransformer, CaptionEncoder]:
+    torch.manual_seed(0)
+    encoder = CaptionEncoder(shapes_vocabulary(), dim=8, num_layers=1, num_heads=2, max_words=20).eval()
+    target = LlamaGenTransformer(
+        vocab_size=VOCAB, dim=16, num_layers=2, num_heads=2, grid_size=SIDE, prefix_length=20, num_classes=None,
+        caption_dim=8,
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for parameter in target.parameters():  # larger than a fresh network's, so that the laws differ
+            parameter.mul_(8) if parameter.ndim == 2 else None
+    return target, encoder
+
+
+def fresh(target: LlamaGenTransformer) -> EagleDrafter:
+    torch.manual_seed(1)
+    return EagleDrafter.for_target(target)
+
+
+class Draw:
+    """The target's own pictures; counts how often it was asked, and can fail."""
+
+    def __init__(self, target: LlamaGenTransformer, encoder: CaptionEncoder) -> None:
+        self.target, self.encoder, self.calls = target, encoder, 0
+
+    def __call__(self, prompts: list[str], guidance: float, seed: int) -> Tensor:
+        self.calls += 1
+        law = TokenLaw(guidance_scale=guidance)
+        generator = torch.Generator().manual_seed(seed)
+        sampler = AutoregressiveSampler()
+        return sampler(
+            self.target, self.encoder(prompts), law=law, generator=generator, batch_size=len(prompts)
+        ).tokens
+
+
+def run(out: Path, **changes: Any) -> tuple[dict, EagleDrafter, Draw]:
+    target, encoder = models()
+    drafter, draw = fresh(target), Draw(target, encoder)
+    every = changes.pop("every", 10)
+    settings = DrafterTraining(**{**TINY, **changes})
+    return train_drafter(drafter, target, draw, encoder, settings, out, every=every), drafter, draw
+
+
+def drawn(target: LlamaGenTransformer, encoder: CaptionEncoder, guidance: float) -> DrawnPictures:
+    prompts = prompts_of_shard(9, 6, 0)
+    tokens = Draw(target, encoder)(prompts, guidance, 5)
+    features = target_features(target, encoder(prompts), tokens)
+    return DrawnPictures(tokens, features, torch.full((6,), guidance))
+
+
+def test_training_raises_the_acceptance_at_every_depth_and_leaves_a_record(tmp_path):
+    target, encoder = models()
+    before = acceptance_rates(fresh(target), target, drawn(target, encoder, 3.0), 3)
+    record, drafter, _ = run(tmp_path)
+    after = acceptance_rates(drafter, target, drawn(target, encoder, 3.0), 3)
+    assert all(late > early + 0.1 for early, late in zip(before, after, strict=True))
+    losses = [loss for _, loss in record["loss"]]
+    assert losses[-1] < losses[0] - 0.2 and record["parameters"] == sum(
+        p.numel() for p in drafter.parameters()
+    )
+    assert len(record["acceptance_rates"]) == 4 and 0 < min(record["acceptance_rates"]) <= 1
+    assert json.loads((tmp_path / "drafter" / "training.json").read_text()) == json.loads(json.dumps(record))
+    loaded = EagleDrafter.from_pretrained(tmp_path / "drafter")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), drafter.parameters(), strict=True))
+    assert not (tmp_path / "resume.pt").exists()
+    for mine, theirs in zip(models()[0].parameters(), target.parameters(), strict=True):
+        assert torch.equal(mine, theirs)  # the target is left as it was
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
+    _, whole, _ = run(tmp_path / "whole")
+    from visual_spec.training import drafter as module
+
+    real_loss, steps = module.drafter_loss, 0
+
+    def failing(*args):
+        nonlocal steps
+        steps += 1
+        if steps == 27:
+            raise KeyboardInterrupt
+        return real_loss(*args)
+
+    monkeypatch.setattr(module, "drafter_loss", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "broken")
+    monkeypatch.setattr(module, "drafter_loss", real_loss)
+    record, resumed, draw = run(tmp_path / "broken")
+    assert draw.calls == 0  # the pictures are read, not drawn again
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert [step for step, _ in record["loss"]] == list(range(0, 40, 10))
+
+
+def test_refuses_pictures_of_another_run(tmp_path):
+    run(tmp_path, steps=1)
+    with pytest.raises(ValueError, match="other prompts or guidance; pass another --out folder"):
+        run(tmp_path, steps=1, seed=1)
+
+
+def test_refuses_settings_that_train_nothing():
+    for name in ("pictures", "steps", "unroll", "batch_size"):
+        with pytest.raises(ValueError, match=f"{name}=0; pass an integer of at least 1"):
+            DrafterTraining(**cast(Any, {name: 0}))
+    with pytest.raises(ValueError, match="guidance_scales is empty"):
+        DrafterTraining(guidance_scales=())
+
+
+def test_prompts_are_never_held_out_ones():
+    prompts = [text for shard in range(4) for text in prompts_of_shard(shard, 30, 0)]
+    assert not any(map(is_held_out, prompts)) and len(set(prompts)) > 100
+
+
+def test_target_features_give_the_targets_laws():
+    target, encoder = models()
+    target, encoder = target.double(), encoder.double()
+    prompts = prompts_of_shard(0, 3, 0)
+    tokens = torch.randint(0, VOCAB, (3, SIDE * SIDE), generator=torch.Generator().manual_seed(0))
+    condition = encoder(prompts)
+    features = target_features(target, condition, tokens)
+    conditional = target.teacher_forced(tokens, condition)
+    unconditional = target.teacher_forced(tokens, condition, dropped=torch.ones(3, dtype=torch.bool))
+    logits = logits_of(target, features)
+    assert (logits[0] - conditional).abs().max() < 1e-10
+    assert (logits[1] - unconditional).abs().max() < 1e-10
+    for scale in (0.5, 1.0, 3.0):
+        law = TokenLaw(guidance_scale=scale)
+        want = law(torch.cat([conditional, unconditional]) if law.guided else conditional, law.guided)
+        got = guided_logits(target, features, torch.full((3,), scale)).log_softmax(-1)
+        assert (got - want).abs().max() < 1e-10
+
+
+def test_loss_of_a_drafter_that_is_right_is_the_entropy_of_the_target(monkeypatch):
+    target, encoder = models()
+    pictures = drawn(target, encoder, 2.0)
+    perfect = pictures.features[:, :, 1:].flatten(0, 1)
+    settings = DrafterTraining(unroll=3, unroll_decay=1.0)
+    drafter = fresh(target)
+    monkeypatch.setattr(drafter, "unrolled", lambda target, tokens, features, steps: [perfect] * steps)
+    loss = drafter_loss(drafter, target, pictures.tokens, pictures.features, pictures.guidance, settings)
+    with torch.no_grad():
+        law = guided_logits(target, pictures.features[:, :, 1:], pictures.guidance).log_softmax(-1)
+    entropy = -(law.exp() * law).sum(-1)
+    expected = sum(entropy[:, step:].mean() for step in range(3)) / 3
+    assert loss.item() == pytest.approx(float(expected), abs=1e-5)
+    rates = acceptance_rates(drafter, target, pictures, 3)
+    assert rates == [1.0, 1.0, 1.0]
+
+
+def test_predicted_acceptance_is_what_the_sampler_meets(tmp_path):
+    """The rate of depth 1 against decodes with one draft a call: how many are kept."""
+    _, drafter, _ = run(tmp_path)
+    target, encoder = models()
+    prompts = prompts_of_shard(3, 64, 0)
+    law = TokenLaw(guidance_scale=3.0)
+    sampler, generator = DraftedSampler(1), torch.Generator().manual_seed(0)
+    condition = encoder(prompts)
+    result = sampler(target, condition, law=law, drafter=drafter, generator=generator, batch_size=64)
+    pictures = DrawnPictures(
+        result.tokens, target_features(target, condition, result.tokens), torch.full((64,), 3.0)
+    )
+    rate = acceptance_rates(drafter, target, pictures, 1)[0]
+    kept = tests = 0
+    for commit_call in result.trace.commit_call:
+        per_call = torch.bincount(commit_call)
+        drafting = (per_call.cumsum(0) - per_call)[1:] < SIDE * SIDE - 1  # the last slot alone has no draft
+        kept += int((per_call[1:][drafting] == 2).sum())
+        tests += int(drafting.sum())
+    assert kept / tests == pytest.approx(rate, abs=0.04)

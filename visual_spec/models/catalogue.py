@@ -1,0 +1,144 @@
+"""Which models run, with which samplers, how that was verified, and what memory they ask for. Plain data, no PyTorch.
+
+Sizes are those of the official weights; the tests recompute them on the meta device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Kinds of model calls (`visual_spec.models.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`.
+RASTER, TREE, ORDER = "raster", "tree", "order"
+RASTER_TREE_ORDER = (RASTER, TREE, ORDER)
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """One model.
+
+    Attributes:
+        name: as printed.
+        weights: the official files or repository; "" where none is released.
+        load: what loads it.
+        pixels: side of the pictures.
+        tokens: slots of a picture.
+        prefix: positions before the first token (of a prompt of usual length where it is not fixed).
+        parameters: numbers in the weights of what draws tokens: tokenizers and text encoders come on top.
+        cached: numbers that the cache holds for one position of one row: keys and values of all layers.
+        calls: the kinds of calls it answers.
+        verified: a key of `VERIFIED`.
+    """
+
+    name: str
+    weights: str
+    load: str
+    pixels: int
+    tokens: int
+    prefix: int
+    parameters: int
+    cached: int
+    verified: str
+    calls: tuple[str, ...] = RASTER_TREE_ORDER
+
+    def memory(self, bytes_each: int, *, batch_size: int = 1, guided: bool = True) -> int:
+        """Bytes of weights and cache while `batch_size` pictures are drawn.
+
+        Args:
+            bytes_each: of a number: 4 for float32, 2 for bfloat16.
+        """
+        rows = batch_size * (2 if guided else 1)
+        return (self.parameters + rows * (self.prefix + self.tokens) * self.cached) * bytes_each
+
+
+@dataclass(frozen=True)
+class KnownSampler:
+    """One sampler: the kind of calls it makes, what it gives, and what else it must be given."""
+
+    name: str
+    calls: str
+    result: str
+    also: str = ""
+
+
+VERIFIED = {
+    "embedded": "trained here; tokens, pictures and prompt accuracy in tests/pipelines/test_embedded.py",
+    "official layout": "keys and shapes of the official layout, logits equal to a straight-line computation; the "
+    "released weights themselves were not run",
+    "transformers": "tiny random configurations equal transformers' own generate token for token; the released "
+    "weights themselves were not run",
+}
+
+_CLASSES, _TEXT = "ClassImagePipeline.from_official", "ImagePipeline.from_official"
+
+
+def _llamagen(
+    preset: str, layers: int, dim: int, pixels: int, parameters: int, weights: str = "", text: bool = False
+) -> KnownModel:
+    return KnownModel(
+        name=f"LlamaGen-{preset} {'text' if text else 'class'} {pixels}",
+        weights=weights,
+        load=_TEXT if text else _CLASSES,
+        pixels=pixels,
+        tokens=(pixels // 16) ** 2,
+        prefix=120 if text else 1,
+        parameters=parameters,
+        cached=2 * layers * dim,
+        verified="official layout",
+    )
+
+
+MODELS = [
+    _llamagen("B", 12, 768, 256, 110_888_448, "c2i_B_256.pt"),
+    _llamagen("B", 12, 768, 384, 110_888_448, "c2i_B_384.pt"),
+    _llamagen("L", 24, 1024, 256, 342_910_976, "c2i_L_256.pt"),
+    _llamagen("L", 24, 1024, 384, 342_910_976, "c2i_L_384.pt"),
+    _llamagen("XL", 36, 1280, 384, 774_699_520, "c2i_XL_384.pt"),
+    _llamagen("XXL", 48, 1536, 384, 1_410_972_672, "c2i_XXL_384.pt"),
+    _llamagen("XXXL", 48, 2560, 384, 3_893_027_840),
+    _llamagen("1B", 22, 2048, 384, 1_199_616_000),
+    _llamagen("3B", 24, 3200, 384, 3_096_659_200, "c2i_3B_384.pt"),
+    _llamagen("7B", 32, 4096, 384, 6_614_589_440),
+    _llamagen("XL", 36, 1280, 256, 777_923_840, "t2i_XL_stage1_256.pt", text=True),
+    _llamagen("XL", 36, 1280, 512, 777_923_840, "t2i_XL_stage2_512.pt", text=True),
+    # Sizes of transformers' default configurations, which are those of the released weights.
+    KnownModel(
+        "Chameleon-7B, Anole-7B", "leloy/Anole-7b-v0.1-hf", "visual_spec.accelerate(model)",
+        512, 1024, 64, 7_013_666_816, 2 * 32 * 4096, "transformers",
+    ),
+    KnownModel(
+        "Lumina-mGPT-7B 768", "Alpha-VLLM/Lumina-mGPT-7B-768", "visual_spec.accelerate(model)",
+        768, 48 * 49, 64, 7_013_666_816, 2 * 32 * 4096, "transformers",
+    ),
+    KnownModel(
+        "Emu3-Gen", "BAAI/Emu3-Gen-hf", "visual_spec.accelerate(model)",
+        720, 90 * 91, 64, 8_492_011_520, 2 * 32 * 1024, "transformers",
+    ),
+    KnownModel(
+        "GLM-Image, its token stage", "zai-org/GLM-Image", "visual_spec.accelerate(model)",
+        1024, 32 * 32 + 16 * 16, 64, 8_914_788_352, 2 * 40 * 256, "transformers",
+    ),
+]  # fmt: skip
+
+# Families of transformers whose sizes differ from release to release: they run, and are not in the table of memory.
+OTHER_MODELS = {"Janus, Janus-Pro": ("visual_spec.accelerate(model)", "transformers")}
+
+# What comes on top of `KnownModel.parameters`.
+EXTRAS = {"VQ-16 tokenizer": 71_883_403, "VQ-8 tokenizer": 70_109_835, "flan-t5-xl encoder": 1_223_527_424}
+
+SAMPLERS = [
+    KnownSampler("AutoregressiveSampler", RASTER, "the reference"),
+    KnownSampler("SpeculativeJacobiSampler", RASTER, "identical or lossless; grouped, relaxed: measured"),
+    KnownSampler("ProactiveJacobiSampler", TREE, "lossless"),
+    KnownSampler("DraftedSampler", RASTER, "identical or lossless", "drafter"),
+    KnownSampler("TreeSampler", TREE, "lossless; relaxed: measured", "drafter"),
+    KnownSampler("ZipARSampler", ORDER, "measured"),
+    KnownSampler("ParallelJacobiSampler", ORDER, "measured"),
+    KnownSampler("MultiscaleSampler", RASTER, "measured (the drafter is of lower resolution)", "drafter"),
+]
+
+
+def fits(model_calls: tuple[str, ...], sampler: KnownSampler) -> str:
+    """A cell of the matrix: "yes", "+ " and what else is needed, or "-"."""
+    if sampler.calls not in model_calls:
+        return "-"
+    return f"+ {sampler.also}" if sampler.also else "yes"

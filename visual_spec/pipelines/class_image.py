@@ -1,0 +1,237 @@
+"""Class to image by next-token models: label -> tokens -> picture."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, Self
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+# As in `image.py`: every class that a saved pipeline may name is imported here.
+from visual_spec.models.checkpoints import Source
+from visual_spec.models.eagle import EagleDrafter
+from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.models.multiscale import MultiscaleDrafter
+from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.token_image import TokenImagePipeline, check_generator, load_official
+from visual_spec.samplers import (  # noqa: F401
+    autoregressive,
+    drafted,
+    jacobi,
+    multiscale,
+    parallel_jacobi,
+    proactive,
+    rows,
+    tree,
+)
+
+Labels = int | str | Sequence[int | str]
+
+
+class ClassImagePipeline(TokenImagePipeline):
+    """Draws pictures of classes, such as the 1000 of ImageNet.
+
+    Args:
+        transformer: a class-conditional next-token model over the image tokens.
+        vq_model: turns tokens into pictures; its codebook is the transformer's vocabulary.
+        sampler: how tokens are decoded; swap it freely (`pipe.sampler = ...`).
+        id2label: the name of every class, in order, several names of one class separated by commas; with it, labels
+            may be given by name.
+        drafter: what proposes tokens to samplers that ask for one; set it freely (`pipe.drafter = ...`).
+        default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: tokenizer and transformer that do not fit, a transformer that draws from captions, or a number of
+            names other than that of classes.
+
+    Example:
+        >>> pipe = ClassImagePipeline.from_official("c2i_XL_384.pt", "vq_ds16_c2i.pt")
+        >>> pipe([207, 360], generator=torch.Generator().manual_seed(0)).images[0].save("retriever.png")
+    """
+
+    model_cpu_offload_seq = "drafter->transformer->vq_model"
+    _optional_components = ["drafter"]
+
+    # `from_pipe` hands a model on only if it is of exactly one of the annotated classes.
+    def __init__(
+        self,
+        transformer: LlamaGenTransformer,
+        vq_model: VQModel,
+        sampler: SchedulerMixin,
+        id2label: list[str] | None = None,
+        default_guidance_scale: float = 2.0,
+        default_top_k: int = 0,
+        drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
+    ):
+        super().__init__()
+        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, drafter=drafter)
+        self.register_to_config(id2label=None if id2label is None else list(id2label))
+        self._finish_init(default_guidance_scale, default_top_k)
+        if self.transformer.config.get("num_classes") is None:
+            raise ValueError("the transformer draws from captions; use ImagePipeline.")
+        if id2label is not None and len(id2label) != self.num_classes:
+            raise ValueError(
+                f"{len(id2label)} names for {self.num_classes} classes; pass one name per class."
+            )
+        named = ((name.strip(), i) for i, text in enumerate(id2label or ()) for name in text.split(","))
+        self._ids: dict[str, int] = {}
+        for name, index in named:
+            self._ids.setdefault(
+                name, index
+            )  # where two classes share a name ("crane"), the first one has it
+
+    @classmethod
+    def from_official(
+        cls,
+        transformer: Source,
+        vq_model: Source,
+        *,
+        image_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        sampler: SchedulerMixin | None = None,
+        id2label: list[str] | None = None,
+    ) -> Self:
+        """A pipeline around official class-conditional LlamaGen files, with the guidance of their published FID.
+
+        Args:
+            transformer: an official file (or what `read_checkpoint` made of it), e.g. `c2i_XL_384.pt`.
+            vq_model: e.g. `vq_ds16_c2i.pt`.
+            image_size: side of the pictures in pixels; None: what the file or its name says.
+            dtype: of all weights; None keeps that of each file.
+            sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls.
+            id2label: see the class.
+
+        Raises:
+            ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.checkpoints`).
+        """
+        model, tokenizer, defaults = load_official(
+            transformer, vq_model, image_size=image_size, dtype=dtype, text=False
+        )
+        return cls(model, tokenizer, sampler or jacobi.SpeculativeJacobiSampler(), id2label, **defaults)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, labelled 0 to num_classes - 1."""
+        return self.transformer.config["num_classes"]
+
+    def label_ids(self, labels: Labels) -> list[int]:
+        """Class numbers of labels: numbers, their digits, or names where the pipeline has `id2label`.
+
+        Raises:
+            TypeError, ValueError: a label that is none of these; names those that are close.
+        """
+        if isinstance(labels, (Integral, str)):
+            labels = [labels]  # type: ignore[list-item]
+        elif isinstance(labels, torch.Tensor):
+            labels = labels.tolist()
+        if not isinstance(labels, Sequence):
+            raise TypeError(f"labels={labels!r}; pass a class number or name, or a list of them.")
+        if not labels:
+            raise ValueError("labels is an empty list; pass at least one class.")
+        return [self._label_id(label) for label in labels]
+
+    def _label_id(self, label: Any) -> int:
+        if isinstance(label, str) and label not in self._ids and not label.isdecimal():
+            close = difflib.get_close_matches(label, self._ids, n=3)
+            if self._ids:
+                advice = (
+                    f"close names are {', '.join(map(repr, close))}"
+                    if close
+                    else "see pipe.config['id2label']"
+                )
+            else:
+                advice = f"this pipeline knows no names, pass numbers from 0 to {self.num_classes - 1}"
+            raise ValueError(f"unknown class {label!r}; {advice}.")
+        if isinstance(label, str):
+            label = self._ids[label] if label in self._ids else int(label)
+        if isinstance(label, bool) or not isinstance(label, Integral):
+            raise TypeError(f"label {label!r} is a {type(label).__name__}; pass a class number or name.")
+        number = int(label)
+        if not 0 <= number < self.num_classes:
+            raise ValueError(f"class {number} given; allowed are 0 to {self.num_classes - 1}.")
+        return number
+
+    def check_inputs(
+        self,
+        labels: Labels,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        num_images_per_label: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+    ) -> None:
+        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
+
+        Raises:
+            ValueError, TypeError: names what was given, what is allowed, and what to do.
+        """
+        self._check_drawing(
+            height=height,
+            width=width,
+            pictures_each=num_images_per_label,
+            pictures_each_name="num_images_per_label",
+            output_type=output_type,
+            callback_tensors=callback_on_step_end_tensor_inputs,
+        )
+        check_generator(generator, len(self.label_ids(labels)) * num_images_per_label)
+
+    def encode_prompt(self, labels: Labels, *, num_images_per_prompt: int = 1) -> torch.Tensor:
+        """The condition of labels: class numbers, long [labels * num_images_per_prompt], on the pipeline's device."""
+        ids = torch.tensor(self.label_ids(labels), device=self._execution_device)
+        return ids.repeat_interleave(num_images_per_prompt)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        labels: Labels,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        guidance_scale: float | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        guidance_until: int | None = None,
+        num_images_per_label: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+    ) -> ImagePipelineOutput:
+        """Draw.
+
+        Args:
+            labels: a class number, its name where the pipeline has `id2label`, or a list of them.
+            num_images_per_label: pictures of each class; those of one class follow each other.
+
+        All other arguments, and the errors, are those of `ImagePipeline.__call__`.
+        """
+        law = self.make_law(
+            guidance_scale, top_k, temperature=temperature, top_p=top_p, guidance_until=guidance_until
+        )
+        self.check_inputs(
+            labels,
+            height=height,
+            width=width,
+            num_images_per_label=num_images_per_label,
+            generator=generator,
+            output_type=output_type,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+        )
+        condition = self.encode_prompt(labels, num_images_per_prompt=num_images_per_label)
+        return self._draw(
+            condition,
+            len(condition),
+            law=law,
+            generator=generator,
+            output_type=output_type,
+            return_dict=return_dict,
+            callback=callback_on_step_end,
+            callback_tensors=callback_on_step_end_tensor_inputs,
+        )

@@ -1,0 +1,129 @@
+"""Official checkpoint files to `save_pretrained` folders: safetensors and configurations."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visual_spec.models.checkpoints import (
+    Checkpoint,
+    load_tokenizer,
+    load_transformer,
+    read_checkpoint,
+    recognise,
+)
+from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.image import ImagePipeline
+
+# What a folder has that an earlier conversion wrote.
+_OURS = ("model_index.json", "config.json")
+
+
+def convert(
+    files: Sequence[str | os.PathLike],
+    out: str | os.PathLike,
+    *,
+    text_encoder: str | os.PathLike | None = None,
+    image_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write a folder that `from_pretrained` loads: a pipeline of two files, or the model of one.
+
+    The folder appears complete or not at all.
+
+    Args:
+        files: a LlamaGen transformer, its tokenizer, or both in any order; told apart by their keys.
+        out: folder to write.
+        text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
+            it can be given at loading, or prompts as embeddings.
+        image_size: side of the pictures in pixels; None: what the file or its name says. A transformer by itself is
+            taken for one over VQ-16 tokens.
+        dtype: of the weights written; None keeps that of each file.
+        overwrite: replace what an earlier conversion wrote at `out`.
+
+    Returns:
+        folder; class, the one to load it with; files, {path: architecture}; parameters, {component: count}.
+
+    Raises:
+        ValueError, OSError: a file that is none of these, two of one kind, or a folder that is in the way.
+    """
+    out = Path(out)
+    _refuse_folder(out, overwrite)
+    found: dict[type, Checkpoint] = {}
+    names: dict[str, str] = {}
+    for file in files:
+        checkpoint = read_checkpoint(file)
+        architecture = recognise(checkpoint)
+        if architecture.model in found:
+            raise ValueError(
+                f"{found[architecture.model].path} and {file} are both of one kind ({architecture.name}); pass one "
+                "transformer, one tokenizer, or one of each."
+            )
+        found[architecture.model], names[str(file)] = checkpoint, architecture.name
+    model = _assemble(found, text_encoder, image_size, dtype)
+    _write_whole(model.save_pretrained, out)
+    components = getattr(model, "components", {"model": model})
+    counts = {
+        name: sum(parameter.numel() for parameter in part.parameters())
+        for name, part in components.items()
+        if isinstance(part, torch.nn.Module)
+    }
+    return {"folder": str(out), "class": type(model).__name__, "files": names, "parameters": counts}
+
+
+def _assemble(
+    found: dict[type, Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> Any:
+    transformer = found.get(LlamaGenTransformer)
+    tokenizer = next(
+        (checkpoint for kind, checkpoint in found.items() if kind is not LlamaGenTransformer), None
+    )
+    text = transformer is not None and "cls_embedding.uncond_embedding" in transformer.weights
+    if text_encoder is not None and not (text and tokenizer is not None):
+        raise ValueError(
+            "a text encoder belongs into a text-conditional pipeline; pass a t2i file and its tokenizer with it."
+        )
+    if transformer is None:
+        assert tokenizer is not None
+        return load_tokenizer(tokenizer, image_size=image_size or 256, dtype=dtype)
+    if tokenizer is None:
+        return load_transformer(transformer, image_size=image_size, dtype=dtype)
+    options: dict[str, Any] = dict(image_size=image_size, dtype=dtype)
+    if text:
+        return ImagePipeline.from_official(transformer, tokenizer, text_encoder, **options)
+    return ClassImagePipeline.from_official(transformer, tokenizer, **options)
+
+
+def _refuse_folder(out: Path, overwrite: bool) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise FileExistsError(f"{out} is a file; name a folder to write")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{out} exists and is not empty; choose another name or pass --overwrite")
+    if not any((out / name).exists() for name in _OURS):
+        raise FileExistsError(
+            f"{out} holds no {' or '.join(_OURS)}, so no conversion wrote it; it is not replaced. Choose another name."
+        )
+
+
+def _write_whole(save: Callable[[Path], Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        new, old = scratch / "new", scratch / "old"
+        new.mkdir()
+        save(new)
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,195 @@
+"""What the pipelines that draw one picture per grid of tokens share: input checks, decoding, tokens to pixels."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers.image_processor import VaeImageProcessor
+
+from visual_spec.models.checkpoints import Checkpoint, Source, load_pair, official_defaults
+from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, wake
+from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.samplers.law import TokenLaw
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+
+class TokenImagePipeline(VisualPipeline):
+    """A next-token model over image tokens, the tokenizer that turns them into pictures, and a sampler.
+
+    Subclasses register `transformer`, `vq_model` and `sampler`, and say what a picture is drawn from.
+    """
+
+    _callback_tensor_inputs = ["lengths"]
+
+    transformer: Any
+    vq_model: Any
+    drafter: Any
+
+    def _finish_init(self, default_guidance_scale: float, default_top_k: int) -> None:
+        """To be called when the components are registered: checks that they fit each other."""
+        self.register_to_config(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
+        self.image_processor = VaeImageProcessor(do_resize=False)
+        grid, side = self.transformer.grid, self.vq_model.tokens_per_side
+        vocab_size, codes = self.transformer.vocab_size, self.vq_model.config["codebook_size"]
+        if (vocab_size, grid.height, grid.width) != (codes, side, side):
+            raise ValueError(
+                f"the transformer predicts {grid.height} x {grid.width} tokens out of {vocab_size}, but the "
+                f"tokenizer decodes {side} x {side} out of {codes}; load both from the same model."
+            )
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the pictures in pixels."""
+        grid, patch = self.transformer.grid, self.vq_model.patch_size
+        return grid.height * patch, grid.width * patch
+
+    def make_law(
+        self, guidance_scale: float | None = None, top_k: int | None = None, **settings: Any
+    ) -> TokenLaw:
+        """The law of a token; None for guidance or top-k is the default of this model.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        scale = self.config["default_guidance_scale"] if guidance_scale is None else guidance_scale
+        count = self.config["default_top_k"] if top_k is None else top_k
+        return TokenLaw(guidance_scale=scale, top_k=count, **settings)
+
+    def _check_drawing(
+        self,
+        *,
+        height: int | None,
+        width: int | None,
+        pictures_each: Any,
+        pictures_each_name: str,
+        output_type: str,
+        callback_tensors: Sequence[str] | None,
+    ) -> None:
+        """Refuse what no picture can be drawn with, whatever it is drawn from."""
+        self.check_sampler()
+        size = self.image_size
+        if height not in (None, size[0]) or width not in (None, size[1]):
+            grid = self.transformer.grid
+            raise ValueError(
+                f"height={height}, width={width}, but this model draws {size[0]} x {size[1]} pixels "
+                f"({grid.height} x {grid.width} tokens); leave height and width out."
+            )
+        if isinstance(pictures_each, bool) or not isinstance(pictures_each, int) or pictures_each < 1:
+            raise ValueError(f"{pictures_each_name}={pictures_each!r}; pass an integer of at least 1.")
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
+        unknown = [name for name in callback_tensors or () if name not in self._callback_tensor_inputs]
+        if unknown:
+            raise ValueError(
+                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
+            )
+
+    def _sampler_parts(self) -> dict[str, Any]:
+        """What the sampler asks for beside the model: a drafter, the codebook."""
+        parts = {}
+        if getattr(self.sampler, "needs_drafter", False):
+            if self.drafter is not None:
+                wake(self.drafter)
+            parts["drafter"] = self.drafter
+        if getattr(self.sampler, "needs_codebook", False):
+            wake(self.vq_model)
+            parts["codebook"] = self.vq_model.quantize.codes
+        return parts
+
+    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of tokens [B, h * w] in the form `output_type` asks for (see `ImagePipelineOutput`)."""
+        if output_type == "latent":
+            grid = self.transformer.grid
+            return tokens.view(-1, grid.height, grid.width)
+        wake(self.vq_model)
+        return self.image_processor.postprocess(self.vq_model.decode_tokens(tokens), output_type=output_type)
+
+    def _draw(
+        self,
+        condition: Any,
+        batch_size: int,
+        *,
+        law: TokenLaw,
+        generator: torch.Generator | list[torch.Generator] | None,
+        output_type: str,
+        return_dict: bool,
+        callback: Callable[[Any, int, int, dict], Any] | None,
+        callback_tensors: Sequence[str] | None,
+    ) -> ImagePipelineOutput:
+        """Decode `batch_size` pictures, with a progress bar, and turn them into pixels."""
+        asked = self._callback_tensor_inputs if callback_tensors is None else callback_tensors
+
+        def listen(step: int, lengths: torch.Tensor) -> None:
+            tensors = {"lengths": lengths}
+            kwargs = {name: tensors[name] for name in asked}
+            callback(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
+
+        num_tokens = self.transformer.grid.num_tokens
+        wake(self.transformer)
+        with self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
+            progress = DecodeProgress(bar, num_tokens, listen if callback is not None else None)
+            result = self.sampler(
+                self.transformer,
+                condition,
+                law=law,
+                generator=generator,
+                batch_size=batch_size,
+                callback=None if bar.disable and callback is None else progress,
+                **self._sampler_parts(),
+            )
+            progress.finish()
+        self.last_trace = result.trace
+        images = self.decode_tokens(result.tokens, output_type)
+        self.maybe_free_model_hooks()
+        if not return_dict:
+            return images, result.tokens, result.trace  # type: ignore[return-value]
+        return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
+
+
+def load_official(
+    transformer: Source,
+    vq_model: Source,
+    *,
+    image_size: int | None,
+    dtype: torch.dtype | None,
+    text: bool,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Transformer, tokenizer and the pipeline's defaults from two official LlamaGen files.
+
+    Args:
+        text: whether the pipeline draws from captions (else from class labels).
+
+    Raises:
+        ValueError, OSError: as `visual_spec.models.checkpoints.load_pair`; a transformer of the other kind.
+    """
+    model, tokenizer = load_pair(transformer, vq_model, image_size=image_size, dtype=dtype)
+    if (model.config["caption_dim"] is not None) != text:
+        kind, other = ("class labels", "ClassImagePipeline") if text else ("captions", "ImagePipeline")
+        path = transformer.path if isinstance(transformer, Checkpoint) else os.fspath(transformer)
+        raise ValueError(f"{path} draws from {kind}; load it with {other}.from_official.")
+    return model, tokenizer, official_defaults(model)
+
+
+def check_generator(generator: Any, pictures: int) -> None:
+    """Refuse what is neither None, one `torch.Generator`, nor a list of one per picture.
+
+    Raises:
+        TypeError, ValueError: names what was given, and what to pass.
+    """
+    if generator is None or isinstance(generator, torch.Generator):
+        return
+    if not isinstance(generator, (list, tuple)):
+        raise TypeError(
+            f"generator is a {type(generator).__name__}; pass a torch.Generator or a list of them."
+        )
+    if len(generator) != pictures:
+        raise ValueError(
+            f"{len(generator)} generators for {pictures} pictures; pass one per picture, or a single one."
+        )
+    kinds = sorted({type(item).__name__ for item in generator if not isinstance(item, torch.Generator)})
+    if kinds:
+        raise TypeError(
+            f"the generator list also holds {', '.join(kinds)}; every entry must be a torch.Generator."
+        )

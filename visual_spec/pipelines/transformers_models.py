@@ -1,0 +1,352 @@
+"""Speed up an image generator of transformers that the user already has, and undo it.
+
+    model = JanusForConditionalGeneration.from_pretrained(...)
+    visual_spec.accelerate(model, "speculative-jacobi")
+    ids = model.generate_images(**processor(text=prompt, generation_mode="image", return_tensors="pt"))
+    pictures = model.decode_images(ids)
+
+`accelerate` hangs functions on the object and touches nothing else: no weight, no class, no module. `generate_images`
+takes what the processor makes and the settings that `generate` takes, falls back to the generation config as `generate`
+does, and returns the ids that `generate` returns. Where `generate` itself draws pictures (Janus with
+`generation_mode="image"`, GLM-Image always) it is routed to `generate_images`, so that pipelines which call it, such as
+`diffusers.GlmImagePipeline`, are accelerated unchanged.
+"""
+
+import copy
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.cached_decoder import CachedDecoder
+from visual_spec.models.transformers_cache import Prompt
+from visual_spec.pipelines.base import wake
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.trace import DecodeTrace
+
+FAMILIES = {
+    "ChameleonForConditionalGeneration": ("visual_spec.models.chameleon", "ChameleonImageModel"),
+    "Emu3ForConditionalGeneration": ("visual_spec.models.emu3", "Emu3ImageModel"),
+    "GlmImageForConditionalGeneration": ("visual_spec.models.glm_image", "GlmImageStage"),
+    "JanusForConditionalGeneration": ("visual_spec.models.janus", "JanusImageModel"),
+}
+
+# What is hung on an accelerated model.
+_NAMES = ("sampler", "last_trace", "generate_images", "decode_images", "generate")
+_PLAIN = "_visual_spec_plain"
+
+# Settings of `generate` that change the law in ways a `TokenLaw` does not know, and the values that do nothing.
+_NEUTRAL = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "diversity_penalty": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "min_p": None,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_logits": False,
+    "output_scores": False,
+    "penalty_alpha": None,
+    "repetition_penalty": 1.0,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "watermarking_config": None,
+}
+
+
+def image_model_class(model: Any) -> type[CachedDecoder] | None:
+    """The class that draws with a transformers model (by the name of its class, or of a parent), or None."""
+    for parent in type(model).__mro__:
+        if parent.__name__ in FAMILIES and parent.__module__.startswith("transformers."):
+            module, name = FAMILIES[parent.__name__]
+            return getattr(importlib.import_module(module), name)
+    return None
+
+
+def _models_of(thing: Any) -> list[Any]:
+    """The image generators in a model or in the components of a diffusers pipeline."""
+    parts = getattr(thing, "components", None)
+    candidates = list(parts.values()) if isinstance(parts, dict) else [thing]
+    return [part for part in candidates if image_model_class(part) is not None]
+
+
+def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
+    """Have a transformers model, or the one inside a diffusers pipeline, draw with a sampler.
+
+    The model gets `generate_images`, `decode_images`, `sampler` and, after a picture, `last_trace`.
+
+    Args:
+        model_or_pipeline: see `FAMILIES`.
+        sampler: a sampler of next-token models.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: no model of a supported class, or no sampler; names those that fit.
+    """
+    models = _models_of(model_or_pipeline)
+    if not models:
+        raise TypeError(
+            f"cannot accelerate a {type(model_or_pipeline).__name__}; pass a visual_spec pipeline, one of "
+            f"transformers' {', '.join(FAMILIES)}, or a diffusers pipeline that holds one of them."
+        )
+    if not (callable(sampler) and hasattr(sampler, "lossless")):
+        raise TypeError(
+            f"sampler is {type(sampler).__name__}; pass a sampler of next-token models, such as "
+            "SpeculativeJacobiSampler or AutoregressiveSampler."
+        )
+    for model in models:
+        own = model.__dict__
+        if _PLAIN not in own:
+            own[_PLAIN] = {name: own[name] for name in _NAMES if name in own}
+        own["sampler"] = sampler
+        own["last_trace"] = None
+        own["generate_images"] = functools.partial(generate_images, model)
+        own["decode_images"] = functools.partial(decode_images, model)
+        kind = image_model_class(model)
+        assert kind is not None
+        if kind.family in ("Janus", "GLM-Image"):
+            own["generate"] = functools.partial(_generate, model)
+    return model_or_pipeline
+
+
+def restore(model_or_pipeline: Any) -> Any:
+    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
+    for model in _models_of(model_or_pipeline):
+        own = model.__dict__
+        if _PLAIN in own:
+            before = own.pop(_PLAIN)
+            for name in _NAMES:
+                own.pop(name, None)
+            own.update(before)
+    return model_or_pipeline
+
+
+def summary(model_or_pipeline: Any) -> str:
+    """One line on what the last pictures of each accelerated model cost: tokens, calls, tokens per call, seconds."""
+    accelerated = [model for model in _models_of(model_or_pipeline) if _PLAIN in model.__dict__]
+    if not accelerated:
+        return f"{type(model_or_pipeline).__name__}: not accelerated"
+    nothing = "nothing decoded yet"
+    return "\n".join(
+        model.last_trace.summary()
+        if model.last_trace is not None
+        else f"{type(model.sampler).__name__}: {nothing}"
+        for model in accelerated
+    )
+
+
+@torch.no_grad()
+def generate_images(
+    model: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    negative_prompt_ids: Tensor | None = None,
+    negative_prompt_attention_mask: Tensor | None = None,
+    generation_config: Any = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    callback: Callable[[int, Tensor], None] | None = None,
+    drafter: Any = None,
+    **inputs: Any,
+) -> Any:
+    """Draw pictures with an accelerated model.
+
+    Args:
+        input_ids, attention_mask: [B, T], left-padded, from the model's processor. No mask: nothing is padding.
+        negative_prompt_ids, negative_prompt_attention_mask: the unconditional prompts [B, T'], for Chameleon,
+            Lumina-mGPT and Emu3; left out, they are those of the official programs.
+        generation_config: in place of `model.generation_config`.
+        generator: one `torch.Generator` for the batch, or a list of one a picture; None is PyTorch's default one.
+        callback: called after every target call, as (index, committed tokens [B]).
+        drafter: for samplers that need one: a smaller model of the same class.
+        inputs: what else the processor makes (`image_sizes`, `image_grid_thw`, `images_per_sample`, `pixel_values`),
+            `layout` for Lumina-mGPT, and settings of `generate`: do_sample, temperature, top_k, top_p,
+            guidance_scale, num_return_sequences, return_dict_in_generate. The picture decides about the length.
+
+    Returns:
+        The ids that `generate` returns, long: of Janus the image tokens [B, height * width], of the others prompt and
+        picture. With return_dict_in_generate they are the `sequences` of a `GenerateDecoderOnlyOutput`.
+
+    Raises:
+        TypeError: an input that this model does not take, or takes and did not get.
+        ValueError: a setting out of range, or one that no sampler here knows.
+        FloatingPointError: logits that define no law; names the slot.
+    """
+    kind = image_model_class(model)
+    assert kind is not None
+    if input_ids is None:
+        raise TypeError(f"input_ids is missing; pass what {kind.family}'s processor makes.")
+    known = set(inspect.signature(kind.plan).parameters) - {"model", "prompt", "guided", "negative"}
+    given = {name: inputs.pop(name) for name in list(inputs) if name in known}
+    config = copy.deepcopy(generation_config if generation_config is not None else model.generation_config)
+    unknown = config.update(**inputs)
+    if unknown:
+        raise TypeError(
+            f"{kind.family} takes no {', '.join(sorted(unknown))}; beside input_ids and attention_mask it takes "
+            f"{', '.join(sorted(known)) or 'no inputs'}, and the settings of generate."
+        )
+    law = law_of(config, kind.guidance_scale)
+    wake(model)
+    prompt = _prompt(input_ids, attention_mask, config.pad_token_id)
+    if negative_prompt_ids is not None:
+        if "negative" not in inspect.signature(kind.plan).parameters:
+            raise TypeError(f"{kind.family} takes no negative prompt; leave negative_prompt_ids out.")
+        given["negative"] = _prompt(negative_prompt_ids, negative_prompt_attention_mask, None)
+    stage, condition = kind.plan(model, prompt, guided=law.guided, **given)
+    if inputs.get("max_new_tokens") is not None and inputs["max_new_tokens"] < stage.new_tokens:
+        raise ValueError(
+            f"max_new_tokens={inputs['max_new_tokens']}, but the picture has {stage.new_tokens}; leave it out."
+        )
+    count = config.num_return_sequences or 1
+    condition = condition.repeat(count)
+    helper = None
+    if drafter is not None:
+        if image_model_class(drafter) is not kind:
+            raise TypeError(f"drafter is a {type(drafter).__name__}; pass a smaller {type(model).__name__}.")
+        helper = kind.plan(drafter, prompt, guided=law.guided, **given)
+        helper = helper[0], helper[1].repeat(count)
+    traces = []
+    while True:
+        more = {} if helper is None else {"drafter": helper[0], "drafter_condition": helper[1]}
+        result = model.sampler(
+            stage,
+            condition,
+            law=law,
+            generator=generator,
+            batch_size=len(condition.prompt.ids),
+            callback=callback,
+            **more,
+        )
+        traces.append(result.trace)
+        following = stage.next_stage(condition, result.tokens)
+        if following is None:
+            break
+        stage, condition = following
+        helper = None if helper is None else helper[0].next_stage(helper[1], result.tokens)
+    model.last_trace = _joined(traces)
+    ids = stage.output(condition, result.tokens)
+    if (
+        given.get("pixel_values") is not None
+    ):  # `generate` returns the placeholders of pictures, not their tokens
+        ids[:, : input_ids.shape[1]] = input_ids.to(ids.device).repeat_interleave(count, 0)
+    if config.return_dict_in_generate:
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(sequences=ids)  # pyright: ignore[reportArgumentType]
+    return ids
+
+
+def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
+    """Pixels of what `generate_images` returned, through the model's own decoder.
+
+    Args:
+        ids: the ids, or the output that holds them.
+        inputs: `image_sizes` as given to `generate_images` (Emu3, Lumina-mGPT); `vq_decoder`, a
+            `visual_spec.models.chameleon_vq.ChameleonVQDecoder` (Chameleon, Anole, Lumina-mGPT).
+
+    Returns:
+        float [B, 3, H, W] in [-1, 1].
+
+    Raises:
+        TypeError: GLM-Image, whose tokens are decoded by `diffusers.GlmImagePipeline`; an input of another model.
+    """
+    kind = image_model_class(model)
+    assert kind is not None
+    wake(model)
+    return kind.pixels(model, ids if isinstance(ids, Tensor) else ids.sequences, **inputs)
+
+
+def law_of(config: Any, default_guidance: float) -> TokenLaw:
+    """The law that `generate` samples image tokens from under a generation config.
+
+    Raises:
+        ValueError: a setting that changes it in another way, or guidance between 0 and 1.
+    """
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            raise ValueError(
+                f"{name}={value!r} is not supported; leave it at {neutral!r}. Supported are do_sample, temperature, "
+                "top_k, top_p and guidance_scale."
+            )
+
+    def setting(name: str, default: Any) -> Any:
+        value = getattr(config, name, None)
+        return default if value is None else value
+
+    scale = setting("guidance_scale", default_guidance)
+    if scale < 1:
+        raise ValueError(f"guidance_scale={scale}; pass 1 (no guidance) or more.")
+    if not setting("do_sample", False):
+        return TokenLaw(guidance_scale=scale, temperature=0.0)
+    return TokenLaw(
+        guidance_scale=scale,
+        temperature=setting("temperature", 1.0),
+        top_k=setting("top_k", 50),  # transformers' own default
+        top_p=setting("top_p", 1.0),
+    )
+
+
+def _generate(model: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+    """`generate` of an accelerated Janus or GLM-Image: pictures by `generate_images`, text as before."""
+    kind = image_model_class(model)
+    assert kind is not None
+    plain = getattr(model, _PLAIN).get("generate") or functools.partial(type(model).generate, model)
+    if kind.family == "Janus":
+        if kwargs.get("generation_mode", "text") != "image":
+            return plain(inputs, **kwargs)
+        del kwargs["generation_mode"]
+    if inputs is not None:
+        kwargs["input_ids"] = inputs
+    return generate_images(model, **kwargs)
+
+
+def _prompt(ids: Tensor, mask: Tensor | None, pad: int | None) -> Prompt:
+    if mask is None:
+        if pad is not None and bool((ids[:, 0] == pad).any()):
+            raise ValueError("input_ids start with padding; pass the processor's attention_mask too.")
+        mask = torch.ones_like(ids)
+    return Prompt(ids, mask.to(ids.device))
+
+
+def _joined(traces: list[DecodeTrace]) -> DecodeTrace:
+    """One trace of the decodes of several grids, one after the other."""
+    first, *others = traces
+    for trace in others:
+        calls = int(first.target_calls.max())
+        phases = {
+            name: first.phase_seconds.get(name, 0.0) + trace.phase_seconds.get(name, 0.0)
+            for name in {**first.phase_seconds, **trace.phase_seconds}
+        }
+        merged: dict[str, Any] = dict(
+            target_calls=first.target_calls + trace.target_calls,
+            commit_call=torch.cat([first.commit_call, trace.commit_call + calls], 1),
+            seconds=first.seconds + trace.seconds,
+            phase_seconds=phases,
+        )
+        if first.peak_memory is not None and trace.peak_memory is not None:
+            merged["peak_memory"] = max(first.peak_memory, trace.peak_memory)
+        if first.divergence is not None and trace.divergence is not None:
+            sizes = first.commit_call.shape[1], trace.commit_call.shape[1]
+            merged["divergence"] = (first.divergence * sizes[0] + trace.divergence * sizes[1]) / sum(sizes)
+        if first.moved_mass is not None and trace.moved_mass is not None:
+            merged["moved_mass"] = first.moved_mass + trace.moved_mass
+        first = dataclasses.replace(first, **merged)
+    return first

@@ -1,0 +1,273 @@
+"""Train an `EagleDrafter` for a trained target, on pictures that the target draws itself.
+
+What counts is how much of the target's law the drafter's law covers, so the loss is the cross entropy between the two,
+under the guidance that the picture was drawn with; a term on the features steadies it (EAGLE, section 3.3). The
+drafter is unrolled over several steps on its own features, as it will be used (EAGLE-3, HASS; see
+`EagleDrafter.unrolled`). The target stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, sample_scene
+from visual_spec.models.eagle import EagleDrafter, logits_of
+from visual_spec.models.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+
+Draw = Callable[[list[str], float, int], Tensor]
+Encode = Callable[[list[str]], TextCondition]
+
+_HELD_OUT_SEED = 777
+
+
+@dataclass(frozen=True)
+class DrafterTraining:
+    """Settings of a run. Shard k of the training pictures is drawn with guidance `guidance_scales[k]`, cyclically."""
+
+    pictures: int = 1024
+    held_out_pictures: int = 64
+    shard_size: int = 64
+    guidance_scales: tuple[float, ...] = (3.0, 1.0, 3.0, 5.0)
+    steps: int = 1500
+    batch_size: int = 4
+    unroll: int = 3
+    unroll_decay: float = 0.8
+    feature_weight: float = 0.5
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("pictures", "held_out_pictures", "shard_size", "steps", "batch_size", "unroll"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
+        if not self.guidance_scales:
+            raise ValueError("guidance_scales is empty; pass at least one scale.")
+
+
+@dataclass
+class DrawnPictures:
+    """Pictures that the target drew, and all that the drafter's training needs to know of them.
+
+    Attributes:
+        tokens: long [N, L].
+        features: float16 [2, N, L, dim], the target's features of every slot, conditional and unconditional.
+        guidance: [N], the scale each was drawn with.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    guidance: Tensor
+
+
+def prompts_of_shard(shard: int, count: int, seed: int) -> list[str]:
+    """Captions of scenes outside the held-out tenth."""
+    rng = np.random.default_rng((seed, shard))
+    prompts: list[str] = []
+    while len(prompts) < count:
+        text = caption(sample_scene(rng))
+        if not is_held_out(text):
+            prompts.append(text)
+    return prompts
+
+
+@torch.no_grad()
+def target_features(target: LlamaGenTransformer, condition: TextCondition, tokens: Tensor) -> Tensor:
+    """What the target's head reads to predict every slot of tokens [B, L]: [2, B, L, dim], unconditional rows last."""
+    batch_size, length = tokens.shape
+    state = target.prefill(condition, batch_size=batch_size, guided=True, window=max(1, length - 1))
+    features = [state.features]
+    if length > 1:
+        target(state, tokens[:, :-1], torch.arange(length - 1, device=tokens.device).expand(batch_size, -1))
+        features.append(state.features)
+    return torch.cat(features, 1).unflatten(0, (2, batch_size))
+
+
+def draw_pictures(
+    target: LlamaGenTransformer,
+    draw: Draw,
+    encode: Encode,
+    prompts: list[list[str]],
+    guidance: list[float],
+    folder: Path,
+    seed: int,
+) -> DrawnPictures:
+    """Draw one shard of pictures for each list of prompts, or read it from `folder` where it was drawn before."""
+    tokens, features, scales = [], [], []
+    for shard, (texts, scale) in enumerate(zip(prompts, guidance, strict=True)):
+        path = folder / f"{shard:05d}.pt"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            drawn = draw(texts, scale, seed + shard)
+            torch.save({"tokens": drawn.cpu(), "prompts": texts, "guidance": scale}, path.with_suffix(".tmp"))
+            os.replace(path.with_suffix(".tmp"), path)
+        saved = torch.load(path, weights_only=True)
+        if saved["prompts"] != texts or saved["guidance"] != scale:
+            raise ValueError(
+                f"{path} holds pictures of other prompts or guidance; pass another --out folder, or remove it."
+            )
+        tokens.append(saved["tokens"])
+        scales.append(torch.full((len(texts),), float(scale)))
+        for part, words in zip(saved["tokens"].split(16), _chunks(texts, 16), strict=True):
+            features.append(target_features(target, encode(words), part).half())
+    return DrawnPictures(torch.cat(tokens), torch.cat(features, 1), torch.cat(scales))
+
+
+def _chunks(items: list[str], size: int) -> list[list[str]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def guided_logits(target: LlamaGenTransformer, features: Tensor, guidance: Tensor) -> Tensor:
+    """Logits [B, N, V] of both branches' features [2, B, N, dim] under each picture's guidance [B]."""
+    conditional, unconditional = logits_of(target, features)
+    scale = guidance[:, None, None].clamp(min=1)  # at 1 or below there is no guidance
+    return unconditional + scale * (conditional - unconditional)
+
+
+def drafter_loss(
+    drafter: EagleDrafter,
+    target: LlamaGenTransformer,
+    tokens: Tensor,
+    features: Tensor,
+    guidance: Tensor,
+    settings: DrafterTraining,
+) -> Tensor:
+    """Cross entropy to the target's guided law, and smooth L1 to its features, over the unrolled steps.
+
+    Args:
+        tokens: long [B, L].
+        features: [2, B, L, dim], the target's.
+        guidance: [B].
+    """
+    wanted = features[:, :, 1:]  # [2, B, L - 1, dim], of the slots that are predicted
+    law = guided_logits(target, wanted, guidance).softmax(-1)
+    loss, total = torch.zeros(()), 0.0
+    for step, predicted in enumerate(unroll(drafter, target, tokens, features, settings.unroll)):
+        # The first slots cannot be that far from the target's last feature.
+        reached = predicted[:, :, step:]
+        log_probs = guided_logits(target, reached, guidance).log_softmax(-1)
+        cross_entropy = -(law[:, step:] * log_probs).sum(-1).mean()
+        distance = F.smooth_l1_loss(reached, wanted[:, :, step:])
+        weight = settings.unroll_decay**step
+        loss = loss + weight * (cross_entropy + settings.feature_weight * distance)
+        total += weight
+    return loss / total
+
+
+def unroll(
+    drafter: EagleDrafter, target: LlamaGenTransformer, tokens: Tensor, features: Tensor, steps: int
+) -> list[Tensor]:
+    """`EagleDrafter.unrolled` on both branches of whole pictures: [2, B, L - 1, dim] for each step."""
+    fed = tokens[:, :-1].repeat(2, 1)
+    rows = drafter.unrolled(target, fed, features[:, :, :-1].flatten(0, 1), steps)
+    return [row.unflatten(0, (2, len(tokens))) for row in rows]
+
+
+@torch.no_grad()
+def acceptance_rates(
+    drafter: EagleDrafter, target: LlamaGenTransformer, pictures: DrawnPictures, depth: int
+) -> list[float]:
+    """Probability that an exact sampler keeps the draft of depth 1, 2, ..., given that it keeps those before it.
+
+    It is the mean overlap of the two laws, the sum over tokens of min(target, draft), along pictures of the target.
+    """
+    total, slots = [0.0] * depth, [0] * depth
+    for chosen in torch.arange(len(pictures.tokens)).split(16):
+        tokens, guidance = pictures.tokens[chosen], pictures.guidance[chosen]
+        features = pictures.features[:, chosen].to(target.dtype)
+        law = guided_logits(target, features[:, :, 1:], guidance).softmax(-1)
+        for step, predicted in enumerate(unroll(drafter, target, tokens, features, depth)):
+            draft = guided_logits(target, predicted[:, :, step:], guidance).softmax(-1)
+            overlap = torch.minimum(law[:, step:], draft).sum(-1)
+            total[step] += float(overlap.sum())
+            slots[step] += overlap.numel()
+    return [round(mass / count, 4) for mass, count in zip(total, slots, strict=True)]
+
+
+def train_drafter(
+    drafter: EagleDrafter,
+    target: LlamaGenTransformer,
+    draw: Draw,
+    encode: Encode,
+    settings: DrafterTraining,
+    out: Path,
+    *,
+    every: int = 100,
+) -> dict:
+    """Train the drafter in place, save it in `out/drafter`, return the record (also `out/drafter/training.json`).
+
+    A run that was interrupted goes on from the shards in `out/pictures` and from `out/resume.pt`; the finished run
+    removes the latter.
+
+    Args:
+        draw: (prompts, guidance, seed) to tokens long [N, L] drawn from the target.
+        encode: prompts to the target's condition.
+
+    Raises:
+        ValueError: a drafter made for another target, shards of another run in `out`.
+    """
+    drafter.check_target(target)
+    target.eval().requires_grad_(False)
+    torch.manual_seed(settings.seed)
+    counts = [len(part) for part in torch.arange(settings.pictures).split(settings.shard_size)]
+    scales = [settings.guidance_scales[k % len(settings.guidance_scales)] for k in range(len(counts))]
+    prompts = [prompts_of_shard(shard, count, settings.seed) for shard, count in enumerate(counts)]
+    seed = settings.seed * 100_003
+    drawn = draw_pictures(target, draw, encode, prompts, scales, out / "pictures", seed)
+    held = [held_out_prompts(settings.held_out_pictures, _HELD_OUT_SEED)]
+    judged = draw_pictures(
+        target, draw, encode, held, [settings.guidance_scales[0]], out / "held_out", seed + _HELD_OUT_SEED
+    )
+
+    drafter.train()
+    groups = [
+        {"params": [p for p in drafter.parameters() if p.ndim == 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in drafter.parameters() if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        drafter.load_state_dict(saved["drafter"])
+        optimiser.load_state_dict(saved["optimiser"])
+        start = saved["step"]
+    for step in range(start, settings.steps):
+        rng = np.random.default_rng((settings.seed, step))
+        chosen = torch.from_numpy(rng.integers(len(drawn.tokens), size=settings.batch_size))
+        features = drawn.features[:, chosen].to(target.dtype)
+        loss = drafter_loss(drafter, target, drawn.tokens[chosen], features, drawn.guidance[chosen], settings)
+        for group in optimiser.param_groups:
+            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 50)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimiser.step()
+        if step % 10 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 4)))
+        if (step + 1) % every == 0:
+            checkpoint.save(drafter=drafter.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    drafter.eval()
+    record = {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "seconds": round(checkpoint.seconds),
+        "acceptance_rates": acceptance_rates(drafter, target, judged, settings.unroll + 2),
+        "loss": checkpoint.curve,
+    }
+    drafter.save_pretrained(out / "drafter")
+    write_json(out / "drafter" / "training.json", record)
+    checkpoint.path.unlink(missing_ok=True)
+    return record

@@ -1,0 +1,94 @@
+"""Train the up-sampler of multi-scale drafting: cross entropy of every large token given the small picture's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.models.multiscale import TokenUpsampler
+from visual_spec.training.ar import tokenize_dataset
+from visual_spec.training.loop import Checkpoint, cosine_rate
+
+
+@dataclass(frozen=True)
+class UpsamplerTraining:
+    """Settings of a run."""
+
+    steps: int = 2500
+    batch_size: int = 32
+    scenes: int = 12000
+    learning_rate: float = 2e-3
+    seed: int = 0
+
+
+def train_upsampler(
+    model: TokenUpsampler,
+    encoder: CaptionEncoder,
+    vq_model: VQModel,
+    settings: UpsamplerTraining,
+    out: Path,
+    *,
+    every: int = 250,
+) -> dict:
+    """Train in place and return the record. `encoder` only reads the words of scenes, which are not used.
+
+    An interrupted run goes on from `out/resume.pt`; the finished run removes it.
+    """
+    torch.manual_seed(settings.seed)
+    low_side = model.config["low_side"]
+    sides = (low_side, low_side * model.config["factor"])
+    small, large = (
+        tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, side=side, cache=out)[
+            1
+        ].long()
+        for side in sides
+    )
+    optimiser = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        start = saved["step"]
+    model.train()
+    for step in range(start, settings.steps):
+        rng = np.random.default_rng((settings.seed, step))
+        chosen = torch.from_numpy(rng.integers(len(small), size=settings.batch_size))
+        loss = F.cross_entropy(model(small[chosen]).mT, large[chosen])
+        for group in optimiser.param_groups:
+            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if step % 20 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 4)))
+        if (step + 1) % every == 0:
+            checkpoint.save(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    model.eval()
+    small, large = (
+        tokenize_dataset(vq_model, encoder, 400, 777, held_out=True, side=side)[1].long() for side in sides
+    )
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(model(a).mT, b).item()
+            for a, b in zip(small.split(50), large.split(50), strict=True)
+        ]
+    checkpoint.path.unlink(missing_ok=True)
+    return {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": round(checkpoint.seconds),
+        "held_out_loss": round(float(np.mean(losses)), 4),
+        "loss": checkpoint.curve,
+    }
