@@ -35,6 +35,10 @@ def main() -> None:
     )
     # Half precision on disk; from_pretrained computes in float32 again.
     pipe.to(torch.float16).save_pretrained(arguments.out)
+    for path in arguments.out.glob("*/config.json"):  # where the parts were trained is nobody's business
+        config = json.loads(path.read_text())
+        config.pop("_name_or_path", None)
+        write_json(path, config)
     for part, source in (("vq_model", arguments.tokenizer), ("transformer", arguments.ar)):
         write_json(arguments.out / part / "training.json", json.loads((source / "training.json").read_text()))
 

@@ -58,7 +58,7 @@ def grouped_acceptance(
 
     So et al., "Grouped speculative decoding for autoregressive image generation", ICCV 2025, with dynamic clusters;
     size 14, gap 0.15 and distance 0.5 are the release's. The release measures the distance between input embeddings
-    of the language model; here it is that of the codes. Near the low end of the order it falls back to the exact rule.
+    of the language model, and falls back to the exact rule near the low end of the order; here codes are compared.
 
     Args:
         target, draft_law: [B, N, V] log-probabilities.
