@@ -322,7 +322,7 @@ def test_parallel_jacobi_with_a_lead_of_the_width_is_lossless(coupling, acceptan
 @pytest.mark.parametrize("initial_draft", ["left", "uniform", "up"])
 def test_parallel_jacobi_of_longer_rows(coupling, acceptance, initial_draft):
     local_model = local(2, 5, 2)
-    options = ParallelJacobiOptions(2, 3, 2, coupling, acceptance, initial_draft)
+    options = ParallelJacobiOptions(2, 2, 2, coupling, acceptance, initial_draft)
     check(enumerate_parallel_jacobi(local_model, options), local_model.law_of_sequences(PLAIN))
 
 
