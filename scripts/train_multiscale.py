@@ -34,6 +34,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
+    parser.add_argument("--scenes", type=int, default=defaults.scenes)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
@@ -50,9 +51,11 @@ def main() -> None:
         },
     )
     drafter.transformer.load_state_dict(transformer.state_dict())
-    settings = UpsamplerTraining(arguments.steps, arguments.batch_size, seed=arguments.seed)
+    settings = UpsamplerTraining(
+        steps=arguments.steps, batch_size=arguments.batch_size, scenes=arguments.scenes, seed=arguments.seed
+    )
     record = train_upsampler(drafter.upsampler, encoder, vq_model, settings, arguments.out)
-    drafter.to(torch.float16).save_pretrained(arguments.out)
+    drafter.half().save_pretrained(arguments.out)
     low = json.loads((arguments.low_resolution / "training.json").read_text())
     write_json(arguments.out / "training.json", {"upsampler": record, "transformer": low})
     print(f"held-out loss {record['held_out_loss']}, {record['seconds']} s")

@@ -32,7 +32,7 @@ from visual_spec.data.shapes import (
     sample_dataset,
 )
 from visual_spec.models.caption_encoder import CaptionEncoder, split_words
-from visual_spec.models.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
 from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
 from visual_spec.training.tokenizer import to_signed
@@ -117,6 +117,7 @@ def initialise(model: LlamaGenTransformer) -> None:
     a model of this size then learnt no colour of an object in 2600 steps, and from this start in 500.
     """
     torch.nn.init.normal_(model.tok_embeddings.weight, std=0.3)
+    assert isinstance(model.cls_embedding, CaptionEmbedding)
     for layer in (model.cls_embedding.cap_proj.fc1, model.cls_embedding.cap_proj.fc2):
         torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 

@@ -33,11 +33,11 @@ _HELD_OUT_SEED = 777
 class DrafterTraining:
     """Settings of a run. Shard k of the training pictures is drawn with guidance `guidance_scales[k]`, cyclically."""
 
-    pictures: int = 1024
+    pictures: int = 768
     held_out_pictures: int = 64
     shard_size: int = 64
     guidance_scales: tuple[float, ...] = (3.0, 1.0, 3.0, 5.0)
-    steps: int = 1500
+    steps: int = 1200
     batch_size: int = 4
     unroll: int = 3
     unroll_decay: float = 0.8
