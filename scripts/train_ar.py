@@ -36,6 +36,12 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=defaults.scenes)
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument(
+        "--hidden-pictures",
+        type=float,
+        default=defaults.hidden_pictures,
+        help="share of pictures with hidden input tokens; 0 to go on from weights that hear the caption",
+    )
+    parser.add_argument(
         "--grid-size", type=int, default=16, help="tokens per side; 8 for the low-resolution drafter"
     )
     parser.add_argument(
@@ -49,10 +55,11 @@ def main() -> None:
     parser.add_argument("--num-heads", type=int, default=4)
     parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=defaults.seed)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
-    vq_model = VQModel.from_pretrained(arguments.tokenizer).eval()
+    vq_model = VQModel.from_pretrained(arguments.tokenizer).eval().to(arguments.device)
     if arguments.text_encoder is None:
         encoder = CaptionEncoder(shapes_vocabulary(), dim=128, num_layers=0, num_heads=4, max_words=20)
     else:
@@ -81,11 +88,14 @@ def main() -> None:
         batch_size=arguments.batch_size,
         scenes=arguments.scenes,
         learning_rate=arguments.learning_rate,
+        hidden_pictures=arguments.hidden_pictures,
         train_text_encoder=arguments.text_encoder is None,
         bfloat16=arguments.bfloat16,
         compile=not arguments.no_compile,
         seed=arguments.seed,
     )
+    model.to(arguments.device)
+    encoder.to(arguments.device)
     record = train_autoregressive(model, encoder, vq_model, settings, arguments.out)
     print(
         f"{record['parameters'] / 1e6:.2f} M parameters, held-out loss {record['held_out_loss']}, {record['seconds']} s"

@@ -63,11 +63,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
     parser.add_argument("--unroll", type=int, default=defaults.unroll)
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=defaults.seed)
     arguments = vars(parser.parse_args())
-    model, out = arguments.pop("model"), arguments.pop("out")
+    model, out, device = (arguments.pop(name) for name in ("model", "out", "device"))
     settings = DrafterTraining(**{**arguments, "guidance_scales": tuple(arguments.pop("guidance_scales"))})
-    pipe = ImagePipeline.from_pretrained(model)
+    pipe = ImagePipeline.from_pretrained(model).to(device)
     pipe.sampler = AutoregressiveSampler()
     pipe.set_progress_bar_config(disable=True)
 
@@ -79,7 +80,7 @@ def main() -> None:
         return output.tokens
 
     torch.manual_seed(settings.seed)
-    drafter = EagleDrafter.for_target(pipe.transformer)
+    drafter = EagleDrafter.for_target(pipe.transformer).to(device)
     record = train_drafter(drafter, pipe.transformer, draw, pipe.encode_prompt, settings, out)
     record["decoding"] = tokens_per_call(pipe, drafter, settings.guidance_scales[0])
     write_json(out / "drafter" / "training.json", record)

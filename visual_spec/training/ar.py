@@ -99,10 +99,10 @@ def tokenize_dataset(
     words, tokens = [], []
     for start in range(0, count, 500):
         scenes, pictures = sample_dataset(min(500, count - start), seed * 100_003 + start, held_out=held_out)
-        words.append(encoder.word_ids([caption(scene) for scene in scenes]))
+        words.append(encoder.word_ids([caption(scene) for scene in scenes]).cpu())
         for part in to_signed(pictures).split(20):
             part = F.adaptive_avg_pool2d(part, side * vq_model.patch_size)
-            tokens.append(vq_model.encode_tokens(part).to(torch.int16))
+            tokens.append(vq_model.encode_tokens(part.to(vq_model.device)).to(torch.int16).cpu())
     result = torch.cat(words), torch.cat(tokens)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,11 +141,13 @@ def train_autoregressive(
     *,
     every: int = 200,
 ) -> dict:
-    """Train both networks in place, save them in `out/transformer` and `out/text_encoder`, return the record.
+    """Train both networks in place, on the device they are on; save them in `out/transformer` and `out/text_encoder`;
+    return the record.
 
     A run that was interrupted goes on from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
+    device = model.device
     side = model.grid.width
     words, tokens = tokenize_dataset(
         vq_model, encoder, settings.scenes, settings.seed + 1, side=side, cache=out
@@ -153,18 +155,25 @@ def train_autoregressive(
     modules = torch.nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
     encoder.requires_grad_(settings.train_text_encoder)
     trained = [p for p in modules.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim == 2]
-    plain = [p for p in trained if p.ndim != 2]
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+    # Muon (Jordan et al., 2024) for the matrices of the blocks: from one set of weights, at a held-out loss of 0.69,
+    # 400 steps led to 0.575, and 400 of AdamW to 0.602.
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    others = [p for p in trained if not any(p is matrix for matrix in matrices)]
+    optimisers = [
+        torch.optim.Muon(
+            matrices,
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
     checkpoint = Checkpoint(out / "resume.pt", every)
     start = 0
     if saved := checkpoint.load():
         modules.load_state_dict(saved["modules"])
-        optimiser.load_state_dict(saved["optimiser"])
+        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
         start = saved["step"]
 
     weights = 1.0 + (settings.object_weight - 1.0) * object_tokens(words, tokens)
@@ -189,17 +198,23 @@ def train_autoregressive(
         rate[rng.random((settings.batch_size, 1)) < settings.wholly_hidden] = 1.0
         hidden = torch.from_numpy(hide & (rng.random((settings.batch_size, tokens.shape[1] - 1)) < rate))
         weight = weights[chosen].where(torch.from_numpy(hide), 1.0)
-        loss = step_loss(words[chosen], tokens[chosen].long(), dropped, hidden, weight)
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
-        optimiser.zero_grad(set_to_none=True)
+        batch = words[chosen], tokens[chosen].long(), dropped, hidden, weight
+        loss = step_loss(*(part.to(device) for part in batch))
+        modules.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimiser.step()
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
+            optimiser.step()
         if step % 20 == 0:
             checkpoint.curve.append((step, round(loss.item(), 4)))
         if (step + 1) % every == 0:
-            checkpoint.save(modules=modules.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
+            checkpoint.save(
+                modules=modules.state_dict(),
+                optimisers=[optimiser.state_dict() for optimiser in optimisers],
+                step=step + 1,
+            )
             print(
                 f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
                 flush=True,
@@ -208,7 +223,9 @@ def train_autoregressive(
     held_words, held_tokens = tokenize_dataset(vq_model, encoder, 400, 777, held_out=True, side=side)
     with torch.no_grad():
         losses = []
-        for word_ids, token_ids in zip(held_words.split(20), held_tokens.long().split(20), strict=True):
+        for word_ids, token_ids in zip(
+            held_words.to(device).split(20), held_tokens.to(device).long().split(20), strict=True
+        ):
             logits = model.teacher_forced(token_ids, encoder(word_ids))
             losses.append(F.cross_entropy(logits.mT, token_ids).item())
         held_out_loss = float(np.mean(losses))

@@ -118,8 +118,16 @@ def draw_pictures(
         tokens.append(saved["tokens"])
         scales.append(torch.full((len(texts),), float(scale)))
         for part, words in zip(saved["tokens"].split(16), _chunks(texts, 16), strict=True):
-            features.append(target_features(target, encode(words), part).half())
+            features.append(target_features(target, encode(words), part.to(target.device)).half().cpu())
     return DrawnPictures(torch.cat(tokens), torch.cat(features, 1), torch.cat(scales))
+
+
+def _batch(
+    pictures: DrawnPictures, chosen: Tensor, target: LlamaGenTransformer
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, features and guidance of the chosen pictures, where the target is."""
+    features = pictures.features[:, chosen].to(target.device, target.dtype)
+    return pictures.tokens[chosen].to(target.device), features, pictures.guidance[chosen].to(target.device)
 
 
 def _chunks(items: list[str], size: int) -> list[list[str]]:
@@ -150,7 +158,7 @@ def drafter_loss(
     """
     wanted = features[:, :, 1:]  # [2, B, L - 1, dim], of the slots that are predicted
     law = guided_logits(target, wanted, guidance).softmax(-1)
-    loss, total = torch.zeros(()), 0.0
+    loss, total = torch.zeros((), device=law.device), 0.0
     for step, predicted in enumerate(unroll(drafter, target, tokens, features, settings.unroll)):
         # The first slots cannot be that far from the target's last feature.
         reached = predicted[:, :, step:]
@@ -182,8 +190,7 @@ def acceptance_rates(
     """
     total, slots = [0.0] * depth, [0] * depth
     for chosen in torch.arange(len(pictures.tokens)).split(16):
-        tokens, guidance = pictures.tokens[chosen], pictures.guidance[chosen]
-        features = pictures.features[:, chosen].to(target.dtype)
+        tokens, features, guidance = _batch(pictures, chosen, target)
         law = guided_logits(target, features[:, :, 1:], guidance).softmax(-1)
         for step, predicted in enumerate(unroll(drafter, target, tokens, features, depth)):
             draft = guided_logits(target, predicted[:, :, step:], guidance).softmax(-1)
@@ -243,8 +250,7 @@ def train_drafter(
     for step in range(start, settings.steps):
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(drawn.tokens), size=settings.batch_size))
-        features = drawn.features[:, chosen].to(target.dtype)
-        loss = drafter_loss(drafter, target, drawn.tokens[chosen], features, drawn.guidance[chosen], settings)
+        loss = drafter_loss(drafter, target, *_batch(drawn, chosen, target), settings)
         for group in optimiser.param_groups:
             group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 50)
         optimiser.zero_grad(set_to_none=True)
