@@ -25,6 +25,7 @@ def main() -> None:
         "--tokenizer", type=Path, required=True, help="folder that scripts/train_tokenizer.py wrote"
     )
     parser.add_argument("--ar", type=Path, required=True, help="folder that scripts/train_ar.py wrote")
+    parser.add_argument("--guidance-scale", type=float, default=1.5, help="default of the pipeline")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     pipe = ImagePipeline(
@@ -32,6 +33,7 @@ def main() -> None:
         vq_model=VQModel.from_pretrained(arguments.tokenizer),
         text_encoder=CaptionEncoder.from_pretrained(arguments.ar / "text_encoder"),
         sampler=SpeculativeJacobiSampler(),
+        default_guidance_scale=arguments.guidance_scale,
     )
     # Half precision on disk; from_pretrained computes in float32 again.
     pipe.to(torch.float16).save_pretrained(arguments.out)
