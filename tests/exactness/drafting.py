@@ -22,7 +22,7 @@ from visual_spec.samplers.checks import CheckedLaw
 from visual_spec.samplers.drafted import DraftedState
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import DRAFT, TOKEN
-from visual_spec.samplers.trace import Stopwatch
+from visual_spec.samplers.trace import DivergenceMeter, Stopwatch
 
 _LEAST = 1e-18
 _ROWS = 60_000  # rows of one step call
@@ -74,10 +74,13 @@ class Texts:
 
 @dataclass
 class Outcome:
-    """The exact law of what the sampler returns, [V ** L], and the exact mean number of target calls."""
+    """The exact law of what the sampler returns, [V ** L], and exact means: of the number of target calls, and of what
+    the meter of a lossy rule counts, the mass moved and the slots tested."""
 
     law: Tensor
     calls: float
+    moved: float
+    tested: float
 
 
 class DraftingEnumerator:
@@ -87,6 +90,7 @@ class DraftingEnumerator:
         most: the most tokens that one call commits.
         windows: of the model and of the drafter, as the sampler asks for them.
         step: (model, drafter, state, law, noise, watch) -> None.
+        lossy: give the states a meter.
     """
 
     def __init__(
@@ -97,11 +101,14 @@ class DraftingEnumerator:
         most: int,
         windows: tuple[int, int],
         step: Callable[..., None],
+        lossy: bool = False,
     ) -> None:
         self.model, self.drafter, self.most, self.windows, self.step = model, drafter, most, windows, step
         self.length = model.grid.num_tokens
         self.law = CheckedLaw(law, self.length)
         self.table = Regions()
+        self.lossy = lossy
+        self.moved = self.tested = 0.0
 
     def run(self) -> Outcome:
         result = torch.zeros(self.model.vocab_size**self.length, dtype=torch.float64)
@@ -119,7 +126,7 @@ class DraftingEnumerator:
             done = texts.lengths == self.length
             result.index_add_(0, texts.tokens[done] @ powers, texts.weight[done])
             texts = texts.rows((~done).nonzero()[:, 0])
-        return Outcome(result, calls)
+        return Outcome(result, calls, self.moved, self.tested)
 
     def _replay(self, texts: Texts, call: int) -> Texts:
         """Every successor of every state: runs meet one draw more each time, until all outcomes are given."""
@@ -137,6 +144,9 @@ class DraftingEnumerator:
             noise = DraftingNoise(rows.weight, regions, self.table, call, self.model.vocab_size, given=given)
             state = self._call(rows, noise, call)
             if noise.pending is None:
+                if state.meter is not None:
+                    self.moved += float((noise.weight * state.meter.moved).sum())
+                    self.tested += float((noise.weight * state.meter.tested).sum())
                 finished.append(Texts(noise.weight, state.lengths, state.fed, state.tokens[:, : self.length]))
                 continue
             row, outcome = (noise.weight[:, None] * noise.pending > _LEAST).nonzero(as_tuple=True)
@@ -177,6 +187,7 @@ class DraftingEnumerator:
             round=call - 1,
             target_calls=torch.zeros_like(texts.lengths),
             commit_call=torch.zeros_like(tokens),
+            meter=DivergenceMeter(rows, tokens.device) if self.lossy else None,
         )
         self.step(self.model, self.drafter, state, self.law, noise, Stopwatch())
         return state

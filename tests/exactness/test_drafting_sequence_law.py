@@ -45,7 +45,7 @@ def chain(model, drafter, law: TokenLaw, options: DraftedOptions) -> Outcome:
         drafted.step(model, drafter, state, law, noise, options, watch)
 
     most = options.num_drafts + 1
-    return DraftingEnumerator(model, drafter, law, most, (most, most), step).run()
+    return DraftingEnumerator(model, drafter, law, most, (most, most), step, not options.rule.lossless).run()
 
 
 def branches(model, drafter, law: TokenLaw, options: TreeOptions) -> Outcome:
@@ -54,7 +54,7 @@ def branches(model, drafter, law: TokenLaw, options: TreeOptions) -> Outcome:
 
     most = options.depth + 1
     windows = (max(options.columns, most), options.drafter_columns)
-    return DraftingEnumerator(model, drafter, law, most, windows, step).run()
+    return DraftingEnumerator(model, drafter, law, most, windows, step, not options.rule.lossless).run()
 
 
 def distance(found: Outcome, model: TabularModel, law: TokenLaw) -> float:

@@ -76,6 +76,45 @@ def test_lossless_over_four_tokens(siblings, length, window):
         assert found.calls == pytest.approx({4: 3, 3: 2}[length])
 
 
+# ---------------------------------------------------------------------------------------------------------- K-SEQ
+
+
+def k_seq_options(
+    window: int, siblings: int, depth: int, coupling: str, initial_draft: str
+) -> ProactiveOptions:
+    return ProactiveOptions(window, siblings, depth, coupling, "exact", initial_draft, "k-seq")
+
+
+@pytest.mark.parametrize("coupling", ["maximal", "independent", "gumbel"])
+@pytest.mark.parametrize(
+    "window, siblings, depth, initial_draft",
+    [(2, 2, 1, "left"), (2, 3, 1, "last_law"), (3, 2, 1, "left"), (3, 2, 2, "last_law")],
+)
+def test_k_seq_is_lossless(window, siblings, depth, coupling, initial_draft):
+    found = check(model(), PLAIN, k_seq_options(window, siblings, depth, coupling, initial_draft))
+    if initial_draft == "last_law":  # independent siblings of a copied token are copies of it
+        alone = ProactiveOptions(window, 1, depth, coupling, "exact", initial_draft)
+        assert found.calls < enumerate_law(model(), PLAIN, alone).calls - 0.02
+
+
+@pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
+def test_k_seq_of_one_sibling_is_jacobi(coupling):
+    found = check(model(seed=2), PLAIN, k_seq_options(3, 1, 2, coupling, "last_law"))
+    jacobi = JacobiOptions(3, coupling, "exact", "last_law")
+    assert found.calls == pytest.approx(Enumerator(model(seed=2), PLAIN, jacobi).run().calls, abs=1e-10)
+
+
+def test_k_seq_is_lossless_with_more_siblings_than_tokens():
+    check(model(), PLAIN, k_seq_options(2, 4, 1, "maximal", "last_law"))
+
+
+def test_catches_k_seq_over_siblings_that_differ(monkeypatch):
+    """Drawn without replacement, accepted as if they were independent."""
+    monkeypatch.setattr(proactive, "with_replacement", proactive.without_replacement)
+    monkeypatch.setattr(proactive, "without", lambda law, tokens: law)
+    assert distance(k_seq_options(3, 3, 1, "maximal", "last_law")) > 1e-3
+
+
 LAWS = {
     "guidance": TokenLaw(guidance_scale=2.5),
     "top-k": TokenLaw(top_k=2),
@@ -91,6 +130,11 @@ LAWS = {
 def test_lossless_under_guidance_and_filters(law, coupling, acceptance):
     """Laws of one or two tokens: siblings run out."""
     check(model(seed=1), law, ProactiveOptions(3, 3, 2, coupling, acceptance, "last_law"))
+
+
+@pytest.mark.parametrize("law", [LAWS["guidance"], LAWS["all"]], ids=["guidance", "all"])
+def test_k_seq_is_lossless_under_guidance_and_filters(law):
+    check(model(seed=1), law, k_seq_options(3, 2, 2, "maximal", "last_law"))
 
 
 def test_lossless_on_a_longer_sequence():
@@ -168,7 +212,7 @@ def test_catches_a_walk_that_scores_siblings_by_the_law_behind_the_main_branch(m
 
 def test_catches_an_old_label_on_the_drafts_behind_the_walk(monkeypatch):
     """Maximal coupling redraws them from the newest law, so the label has to be that law."""
-    real = proactive._redraft
+    real = proactive.redraft
 
     def stale(model, state, target, advance, *rest):
         before = state.draft_law
@@ -180,5 +224,5 @@ def test_catches_an_old_label_on_the_drafts_behind_the_walk(monkeypatch):
         known = (shifted > -torch.inf).any(-1, keepdim=True)
         state.draft_law[:, :2] = torch.where(known, shifted, state.draft_law[:, :2])
 
-    monkeypatch.setattr(proactive, "_redraft", stale)
+    monkeypatch.setattr(proactive, "redraft", stale)
     assert distance(TWO) > 1e-3

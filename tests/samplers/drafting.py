@@ -13,13 +13,16 @@ from visual_spec.models.eagle import EagleDrafter
 from visual_spec.models.llamagen import LlamaGenTransformer
 from visual_spec.models.protocol import TokenGrid
 from visual_spec.models.tabular import TabularModel
-from visual_spec.samplers.drafted import start_drafter
+from visual_spec.samplers.drafters import start_drafter
 from visual_spec.samplers.law import TokenLaw
 
 MODEL = TabularModel(TokenGrid(6, 6), 12, order=2, conditions=3, dependence=0.3)
 NEAR = TabularModel(TokenGrid(6, 6), 12, order=2, conditions=3, dependence=0.3)
 NEAR.logits = MODEL.logits + 0.7 * TabularModel(TokenGrid(6, 6), 12, order=2, conditions=3, seed=1).logits
 CONDITION = torch.tensor([2, 0, 1, 2])
+CODEBOOK = torch.nn.functional.normalize(
+    torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), dim=-1
+)
 GUIDED = TokenLaw(guidance_scale=1.8, top_k=8)
 
 
@@ -71,6 +74,17 @@ def counting(source: TabularModel) -> Counting:
     model = Counting(source.grid, source.vocab_size, order=source.order, conditions=source.conditions)
     model.logits = source.logits
     return model
+
+
+class Untouched(TabularModel):
+    """Refuses to compute."""
+
+    def prefill(self, *args, **kwargs):
+        raise AssertionError("the model was run")
+
+
+def untouched() -> Untouched:
+    return Untouched(MODEL.grid, MODEL.vocab_size, order=1)
 
 
 class Operations(TorchDispatchMode):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.samplers.drafting import (
+    CODEBOOK,
     CONDITION,
     GUIDED,
     MODEL,
@@ -24,6 +25,7 @@ from tests.samplers.drafting import (
     eagle_pair,
     law_behind,
     seeded,
+    untouched,
     watch_features,
 )
 from visual_spec.models.protocol import TokenGrid
@@ -38,6 +40,12 @@ from visual_spec.samplers.randomness import CounterNoise
 from visual_spec.samplers.trace import Stopwatch
 
 LENGTH = 36
+RELAXED: dict[str, dict[str, Any]] = {
+    "grouped": dict(acceptance="grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
+    "clustered": dict(acceptance="clustered", group_size=4),
+    "lantern": dict(acceptance="lantern", delta=0.2, neighbours=8),
+    "bounded": dict(acceptance="lantern", delta=0.1, factor=4.0, neighbours=8, bounded=True),
+}
 
 
 def test_trace_counts_the_calls_of_every_sample():
@@ -63,6 +71,7 @@ def test_trace_counts_the_calls_of_every_sample():
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.usefixtures("whole_batch")
 def test_feeds_consecutive_slots_within_the_room_of_both_caches(num_drafts):
     model, drafter = counting(MODEL), counting(NEAR)
     result = decode(DraftedSampler(num_drafts), model, drafter, law=GUIDED)
@@ -124,6 +133,7 @@ def test_a_batch_gives_each_sample_what_it_gets_alone(drafter, stop_below):
 
 
 @pytest.mark.parametrize("drafter", ["tabular", "eagle"])
+@pytest.mark.usefixtures("whole_batch")
 def test_every_draft_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
     """Labels recomputed from scratch, also after refusals: a label that is off would bias the output unnoticed."""
     law = TokenLaw(guidance_scale=2.0, top_k=6)
@@ -152,6 +162,7 @@ def test_every_draft_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
     assert checked > 20
 
 
+@pytest.mark.usefixtures("whole_batch")
 def test_features_the_drafter_reads_next_are_those_of_the_target(monkeypatch):
     model, eagle = eagle_pair()
     checked = watch_features(monkeypatch, drafted)
@@ -174,6 +185,7 @@ def test_stopping_early_on_the_cpu_spares_calls_and_columns_and_changes_nothing(
     assert spared[0] < len(drafter.calls) and spared[1] < sum(slots.numel() for slots in model.calls)
 
 
+@pytest.mark.usefixtures("whole_batch")
 def test_a_draft_below_the_bound_is_kept_and_the_last_of_its_row(monkeypatch):
     chains = []
     real_propose = drafted.propose
@@ -224,10 +236,55 @@ def test_a_relaxed_rule_is_used_and_its_divergence_measured():
     assert (observed - first[:, None] * expected).abs().max() < 0.012
 
 
+@pytest.mark.parametrize("name", RELAXED)
+def test_relaxed_sampler_says_that_it_is_lossy_and_by_how_much(name):
+    sampler = DraftedSampler(4, **RELAXED[name])
+    assert sampler.needs_codebook and not sampler.lossless and not sampler.identical
+    exact = decode(DraftedSampler(4))
+    trace = decode(sampler, codebook=CODEBOOK).trace
+    assert not trace.lossless and "lossy, measured divergence" in trace.summary()
+    assert trace.divergence is not None and 0.001 < trace.divergence < 0.6
+    assert trace.target_calls.sum() < exact.trace.target_calls.sum()
+    if RELAXED[name].get("bounded"):
+        assert trace.divergence <= 0.1
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_a_relaxed_batch_gives_each_sample_what_it_gets_alone(name):
+    sampler = DraftedSampler(4, 0.2, **RELAXED[name])
+    together = decode(sampler, law=GUIDED, codebook=CODEBOOK)
+    assert together.trace.moved_mass is not None and together.trace.target_calls.unique().numel() > 1
+    for row in range(4):
+        single = decode(
+            sampler, MODEL, NEAR, CONDITION[row : row + 1],
+            law=GUIDED, batch_size=1, generator=seeded([row]), codebook=CODEBOOK,
+        )  # fmt: skip
+        assert torch.equal(single.tokens[0], together.tokens[row])
+        assert single.trace.moved_mass is not None
+        torch.testing.assert_close(single.trace.moved_mass[0], together.trace.moved_mass[row])
+
+
+def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule():
+    want = decode(DraftedSampler(4)).tokens
+    nothing: list[dict[str, Any]] = [
+        dict(acceptance="lantern", delta=0.0, neighbours=3),
+        dict(acceptance="grouped", group_size=1, code_distance=None),
+    ]
+    for settings in nothing:
+        found = decode(DraftedSampler(4, **settings), codebook=CODEBOOK)
+        assert torch.equal(found.tokens, want)
+        assert found.trace.divergence == pytest.approx(0, abs=1e-12)
+
+
 # ------------------------------------------------------------------------------------------------ configuration
 
 
 def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    relaxed = DraftedSampler(3, acceptance="lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05)
+    relaxed.save_pretrained(tmp_path)
+    same: Any = DraftedSampler.from_pretrained(tmp_path)
+    assert same.relaxation == relaxed.relaxation
+    assert not any(isinstance(value, torch.Tensor) for value in vars(relaxed).values())
     sampler = DraftedSampler(num_drafts=3, stop_below=0.2, acceptance="identical")
     wanted = {"num_drafts": 3, "stop_below": 0.2, "acceptance": "identical"}
     assert {name: sampler.config[name] for name in wanted} == wanted
@@ -252,6 +309,8 @@ def test_step_never_asks_the_host_about_a_tensor(monkeypatch):
     monkeypatch.setattr(drafted, "_nobody", lambda going: False)  # asks on the CPU only
     for acceptance in ("exact", "identical"):
         decode(DraftedSampler(4, 0.2, acceptance), law=GUIDED)
+    for settings in RELAXED.values():
+        decode(DraftedSampler(4, 0.2, **settings), law=GUIDED, codebook=CODEBOOK)
     assert not operations.that_ask_the_host()
 
 
@@ -279,8 +338,30 @@ def test_refuses_a_bound_that_is_no_probability(stop_below):
 
 
 def test_refuses_an_unknown_acceptance():
-    with pytest.raises(ValueError, match="acceptance='best'; pass one of exact, identical"):
+    with pytest.raises(
+        ValueError, match="acceptance=.best.; pass one of identical, exact, grouped, clustered"
+    ):
         DraftedSampler(acceptance="best")
+
+
+@pytest.mark.parametrize("delta", [-0.1, 1.5, math.nan, True])
+def test_refuses_a_delta_that_is_no_probability(delta):
+    with pytest.raises(ValueError, match="delta=.*; pass a probability, from 0 to 1"):
+        DraftedSampler(acceptance="lantern", delta=delta)
+
+
+@pytest.mark.parametrize(
+    "settings, codebook, message",
+    [
+        ({}, None, r"no codebook was given; pass codebook=.*\[12, D\]"),
+        ({}, CODEBOOK[:11], r"codebook of shape \(11, 4\) for a vocabulary of 12 tokens.*\[12, D\]"),
+        (dict(neighbours=12), CODEBOOK, "neighbours=12, but a code has 11 others; pass at most that many"),
+    ],
+)
+def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
+    sampler = DraftedSampler(acceptance="lantern", **{"neighbours": 8, **settings})
+    with pytest.raises(ValueError, match=message):
+        decode(sampler, untouched(), codebook=codebook)
 
 
 def test_refuses_to_decode_without_a_drafter():

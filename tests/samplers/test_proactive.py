@@ -95,6 +95,7 @@ class Watching(TabularModel):
 
 
 @pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
+@pytest.mark.usefixtures("whole_batch")
 def test_siblings_differ_and_belong_to_slots(coupling, acceptance):
     model = Watching(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
     sampler = ProactiveJacobiSampler(8, 3, 2, coupling, acceptance, "last_law")
@@ -131,6 +132,15 @@ def test_one_sibling_gives_the_tokens_of_jacobi(coupling, acceptance, initial_dr
         assert torch.equal(found.trace.target_calls, jacobi.trace.target_calls)
 
 
+@pytest.mark.parametrize("coupling", ["maximal", "independent", "gumbel"])
+def test_k_seq_of_one_sibling_gives_the_tokens_of_jacobi(coupling):
+    jacobi = decode(SpeculativeJacobiSampler(8, coupling, "exact", "last_law"), law=GUIDED)
+    sampler = ProactiveJacobiSampler(8, 1, 3, coupling, "exact", "last_law", "k-seq")
+    found = decode(sampler, law=GUIDED)
+    assert torch.equal(found.tokens, jacobi.tokens)
+    assert torch.equal(found.trace.commit_call, jacobi.trace.commit_call)
+
+
 @pytest.mark.parametrize("siblings, depth, window", [(2, 1, 2), (2, 3, 8), (4, 2, 8), (16, 1, 5)])
 def test_identical_acceptance_gives_the_tokens_of_autoregressive_sampling(siblings, depth, window):
     sampler = ProactiveJacobiSampler(window, siblings, depth, "gumbel", "identical")
@@ -159,10 +169,13 @@ def test_identical_tokens_on_a_transformer_whose_cache_holds_the_kept_path():
     assert not torch.equal(wrong.tokens, wanted)
 
 
+@pytest.mark.parametrize("sibling_rule", ["recursive", "k-seq"])
 @pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
-def test_a_sample_does_not_depend_on_its_batch(coupling, acceptance):
+def test_a_sample_does_not_depend_on_its_batch(coupling, acceptance, sibling_rule):
     """Four rows that part company, against each alone: same tokens, same calls."""
-    sampler = ProactiveJacobiSampler(8, 3, 2, coupling, acceptance)
+    if acceptance == "identical":
+        sibling_rule = "recursive"
+    sampler = ProactiveJacobiSampler(8, 3, 2, coupling, acceptance, sibling_rule=sibling_rule)
     together = decode(sampler, law=GUIDED, generator=seeded(0, 1, 2, 3))
     assert together.trace.target_calls.unique().numel() > 1
     for row in range(4):
@@ -191,10 +204,15 @@ def test_siblings_save_calls():
     """Where the head is refused often; the more siblings the fewer calls."""
     model = TabularModel(TokenGrid(16, 16), 32, order=2, dependence=0.4)
     calls = []
-    for siblings, depth in ((1, 1), (2, 2), (4, 2)):
-        sampler = ProactiveJacobiSampler(16, siblings, depth, initial_draft="last_law")
+    for siblings, depth, rule in (
+        (1, 1, "recursive"),
+        (2, 2, "recursive"),
+        (4, 2, "recursive"),
+        (4, 2, "k-seq"),
+    ):
+        sampler = ProactiveJacobiSampler(16, siblings, depth, initial_draft="last_law", sibling_rule=rule)
         calls.append(float(decode(sampler, model, None, batch_size=16).trace.target_calls.float().mean()))
-    assert calls[0] > 1.03 * calls[1] and calls[0] > 1.1 * calls[2]
+    assert calls[0] > 1.03 * calls[1] and calls[0] > 1.1 * calls[2] and calls[0] > 1.03 * calls[3]
 
 
 # --------------------------------------------------------------------------------------------------- statistics
@@ -217,6 +235,11 @@ def p_of(sampler, monkeypatch, seed: int = 0) -> float:
         tokens = sampler(STATISTICAL, None, law=LAW, generator=generator, batch_size=ROWS).tokens
         total += torch.bincount(tokens @ powers, minlength=len(total))
     return p_value(total, STATISTICAL.law_of_sequences(LAW))
+
+
+def test_k_seq_follows_the_law_with_the_real_noise(monkeypatch):
+    sampler = ProactiveJacobiSampler(3, 3, 2, initial_draft="last_law", sibling_rule="k-seq")
+    assert p_of(sampler, monkeypatch) > LEAST_P
 
 
 @pytest.mark.parametrize(
@@ -299,6 +322,7 @@ def test_step_never_asks_the_host_about_a_tensor(monkeypatch):
     monkeypatch.setattr(proactive, "step", step)
     for coupling, acceptance in COUPLINGS:
         decode(ProactiveJacobiSampler(16, 3, 2, coupling, acceptance))
+    decode(ProactiveJacobiSampler(16, 3, 2, sibling_rule="k-seq"))
     assert names and not [name for name in names if name.startswith(forbidden)]
 
 
@@ -306,6 +330,10 @@ def test_step_never_asks_the_host_about_a_tensor(monkeypatch):
 
 
 def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    k_seq: Any = ProactiveJacobiSampler.from_config(
+        ProactiveJacobiSampler(sibling_rule="k-seq").config, window=8
+    )
+    assert (k_seq.options.sibling_rule, k_seq.options.window) == ("k-seq", 8)
     sampler = ProactiveJacobiSampler(16, 3, 1, "gumbel", "identical", "up")
     sampler.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "sampler_config.json").read_text())
@@ -343,6 +371,19 @@ def test_refuses_a_tree_of_too_many_columns(siblings, depth):
 def test_refuses_identical_acceptance_without_gumbel_coupling():
     with pytest.raises(ValueError, match="needs coupling='gumbel', got coupling='maximal'"):
         ProactiveJacobiSampler(acceptance="identical")
+
+
+def test_refuses_sibling_rules_that_there_are_not_or_that_do_not_fit():
+    with pytest.raises(ValueError, match="sibling_rule='best'; pass one of recursive, k-seq"):
+        ProactiveJacobiSampler(sibling_rule="best")
+    with pytest.raises(ValueError, match="makes no such test; pass sibling_rule='recursive', or acceptance"):
+        ProactiveJacobiSampler(coupling="gumbel", acceptance="identical", sibling_rule="k-seq")
+
+
+def test_independent_siblings_may_outnumber_the_tokens():
+    model = TabularModel(TokenGrid(2, 2), 3)
+    sampler = ProactiveJacobiSampler(3, 5, 1, initial_draft="last_law", sibling_rule="k-seq")
+    assert decode(sampler, model, None).tokens.shape == (4, 4)
 
 
 def test_refuses_models_and_vocabularies_that_do_not_fit():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.samplers.drafting import (
+    CODEBOOK,
     CONDITION,
     GUIDED,
     MODEL,
@@ -24,6 +25,7 @@ from tests.samplers.drafting import (
     eagle_pair,
     law_behind,
     seeded,
+    untouched,
     watch_features,
 )
 from visual_spec.models.protocol import TokenGrid
@@ -41,6 +43,14 @@ WAYS: list[dict[str, Any]] = [
     dict(siblings="top-k", acceptance="exact"),
     dict(siblings="without-replacement", acceptance="identical"),
     dict(siblings="top-k", acceptance="identical", num_nodes=5),
+]
+LANTERN = dict(acceptance="lantern", delta=0.2, neighbours=8)
+RELAXED: list[dict[str, Any]] = [
+    dict(siblings="top-k", num_nodes=7, **LANTERN),
+    dict(siblings="top-k", acceptance="grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
+    dict(siblings="without-replacement", acceptance="lantern", factor=3.0, neighbours=8),
+    dict(siblings="without-replacement", bounded=True, **{**LANTERN, "factor": 4.0, "delta": 0.1}),
+    dict(siblings="top-k", bounded=True, **{**LANTERN, "factor": 4.0, "delta": 0.1}),
 ]
 
 
@@ -89,6 +99,7 @@ def test_trees_have_their_shape(monkeypatch, way):
                 assert torch.bincount(found.depths[row]).tolist() == [1, width, width, width]
 
 
+@pytest.mark.usefixtures("whole_batch")
 def test_first_draws_of_first_draws_are_always_in_the_tree(monkeypatch):
     for lengths, found in drawn_trees(monkeypatch, depth=4, width=2, expected_acceptance=0.05):
         for row in range(4):
@@ -191,6 +202,7 @@ def test_a_batch_gives_each_sample_what_it_gets_alone(drafter, way):
 
 
 @pytest.mark.parametrize("drafter", ["tabular", "eagle"])
+@pytest.mark.usefixtures("whole_batch")
 def test_every_node_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
     """Labels recomputed by chains from scratch: a label that is off would bias the output unnoticed."""
     law = TokenLaw(guidance_scale=2.0, top_k=6)
@@ -236,6 +248,7 @@ def test_sibling_laws_are_the_parents_without_the_earlier_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("whole_batch")
 def test_features_the_drafter_reads_next_are_those_of_the_target(monkeypatch, way):
     model, eagle = eagle_pair()
     seen = watch_features(monkeypatch, tree)
@@ -277,9 +290,85 @@ def test_step_never_asks_the_host_about_a_tensor(monkeypatch):
             real_step(model, drafter, state, law, *rest)
 
     monkeypatch.setattr(tree, "step", step)
-    for way in WAYS:
-        decode(TreeSampler(3, 3, **way), law=GUIDED)
+    for way in WAYS + RELAXED:
+        decode(TreeSampler(3, 3, **way), law=GUIDED, codebook=CODEBOOK)
     assert not operations.that_ask_the_host()
+
+
+# ---------------------------------------------------------------------------------------------- relaxed rules
+
+
+@pytest.mark.parametrize("way", RELAXED)
+def test_relaxed_trees_say_that_they_are_lossy_and_by_how_much(way):
+    sampler = TreeSampler(3, 3, **way)
+    assert sampler.needs_codebook and not sampler.lossless and not sampler.identical
+    options: dict[str, Any] = dict(batch_size=24, condition=torch.arange(24) % 3)
+    shape = {name: way.get(name) for name in ("siblings", "num_nodes")}
+    exact = decode(TreeSampler(3, 3, **cast(Any, shape)), **options)
+    trace = decode(sampler, codebook=CODEBOOK, **options).trace
+    assert not trace.lossless and "lossy, measured divergence" in trace.summary()
+    assert trace.divergence is not None and 0.001 < trace.divergence < 0.6
+    assert trace.target_calls.float().mean() < 0.97 * exact.trace.target_calls.float().mean()
+    assert trace.moved_mass is not None and trace.moved_mass.sum() <= trace.divergence * 24 * 35 + 1e-9
+    if way.get("bounded"):
+        assert trace.divergence <= 0.1
+
+
+@pytest.mark.parametrize("way", RELAXED)
+def test_a_relaxed_batch_gives_each_sample_what_it_gets_alone(way):
+    sampler = TreeSampler(3, 3, **way)
+    together = decode(sampler, law=GUIDED, codebook=CODEBOOK)
+    assert together.trace.moved_mass is not None and together.trace.target_calls.unique().numel() > 1
+    for row in range(4):
+        single = decode(
+            sampler, MODEL, NEAR, CONDITION[row : row + 1],
+            law=GUIDED, batch_size=1, generator=seeded([row]), codebook=CODEBOOK,
+        )  # fmt: skip
+        assert torch.equal(single.tokens[0], together.tokens[row])
+        assert single.trace.moved_mass is not None
+        torch.testing.assert_close(single.trace.moved_mass[0], together.trace.moved_mass[row])
+
+
+@pytest.mark.parametrize("siblings", ["top-k", "without-replacement"])
+def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule(siblings):
+    want = decode(TreeSampler(3, 3, siblings=siblings)).tokens
+    for settings in (dict(acceptance="lantern", delta=0.0), dict(acceptance="lantern", factor=1.0)):
+        sampler = TreeSampler(3, 3, siblings=siblings, neighbours=3, **cast(Any, settings))
+        found = decode(sampler, codebook=CODEBOOK)
+        assert torch.equal(found.tokens, want)
+        assert found.trace.divergence == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("way", RELAXED)
+def test_one_relaxed_sibling_is_the_relaxed_chain(way):
+    """Both walk the same drafts with the same noise: a width of one, drawn."""
+    settings = {name: value for name, value in way.items() if name not in ("siblings", "num_nodes")}
+    arguments: dict[str, Any] = dict(condition=torch.arange(100) % 3, batch_size=100, codebook=CODEBOOK)
+    chain = decode(DraftedSampler(3, **settings), **arguments)
+    found = decode(TreeSampler(3, 1, **settings), **arguments)
+    assert torch.equal(found.tokens, chain.tokens)
+    assert torch.equal(found.trace.commit_call, chain.trace.commit_call)
+    if way.get("bounded"):
+        assert found.trace.divergence == pytest.approx(chain.trace.divergence, abs=1e-9)
+
+
+def test_slots_past_the_grid_are_neither_kept_nor_counted():
+    class Nonsense(TabularModel):
+        def forward(self, state, tokens, slots, visible=None, seen=None):
+            logits = super().forward(state, tokens, slots, visible, seen)
+            past = (slots + 1 >= self.grid.num_tokens).repeat(logits.shape[0] // slots.shape[0], 1)
+            return torch.where(past[..., None], torch.full_like(logits, torch.nan), logits)
+
+    arguments: dict[str, Any] = dict(order=2, conditions=3, dependence=0.3)
+    for way in RELAXED[:3]:
+        expected = decode(TreeSampler(3, 3, **way), codebook=CODEBOOK)
+        nonsense = Nonsense(TokenGrid(6, 6), 12, **arguments)
+        found = decode(TreeSampler(3, 3, **way), nonsense, codebook=CODEBOOK)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert found.trace.divergence == expected.trace.divergence
+
+
+# ------------------------------------------------------------------------------------------------ small and odd
 
 
 @pytest.mark.parametrize("way", WAYS[:3])
@@ -302,6 +391,9 @@ def test_laws_of_fewer_tokens_than_siblings_and_the_smallest_grids(way):
 
 
 def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    relaxed = TreeSampler(2, 3, acceptance="lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05)
+    relaxed.save_pretrained(tmp_path)
+    assert cast(Any, TreeSampler.from_pretrained(tmp_path)).relaxation == relaxed.relaxation
     wanted: dict[str, Any] = dict(
         depth=2, width=3, num_nodes=4, siblings="top-k", acceptance="identical", expected_acceptance=0.5
     )
@@ -351,6 +443,26 @@ def test_refuses_to_choose_among_drawn_siblings_and_says_what_to_do():
         ValueError, match="not exact. Pass num_nodes=None and a smaller width, siblings='top-k'"
     ):
         TreeSampler(depth=3, width=4, num_nodes=6)
+
+
+@pytest.mark.parametrize("delta", [-0.1, 1.5, math.nan, True])
+def test_refuses_a_delta_that_is_no_probability(delta):
+    with pytest.raises(ValueError, match="delta=.*; pass a probability, from 0 to 1"):
+        TreeSampler(acceptance="lantern", delta=delta)
+
+
+@pytest.mark.parametrize(
+    "settings, codebook, message",
+    [
+        ({}, None, r"no codebook was given; pass codebook=.*\[12, D\]"),
+        ({}, CODEBOOK[:11], r"codebook of shape \(11, 4\) for a vocabulary of 12 tokens.*\[12, D\]"),
+        (dict(neighbours=12), CODEBOOK, "neighbours=12, but a code has 11 others; pass at most that many"),
+    ],
+)
+def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
+    sampler = TreeSampler(acceptance="lantern", **{"neighbours": 8, **settings})
+    with pytest.raises(ValueError, match=message):
+        decode(sampler, untouched(), codebook=codebook)
 
 
 def test_refuses_to_decode_without_a_drafter_or_with_one_of_other_tokens():

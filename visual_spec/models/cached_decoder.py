@@ -41,6 +41,12 @@ class CachedState(DecodeState):
     features: Tensor
     tree_size: int = 0
 
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.cache.select(rows)
+        self.logits, self.prompt_mask = self.logits[rows], self.prompt_mask[rows]
+        self.start, self.features = self.start[rows], self.features[rows]
+
 
 def consecutive(ids: list[int]) -> slice | Tensor:
     """An index of these rows of a table: a slice, so that indexing is a view, where the ids follow each other."""

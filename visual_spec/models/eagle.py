@@ -47,6 +47,11 @@ class EagleState(DecodeState):
     features: Tensor
     tree: Tensor
 
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.keys, self.values, self.logits = self.keys[rows], self.values[rows], self.logits[rows]
+        self.features, self.tree = self.features[rows], self.tree[rows]
+
 
 class EagleDrafter(ModelMixin, ConfigMixin):
     """Drafts for a `LlamaGenTransformer`, on all rows of a batch: with guidance both branches are drafted.

@@ -60,6 +60,12 @@ class LlamaGenState(DecodeState):
     prefix_mask: Tensor
     features: Tensor
 
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.logits, self.prefix_mask = self.logits[rows], self.prefix_mask[rows]
+        self.features = self.features[rows]
+
 
 def feed_forward_width(dim: int) -> int:
     """Hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""

@@ -1,10 +1,12 @@
-"""What a next-token sampler knows of a model: its grid, its vocabulary, how to score a window of tokens."""
+"""What a sampler knows of a model: its grid, its vocabulary, how to score a window of tokens or a scale of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -75,6 +77,18 @@ class DecodeState:
     logits: Tensor
     guided: bool
     window: int
+
+    def rows(self, samples: Tensor) -> Tensor:
+        """The rows of some samples, long [N]; when guided, their unconditional ones come behind."""
+        return torch.cat([samples, samples + self.logits.shape[0] // 2]) if self.guided else samples
+
+    def select(self, samples: Tensor) -> None:
+        """Keep only some samples, long [N], in this order: those that are complete need no more room.
+
+        Raises:
+            NotImplementedError: by states that always hold the whole batch.
+        """
+        raise NotImplementedError
 
 
 class NextTokenModel(Protocol):
@@ -167,5 +181,199 @@ class OrderModel(NextTokenModel, Protocol):
 
         Returns:
             logits [R, W, V]; column w predicts slot `slots[b, w] + 1` given what it sees.
+        """
+        ...
+
+
+# -- next-scale prediction -------------------------------------------------------------------------------------------
+#
+# A picture is a pyramid of token maps, coarse to fine; all tokens of one map are predicted at once, given the maps
+# before it (Tian et al. 2024, section 3.2). A token's slot is its place in the maps, one behind the other in raster
+# order: scale k has the slots from sum(n * n for n in scales[:k]) on.
+
+
+class ScaleTokenizer(Protocol):
+    """Pictures as residual token maps of growing size: what is known of a picture is a canvas that each map adds to.
+
+    All canvases of one decode have one shape, [B, D, h, w] with h = w = scales[-1].
+    """
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """Tokens per side of each map, coarse to fine."""
+        ...
+
+    @property
+    def code_dim(self) -> int:
+        """D, channels of a code, a canvas and an input map."""
+        ...
+
+    @property
+    def codebook_size(self) -> int:
+        """V, the number of codes."""
+        ...
+
+    @property
+    def codebook(self) -> Tensor:
+        """The codes [V, D] by token id."""
+        ...
+
+    def begin(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The canvas before the first map: zeros [B, D, h, w]."""
+        ...
+
+    def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
+        """The canvas with a map added to it. The canvas given is left as it was.
+
+        Args:
+            canvas: [B, D, h, w].
+            scale: index of the map.
+            tokens: long [B, n * n] with n = scales[scale], in raster order.
+        """
+        ...
+
+    def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
+        """As `accumulate`, for a map of any codes [B, D, n, n], such as mixtures of several."""
+        ...
+
+    def next_map(self, canvas: Tensor, scale: int) -> Tensor:
+        """What a model is fed to predict scale `scale`, 1 or later: the canvas averaged down to [B, D, n, n]."""
+        ...
+
+    def decode_canvas(self, canvas: Tensor) -> Tensor:
+        """Pictures [B, 3, H, W] in [-1, 1]; of an unfinished canvas, what the picture looks like so far."""
+        ...
+
+
+@dataclass
+class ScaleState:
+    """One batch in the course of next-scale decoding. A model subclasses it with its caches.
+
+    Attributes:
+        logits: [R, n * n, V], the prediction of the scale that the prefill ended at. R = B, or 2B when guided: the
+            conditional rows, then the unconditional ones.
+        guided: whether the unconditional rows are there.
+    """
+
+    logits: Tensor
+    guided: bool
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the cache of keys and values holds for the whole decode. 0 for a model without one."""
+        return 0
+
+
+class ScaleModel(Protocol):
+    """A model that predicts all tokens of a scale at once, given the maps of the scales before it.
+
+    What it is told of earlier scales are input maps, `ScaleTokenizer.next_map`. They are the same for every model over
+    one tokenizer, so one model can go on where another stopped.
+    """
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """Tokens per side of each map, coarse to fine."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def code_dim(self) -> int:
+        """Channels of an input map."""
+        ...
+
+    def prefill(
+        self,
+        condition: Any,
+        *,
+        batch_size: int,
+        guided: bool,
+        maps: Sequence[Tensor] = (),
+        stop: int | None = None,
+    ) -> Any:
+        """Run the condition, and the scales that are known already, in one forward; allocate the static cache.
+
+        Args:
+            condition: whatever the model is conditioned on, `batch_size` rows of it, or None.
+            guided: also hold unconditional rows.
+            maps: the input maps [B, D, n, n] of the scales 1 .. k. A scale sees itself and the scales before it.
+            stop: the first scale that will not be asked for, above k; None: all will be. Nothing is cached for
+                scales behind the last one but one, whose keys and values nothing reads.
+
+        Returns:
+            A `ScaleState` (of the model's own subclass); its logits predict scale k = len(maps).
+        """
+        ...
+
+    def __call__(self, state: Any, map: Tensor, scale: int) -> Tensor:
+        """Feed the input map of a scale, and predict its tokens. No host synchronisation.
+
+        The cache is written by slot: a scale may be fed again, and then what followed it has to be.
+
+        Args:
+            state: what `prefill` returned.
+            map: [B, D, n, n], the same for conditional and unconditional rows.
+            scale: 1 or later; the scales before it have been fed.
+
+        Returns:
+            logits [R, n * n, V].
+        """
+        ...
+
+
+# -- several codebooks -----------------------------------------------------------------------------------------------
+#
+# A neural audio codec gives K tokens a frame. A codebook pattern (`patterns.CodebookPattern`) lays them out in steps of
+# at most one token of each codebook. The tokens of one step, a column, are predicted together, and are independent of
+# each other given the columns before it.
+
+
+class ColumnModel(Protocol):
+    """A model that predicts the next column of K tokens.
+
+    A slot is a step of the pattern, without the initial empty one, which is the prefill's business. What a step holds
+    no token of is forced: samplers put `special_id` there, never look at its logits, and feed it like any other token.
+    """
+
+    @property
+    def grid(self) -> TokenGrid:
+        """height 1, width S (steps), codebooks K."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of one codebook, without the special token."""
+        ...
+
+    @property
+    def valid(self) -> Tensor:
+        """Where a step holds a token: bool [S, K], on any device. (`CodebookPattern.valid` is its transpose.)"""
+        ...
+
+    @property
+    def special_id(self) -> int:
+        """What is fed, and returned, where a step holds no token. It may be V, or an id of the vocabulary."""
+        ...
+
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+        """As `NextTokenModel.prefill`, but that the state's logits are [R, K, V]; they predict step 0."""
+        ...
+
+    def __call__(self, state: Any, tokens: Tensor, steps: Tensor) -> Tensor:
+        """Feed columns and score the steps that follow them.
+
+        The cache is written by step, as that of a `NextTokenModel` is by slot: a rejected column is undone by feeding
+        another one at its step, and each row advances at its own pace. No host synchronisation.
+
+        Args:
+            state: what `prefill` returned.
+            tokens: long [B, W, K], the special token where a step holds none.
+            steps: long [B, W], consecutive in a row. They may run past the grid, up to num_tokens + window - 1
+                (scratch room in the cache; all entries there are special, and those logits are ignored).
+
+        Returns:
+            logits [R, W, K, V]; column `w` predicts step `steps[b, w] + 1`.
         """
         ...

@@ -5,6 +5,7 @@ It is what the exactness proofs run on, and the cheapest model to try a sampler 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,12 @@ class TabularState(DecodeState):
     tokens: Tensor
     tables: Tensor
     tree: Tensor | None = None
+
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.logits, self.tables = self.logits[rows], self.tables[rows]
+        self.tokens = self.tokens[samples]
+        self.tree = None if self.tree is None else self.tree[samples]
 
 
 class TabularModel(nn.Module):
@@ -99,18 +106,7 @@ class TabularModel(nn.Module):
             ValueError: a condition of another shape, dtype or range.
         """
         device = self.logits.device
-        if condition is None:
-            condition = torch.zeros(batch_size, dtype=torch.long, device=device)
-        if condition.shape != (batch_size,) or condition.dtype != torch.long:
-            raise ValueError(
-                f"condition is {condition.dtype} of shape {tuple(condition.shape)}; "
-                f"pass None or int64 table numbers of shape ({batch_size},)."
-            )
-        if condition.min() < 0 or condition.max() >= self.conditions:
-            raise ValueError(f"condition={condition.tolist()}; pass numbers from 0 to {self.conditions - 1}.")
-        tables = condition.to(device)
-        if guided:
-            tables = torch.cat([tables, torch.full_like(tables, self.conditions)])  # [2B]
+        tables = _tables_of(condition, batch_size, self.conditions, guided).to(device)
         return TabularState(
             logits=self.logits[tables, 0, 0],
             guided=guided,
@@ -184,3 +180,168 @@ class TabularModel(nn.Module):
             log_probs = law(logits.flatten(0, 1)[:, None], guided, slots)[:, 0]
             probability = (probability[:, None] * log_probs.exp()).flatten()
         return probability
+
+
+@dataclass
+class TabularColumnState(DecodeState):
+    """Columns fed so far, by step: [B, S + window, K]; the table each row reads: [R]."""
+
+    tokens: Tensor
+    tables: Tensor
+
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.logits, self.tables = self.logits[rows], self.tables[rows]
+        self.tokens = self.tokens[samples]
+
+
+class TabularColumnModel(nn.Module):
+    """As `TabularModel`, for columns of K tokens: logits for every step, codebook, and context of the last columns.
+
+    A context holds the special token too, as a digit of its own: feeding it, or not, makes a difference.
+
+    Args:
+        valid: bool [S, K], where a step holds a token (`CodebookPattern.valid`, transposed).
+        vocab_size: V; the special token is V.
+        order: how many columns back the law looks; None is all of them. A step has (V + 1) ** (K * order) contexts.
+        conditions, seed, scale, dependence, dtype: as of `TabularModel`.
+
+    Raises:
+        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+    """
+
+    valid: Tensor
+    logits: Tensor
+
+    def __init__(
+        self,
+        valid: Tensor,
+        vocab_size: int,
+        *,
+        order: int | None = None,
+        conditions: int = 1,
+        seed: int = 0,
+        scale: float = 1.2,
+        dependence: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        if valid.dim() != 2 or valid.dtype != torch.bool:
+            raise ValueError(
+                f"valid is {valid.dtype} of shape {tuple(valid.shape)}; pass bool [steps, codebooks]."
+            )
+        steps, codebooks = valid.shape
+        self.grid = TokenGrid(1, steps, codebooks=codebooks)
+        order = steps - 1 if order is None else order
+        # The draw of the tables, and the checks, are those of a flat model with (V + 1) ** K tokens a slot.
+        contexts = (vocab_size + 1) ** (codebooks * order)
+        shape = (conditions + 1, steps, contexts, codebooks, vocab_size)
+        if vocab_size < 1 or conditions < 1 or order < 0 or not 0 <= dependence <= 1:
+            raise ValueError(
+                f"vocab_size={vocab_size}, conditions={conditions}, order={order}, dependence={dependence}; pass "
+                "vocab_size >= 1, conditions >= 1, order >= 0 and a dependence between 0 and 1."
+            )
+        if math.prod(shape) > _LARGEST_TABLE:
+            raise ValueError(
+                f"a table of shape {shape} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
+                "pass a smaller order or vocabulary, or fewer steps or codebooks."
+            )
+        self.vocab_size = self.special_id = vocab_size
+        self.order = order
+        generator = torch.Generator().manual_seed(seed)
+        by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
+        by_step = torch.randn((*shape[:2], 1, *shape[3:]), generator=generator, dtype=torch.float64)
+        table = scale * (dependence**0.5 * by_context + (1 - dependence) ** 0.5 * by_step)
+        self.register_buffer("valid", valid.clone())
+        self.register_buffer("logits", table.to(dtype))  # [tables, S, contexts, K, V]
+
+    @property
+    def conditions(self) -> int:
+        """Number of conditional tables."""
+        return self.logits.shape[0] - 1
+
+    def prefill(
+        self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
+    ) -> TabularColumnState:
+        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
+
+        Raises:
+            ValueError: a condition of another shape, dtype or range.
+        """
+        tables = _tables_of(condition, batch_size, self.conditions, guided).to(self.logits.device)
+        size = (batch_size, self.grid.width + window, self.grid.codebooks)
+        return TabularColumnState(
+            logits=self.logits[tables, 0, 0],
+            guided=guided,
+            window=window,
+            tokens=torch.zeros(size, dtype=torch.long, device=self.logits.device),
+            tables=tables,
+        )
+
+    def forward(self, state: TabularColumnState, tokens: Tensor, steps: Tensor) -> Tensor:
+        """Logits [R, W, K, V] of the steps after `steps`; see `ColumnModel.__call__`."""
+        state.tokens.scatter_(1, steps[..., None].expand_as(tokens), tokens)
+        context = torch.zeros_like(
+            steps
+        )  # [B, W], the last columns in base V + 1, the newest least significant
+        for back in reversed(range(self.order)):
+            earlier = steps - back
+            at = earlier.clamp(min=0)[..., None].expand_as(tokens)
+            column = state.tokens.gather(1, at).masked_fill((earlier < 0)[..., None], 0)  # [B, W, K]
+            for token in column.unbind(-1):
+                context = context * (self.vocab_size + 1) + token
+        following = (steps + 1).clamp(max=self.grid.width - 1)
+        repeats = state.tables.shape[0] // steps.shape[0]
+        return self.logits[state.tables[:, None], following.repeat(repeats, 1), context.repeat(repeats, 1)]
+
+    def law_of_sequences(
+        self, law: Callable[[Tensor, bool, Tensor], Tensor], *, condition: int = 0, guided: bool = False
+    ) -> Tensor:
+        """The exact probability of every sequence under autoregressive sampling, column by column.
+
+        Args:
+            law: a `TokenLaw`, or any map from (logits [R, 1, V], guided, steps [B, 1]) to log-probabilities [B, 1, V].
+            condition: the conditional table.
+            guided: pass the unconditional rows to the law as well.
+
+        Returns:
+            [V ** N] for N valid entries; a sequence's index is its valid tokens, step by step and within a step by
+            codebook, read as a number in base V, the first most significant.
+        """
+        tables = torch.tensor([condition, self.conditions] if guided else [condition])
+        probability = self.logits.new_ones(1)
+        contexts = torch.zeros(1, dtype=torch.long)
+        base = self.vocab_size + 1
+        for step in range(self.grid.width):
+            logits = self.logits[tables, step][:, contexts]  # [1 or 2, prefixes, K, V]
+            steps = torch.full((len(contexts), 1), step)
+            for codebook, valid in enumerate(self.valid[step].tolist()):
+                token = torch.full((1,), self.special_id)
+                if valid:
+                    log_probs = law(logits[:, :, codebook].flatten(0, 1)[:, None], guided, steps)[:, 0]
+                    # What was drawn at this step does not change the other codebooks of it.
+                    count = len(probability) // len(contexts)
+                    conditional = log_probs.exp().repeat_interleave(count, 0)
+                    probability = (probability[:, None] * conditional).flatten()
+                    token = torch.arange(self.vocab_size)
+                grown = len(token)
+                steps, logits = steps.repeat_interleave(grown, 0), logits.repeat_interleave(grown, 1)
+                contexts = (contexts[:, None] * base + token).flatten()
+            contexts = contexts % base ** (self.grid.codebooks * self.order)
+        return probability
+
+
+def _tables_of(condition: Tensor | None, batch_size: int, conditions: int, guided: bool) -> Tensor:
+    """The number of the table that each row reads: long [R]. The unconditional one is behind the others."""
+    if condition is None:
+        condition = torch.zeros(batch_size, dtype=torch.long)
+    if condition.shape != (batch_size,) or condition.dtype != torch.long:
+        raise ValueError(
+            f"condition is {condition.dtype} of shape {tuple(condition.shape)}; "
+            f"pass None or int64 table numbers of shape ({batch_size},)."
+        )
+    if condition.min() < 0 or condition.max() >= conditions:
+        raise ValueError(f"condition={condition.tolist()}; pass numbers from 0 to {conditions - 1}.")
+    if not guided:
+        return condition
+    return torch.cat([condition, torch.full_like(condition, conditions)])  # [2B]

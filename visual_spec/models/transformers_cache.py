@@ -194,6 +194,13 @@ class SlotCache(Cache):
         self.window.rows = torch.arange(len(places), device=places.device)[:, None]
         self.window.places, self.window.size = places, size
 
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows, long [N]."""
+        for layer in self.layers:
+            assert isinstance(layer, _SlotLayer) and layer.keys is not None and layer.values is not None
+            here = rows.to(layer.keys.device)
+            layer.keys, layer.values = layer.keys[here], layer.values[here]
+
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy what stands at places `sources` [R, D] to places `targets` [R, D]."""
         rows = torch.arange(len(sources), device=sources.device)[:, None]

@@ -58,16 +58,26 @@ class AcceptanceRule:
         probability: of keeping each draft, [B, N], from target [B, N, V], draft law [B, N, V] and drafts [B, N].
         merge: a rule that lends the draft mass of other tokens moves it here: from target [B, N, V] and drafts [B, N],
             -1 where a slot has none, to the law [B, N, V] that takes the target's place in `residual`.
+        behind: a rule that gives each slot a budget makes of it the rule for the next sibling here, from the
+            probability [B, N] with which this one was to be kept, and what it was made of: target, draft law, and
+            drafts, -1 where a slot has none.
         lossless: the committed token follows the target law.
     """
 
     probability: Callable[[Tensor, Tensor, Tensor], Tensor]
     merge: Callable[[Tensor, Tensor], Tensor] | None = None
     lossless: bool = True
+    behind: Callable[[Tensor, Tensor, Tensor, Tensor], AcceptanceRule] | None = None
 
     def refused_target(self, target: Tensor, drafts: Tensor) -> Tensor:
         """The law whose `residual` replaces a refused draft. Arguments and result as of `merge`."""
         return target if self.merge is None else self.merge(target, drafts)
+
+    def next_rule(
+        self, probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor
+    ) -> AcceptanceRule:
+        """The rule for the sibling behind a refused draft. Arguments as of `behind`."""
+        return self if self.behind is None else self.behind(probability, target, draft_law, drafts)
 
 
 EXACT = AcceptanceRule(exact_acceptance)

@@ -15,17 +15,35 @@ def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None
     Raises:
         ValueError: batch size below 1, a grid of several codebooks, allowed ids beyond the vocabulary.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r}; pass an integer of at least 1.")
+    check_batch_size(batch_size)
     if model.grid.codebooks != 1:
         raise ValueError(
             f"the model has {model.grid.codebooks} codebooks a slot; this sampler decodes one token a slot. "
             "Use a sampler that accepts whole columns."
         )
-    if law.allowed is not None and law.allowed[1] > model.vocab_size:
+    check_allowed(law, model.vocab_size)
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse a batch size below 1.
+
+    Raises:
+        ValueError: it is no integer of at least 1.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}; pass an integer of at least 1.")
+
+
+def check_allowed(law: TokenLaw, vocab_size: int) -> None:
+    """Refuse a law that allows ids which the model does not have.
+
+    Raises:
+        ValueError: the range reaches beyond the vocabulary.
+    """
+    if law.allowed is not None and law.allowed[1] > vocab_size:
         raise ValueError(
-            f"allowed={law.allowed} reaches beyond the vocabulary of {model.vocab_size} tokens; "
-            f"pass a range within (0, {model.vocab_size})."
+            f"allowed={law.allowed} reaches beyond the vocabulary of {vocab_size} tokens; "
+            f"pass a range within (0, {vocab_size})."
         )
 
 
@@ -42,7 +60,12 @@ class CheckedLaw:
         self.law = law
         self.num_tokens = num_tokens
         self.deferred = deferred
-        self._first_bad: Tensor | None = None
+        self._first_bad: Tensor | None = None  # [B]
+        self._samples: Tensor | None = None  # the samples that are looked at, when they are not all
+
+    def select(self, samples: Tensor) -> None:
+        """Go on with some of the samples only, long [N]; messages keep the numbers they had at first."""
+        self._samples = samples if self._samples is None else self._samples[samples]
 
     def __call__(self, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
         """Log-probabilities [B, W, V] from logits [R, W, V] that predict `slots` [B, W].
@@ -56,10 +79,13 @@ class CheckedLaw:
         bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
         if self.deferred:
             at = slots.repeat(repeats, 1).masked_fill(~bad, self.num_tokens)  # [R, W]
-            first = at.amin(1).view(repeats, -1).amin(0)  # [B]
-            self._first_bad = first if self._first_bad is None else torch.minimum(self._first_bad, first)
+            first = at.amin(1).view(repeats, -1).amin(0)  # [samples looked at]
+            if self._first_bad is None:
+                self._first_bad = torch.full_like(first, self.num_tokens)
+            here = torch.arange(len(first), device=first.device) if self._samples is None else self._samples
+            self._first_bad.scatter_reduce_(0, here, first, "amin")
         elif bad.any():
-            check_finite(logits.masked_fill(~bad[..., None], 0), slots, allowed)
+            check_finite(logits.masked_fill(~bad[..., None], 0), slots, allowed, self._samples)
         return self.law(logits, guided, slots)
 
     def finish(self) -> None:

@@ -11,10 +11,10 @@ that, so rollback is a number here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import DecodeState, NextTokenModel, TokenGrid
+from visual_spec.models.protocol import DecodeState, NextTokenModel
 from visual_spec.samplers.acceptance import (
     EXACT,
     AcceptanceRule,
@@ -33,96 +33,14 @@ from visual_spec.samplers.acceptance import (
 )
 from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
-from visual_spec.samplers.jacobi import _AllDone, _columns
+from visual_spec.samplers.drafters import check_drafter, draft_law, start_drafter
 from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
+from visual_spec.samplers.relaxed import RELAXED, Relaxable
+from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
 
 ACCEPTANCES = ("exact", "identical")
-
-
-# ------------------------------------------------------------------------------------------------------ drafters
-
-
-class FeatureDrafter(Protocol):
-    """A drafter that looks at the target's features: what the target's output head read to predict each slot.
-
-    The other kind of drafter is any `NextTokenModel` (for trees: `TreeModel`) over the same grid and vocabulary. The
-    two differ in how they start and in what they are shown after a target call; drafting is the same.
-    """
-
-    @property
-    def grid(self) -> TokenGrid: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def follow(self, model: Any, state: Any, *, window: int) -> Any:
-        """Allocate the drafter's cache beside a target that has just been prefilled.
-
-        Args:
-            model, state: the target and its state, `state.features` [R, 1, dim] being what predicted slot 0.
-            window: the most columns that one call of the drafter will have.
-
-        Raises:
-            ValueError: the drafter was made for another kind of target.
-        """
-        ...
-
-    def observe(self, state: Any, features: Tensor, slots: Tensor) -> None:
-        """Take note of the target's features [R, W, dim] at `slots` [B, W]; each predicted the slot behind its own."""
-        ...
-
-    def __call__(self, state: Any, tokens: Tensor, slots: Tensor, visible: Tensor | None = None) -> Tensor:
-        """As `TreeModel.__call__`, but a tree grows by one level a call: the columns of the last call come first."""
-        ...
-
-
-def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
-    """Refuse a drafter whose drafts the model could not score.
-
-    Raises:
-        ValueError: no drafter, or one over another grid or vocabulary; says what fits.
-    """
-    grid, vocab_size = model.grid, model.vocab_size
-    fits = f"{grid.frames} x {grid.height} x {grid.width} tokens out of {vocab_size}"
-    if drafter is None:
-        raise ValueError(
-            f"{type(sampler).__name__} needs a drafter, and got none; pass drafter=..., an EagleDrafter trained for "
-            f"this model, or any smaller next-token model that predicts {fits}."
-        )
-    if (drafter.grid, drafter.vocab_size) != (grid, vocab_size):
-        other = drafter.grid
-        raise ValueError(
-            f"the drafter predicts {other.frames} x {other.height} x {other.width} tokens out of "
-            f"{drafter.vocab_size}, but the model {fits}; pass a drafter for the model's tokens."
-        )
-
-
-def start_drafter(
-    drafter: Any, model: Any, cache: DecodeState, condition: Any, *, batch_size: int, window: int
-) -> Any:
-    """The drafter's own cache, beside a target that has just been prefilled.
-
-    Args:
-        condition: what the drafter's `prefill` takes. A feature drafter needs none: the features know it.
-        window: the most columns of one drafter call.
-    """
-    if hasattr(drafter, "follow"):
-        return drafter.follow(model, cache, window=window)
-    return drafter.prefill(condition, batch_size=batch_size, guided=cache.guided, window=window)
-
-
-def draft_law(law: CheckedLaw, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
-    """The drafter's law [B, W, V]: the target's `TokenLaw`, on the drafter's logits [R, W, V], guided as the target's.
-
-    Raises:
-        FloatingPointError: logits that define no law; says that they are the drafter's.
-    """
-    try:
-        return law(logits, slots, guided)
-    except FloatingPointError as error:
-        raise FloatingPointError(f"in the drafter: {error}") from error
 
 
 # --------------------------------------------------------------------------------------------------------- state
@@ -199,7 +117,7 @@ def catch_up(drafter: Any, state: DraftedState, most: int) -> Tensor:
     logits = drafter(state.drafter_cache, state.tokens.gather(1, slots), slots)  # [R, C, V]
     newest = (state.lengths - 1 - state.fed).clamp_(min=0)[:, None]  # [B, 1]; a finished row has nothing new
     state.fed = state.lengths
-    return _columns(logits, newest.repeat(logits.shape[0] // newest.shape[0], 1))
+    return columns_of(logits, newest.repeat(logits.shape[0] // newest.shape[0], 1))
 
 
 def commit(state: DraftedState, tokens: Tensor, kept: Tensor, num_tokens: int) -> None:
@@ -334,8 +252,8 @@ def step(
         # The slot behind the last draft has no draft: its residual is the target itself, the bonus token's law.
         label = torch.cat([chain.law, torch.full_like(target[:, :1], -torch.inf)], 1)
         draft = F.pad(chain.tokens.masked_fill(~chain.drafted, -1), (0, 1), value=-1)  # [B, K + 1]
-        there = options.rule.refused_target(_columns(target, refused), draft.gather(1, refused))
-        there = residual(there, _columns(label, refused))
+        there = options.rule.refused_target(columns_of(target, refused), draft.gather(1, refused))
+        there = residual(there, columns_of(label, refused))
         replacement = noise.categorical(there, slots.gather(1, refused), RESIDUAL, round)
         committed = torch.cat([chain.tokens, newest], 1).scatter(1, refused, replacement)
     if hasattr(drafter, "observe"):
@@ -348,11 +266,12 @@ def step(
 # ------------------------------------------------------------------------------------------------------- sampler
 
 
-class DraftedSampler(SchedulerMixin, ConfigMixin):
+class DraftedSampler(Relaxable, SchedulerMixin, ConfigMixin):
     """Speculative decoding: a drafter draws a chain of tokens, the target keeps a prefix of it and adds one.
 
     Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023, algorithm 1;
-    with an `EagleDrafter`, the chain of EAGLE (Li et al., ICML 2024). Lossless for any drafter over the model's tokens.
+    with an `EagleDrafter`, the chain of EAGLE (Li et al., ICML 2024). Lossless for any drafter over the model's tokens,
+    but under the relaxed acceptances of `relaxed.py`; the trace measures what those cost.
 
     Early stop. A row drafts no further once the drafter gave its draft a probability below `stop_below`, and that
     draft stays. So whether slot i has a draft depends on the tokens and laws of the slots before i alone; given those,
@@ -364,27 +283,41 @@ class DraftedSampler(SchedulerMixin, ConfigMixin):
         num_drafts: the most drafts before a target call, at least 1. Each costs a drafter call.
         stop_below: a probability; 0 never stops early. Shapes stay fixed, so on a GPU a stop saves no time; on
             the CPU drafting ends as soon as all rows have stopped, and fewer columns are scored.
-        acceptance: "exact" (keep a draft with probability min(1, target / draft)), or "identical" (draft and verify
-            with each slot's own noise: the tokens of `AutoregressiveSampler` for the same generator).
+        acceptance: "exact" (keep a draft with probability min(1, target / draft)), "identical" (draft and verify
+            with each slot's own noise: the tokens of `AutoregressiveSampler` for the same generator), or a relaxed
+            rule: "grouped", "clustered" or "lantern".
+        group_size, probability_gap, code_distance, delta, factor, neighbours, bounded: of relaxed rules, see
+            `Relaxation`. What each guarantees for drawn drafts is said with the rule.
 
     Raises:
         ValueError: a value that is not one of these.
     """
 
     config_name = "sampler_config.json"
-    lossless = True
     needs_drafter = True
 
     @register_to_config
-    def __init__(self, num_drafts: int = 5, stop_below: float = 0.0, acceptance: str = "exact") -> None:
-        DraftedOptions(num_drafts, stop_below, acceptance)  # refuses what is not allowed
+    def __init__(
+        self,
+        num_drafts: int = 5,
+        stop_below: float = 0.0,
+        acceptance: str = "exact",
+        group_size: int = 14,
+        probability_gap: float = 0.15,
+        code_distance: float | None = 0.5,
+        delta: float = 0.1,
+        factor: float | None = None,
+        neighbours: int = 64,
+        bounded: bool = False,
+    ) -> None:
+        _ = self.relaxation, self.options  # which refuse what is not allowed
 
     @property
     def options(self) -> DraftedOptions:
-        """The configuration as a checked record."""
-        return DraftedOptions(
-            **{name: self.config[name] for name in ("num_drafts", "stop_below", "acceptance")}
-        )
+        """The configuration as a checked record. A relaxed acceptance puts its rule in when the tables are made."""
+        acceptance = self.config["acceptance"]
+        acceptance = "exact" if acceptance in RELAXED else acceptance
+        return DraftedOptions(self.config["num_drafts"], self.config["stop_below"], acceptance)
 
     @property
     def identical(self) -> bool:
@@ -403,20 +336,23 @@ class DraftedSampler(SchedulerMixin, ConfigMixin):
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         batch_size: int = 1,
         callback: Callback | None = None,
+        codebook: Tensor | None = None,
     ) -> SampleResult:
         """Decode a batch. Arguments and errors are those of `AutoregressiveSampler.__call__`, and:
 
         Args:
             drafter: a `NextTokenModel` or `FeatureDrafter` over the model's grid and vocabulary.
             drafter_condition: what the drafter's `prefill` takes, where that is not the model's `condition`.
+            codebook: [V, D], the code of every token as it is decoded; needed where `needs_codebook` says so.
 
         Raises:
-            ValueError: no drafter, or one that does not fit the model.
+            ValueError: no drafter, or one that does not fit the model; the same of a codebook.
         """
         check_request(model, law, batch_size)
         check_drafter(self, model, drafter)
-        options = self.options
-        most = options.num_drafts + 1
+        relaxation = self.relaxation
+        relaxation.check(codebook, model.vocab_size)
+        most = self.config["num_drafts"] + 1
         keys = draw_keys(generator, batch_size)
         watch = Stopwatch()
         cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=most)
@@ -424,42 +360,9 @@ class DraftedSampler(SchedulerMixin, ConfigMixin):
         asked = condition if drafter_condition is None else drafter_condition
         drafter_cache = start_drafter(drafter, model, cache, asked, batch_size=batch_size, window=most)
         watch.lap("prefill", device)
+        options = replace(self.options, rule=relaxation.rule(codebook, device))
         noise = CounterNoise(keys, device)
         checked = CheckedLaw(law, model.grid.num_tokens, deferred=device.type == "cuda")
         state = prepare(model, cache, drafter_cache, checked, noise, most, options.rule)
         advance = partial(step, model, drafter, state, checked, noise, options, watch)
-        return decode(self, state, checked, advance, watch, callback)
-
-
-def decode(
-    sampler: Any,
-    state: DraftedState,
-    law: CheckedLaw,
-    advance: Callable[[], None],
-    watch: Stopwatch,
-    callback: Callback | None,
-) -> SampleResult:
-    """Call `advance` until every sample is complete, and draw up the result."""
-    num_tokens, device = law.num_tokens, state.tokens.device
-    if callback is not None:
-        callback(0, state.lengths)
-    all_done = _AllDone()
-    while not all_done((state.lengths == num_tokens).all()):
-        advance()
-        if callback is not None:
-            callback(state.round, state.lengths)
-    law.finish()
-    seconds, phase_seconds = watch.read()
-    trace = DecodeTrace(
-        sampler=type(sampler).__name__,
-        lossless=sampler.lossless,
-        identical=sampler.identical,
-        target_calls=state.target_calls.cpu(),
-        commit_call=state.commit_call[:, :num_tokens].cpu(),
-        seconds=seconds,
-        phase_seconds=phase_seconds,
-        peak_memory=watch.peak_memory(device),
-        divergence=None if state.meter is None else state.meter.mean(),
-        moved_mass=None if state.meter is None else state.meter.moved.cpu(),
-    )
-    return SampleResult(state.tokens[:, :num_tokens].clone(), trace)
+        return decode(self, state, checked, noise, advance, watch, callback)

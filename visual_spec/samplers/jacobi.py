@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
 from visual_spec.samplers.drafts import INITIAL_DRAFTS, LAST_LAW, UNIFORM, copied_draft, uniform_draft
 from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.relaxed import RELAXED, Relaxation
-from visual_spec.samplers.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
+from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
 
 COUPLINGS = ("gumbel", "independent", "maximal")
 ACCEPTANCES = ("identical", "exact")
@@ -121,7 +123,7 @@ def prepare(
         commit_call=torch.zeros_like(tokens),
         meter=None if options.rule.lossless else DivergenceMeter(batch_size, device),
     )
-    _redraft(model, state, target, slots.new_ones(batch_size), law, noise, options)
+    redraft(model, state, target, slots.new_ones(batch_size), law, noise, options)
     return state
 
 
@@ -172,8 +174,8 @@ def step(
             replacement = noise.categorical(law_there, slots, RESIDUAL, state.round)
             state.tokens.scatter_(1, slots, torch.where(F.pad(keep, (0, 1)), drafted, replacement))
         else:
-            law_there = options.rule.refused_target(_columns(target, refused), drafted.gather(1, refused))
-            law_there = residual(law_there, _columns(state.draft_law, refused))
+            law_there = options.rule.refused_target(columns_of(target, refused), drafted.gather(1, refused))
+            law_there = residual(law_there, columns_of(state.draft_law, refused))
             at = slots.gather(1, refused)
             state.tokens.scatter_(1, at, noise.categorical(law_there, at, RESIDUAL, state.round))
 
@@ -181,11 +183,11 @@ def step(
     num_tokens = model.grid.num_tokens
     state.target_calls += state.lengths < num_tokens
     state.lengths = (state.lengths + kept + 1).clamp_(max=num_tokens)
-    _redraft(model, state, target, kept + 1, law, noise, options)
+    redraft(model, state, target, kept + 1, law, noise, options)
     watch.lap("verify", device)
 
 
-def _redraft(
+def redraft(
     model: NextTokenModel,
     state: JacobiState,
     target: Tensor,
@@ -210,7 +212,7 @@ def _redraft(
     reached = source < count
     drafts = state.tokens.gather(1, slots)
     # Behind the last column its law stands in, which is the last-law initial draft already.
-    label = _columns(target, source.clamp(max=count - 1)) if exact or last_law else None  # [B, W - 1, V]
+    label = columns_of(target, source.clamp(max=count - 1)) if exact or last_law else None  # [B, W - 1, V]
 
     if label is not None and (options.redraws or last_law):
         # Under Gumbel coupling a slot is always drawn with its own noise, so that laws that differ little give
@@ -234,37 +236,6 @@ def _redraft(
     if exact and label is not None:
         none = label.new_full((label.shape[0], 1, vocab_size), -torch.inf)
         state.draft_law = torch.cat([label, none], 1)  # [B, W, V]
-
-
-def _columns(values: Tensor, columns: Tensor) -> Tensor:
-    """values [B, C, V] at columns [B, N]: [B, N, V]."""
-    batch_size, count, vocab_size = values.shape
-    first = torch.arange(0, batch_size * count, count, device=values.device)[:, None]
-    # Whole rows by one index, not a gather of V indices each.
-    rows = values.reshape(-1, vocab_size).index_select(0, (first + columns).flatten())
-    return rows.view(*columns.shape, vocab_size)
-
-
-class _AllDone:
-    """Tells the loop when to stop: at once on the CPU, one call late on CUDA, where asking would stall the device."""
-
-    def __init__(self) -> None:
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def __call__(self, done: Tensor) -> bool:
-        """done: a BoolTensor [] on the device. On CUDA the answer is that of the call before."""
-        if done.device.type != "cuda":
-            return bool(done)
-        earlier = self._pending
-        host = torch.empty((), dtype=torch.bool, pin_memory=True)
-        host.copy_(done, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(done.device))
-        self._pending = (host, event)
-        if earlier is None:
-            return False
-        earlier[1].synchronize()
-        return bool(earlier[0])
 
 
 class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
@@ -375,25 +346,5 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         noise = CounterNoise(keys, device)
         checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
         state = prepare(model, cache, checked, noise, options)
-        if callback is not None:
-            callback(0, state.lengths)
-        all_done = _AllDone()
-        while not all_done((state.lengths == num_tokens).all()):
-            step(model, state, checked, noise, options, watch)
-            if callback is not None:
-                callback(state.round, state.lengths)
-        checked.finish()
-        seconds, phase_seconds = watch.read()
-        trace = DecodeTrace(
-            sampler=type(self).__name__,
-            lossless=relaxation.lossless,
-            identical=self.identical,
-            target_calls=state.target_calls.cpu(),
-            commit_call=state.commit_call[:, :num_tokens].cpu(),
-            seconds=seconds,
-            phase_seconds=phase_seconds,
-            peak_memory=watch.peak_memory(device),
-            divergence=None if state.meter is None else state.meter.mean(),
-            moved_mass=None if state.meter is None else state.meter.moved.cpu(),
-        )
-        return SampleResult(state.tokens[:, :num_tokens].clone(), trace)
+        advance = partial(step, model, state, checked, noise, options, watch)
+        return decode(self, state, checked, noise, advance, watch, callback)

@@ -186,13 +186,19 @@ def non_finite(logits: Tensor) -> Tensor:
     return ~logits.amax(-1).isfinite()
 
 
-def check_finite(logits: Tensor, slots: Tensor, allowed: tuple[int, int] | None = None) -> None:
+def check_finite(
+    logits: Tensor,
+    slots: Tensor,
+    allowed: tuple[int, int] | None = None,
+    samples: Tensor | None = None,
+) -> None:
     """Refuse logits that define no law. Synchronises on CUDA.
 
     Args:
         logits: [R, W, V], R a multiple of B.
         slots: [B, W], the grid slots the columns predict.
         allowed: the law's allowed range; only ids within it are looked at.
+        samples: [B], the numbers by which the message is to name the samples; default 0, 1, ...
 
     Raises:
         FloatingPointError: nan, +inf, or only -inf in some row and column; names sample, column and slot.
@@ -205,11 +211,12 @@ def check_finite(logits: Tensor, slots: Tensor, allowed: tuple[int, int] | None 
     row, column = bad.nonzero()[0].tolist()
     batch_size = slots.shape[0]
     sample = row % batch_size
+    number = sample if samples is None else int(samples[sample])
     rows = "" if logits.shape[0] == batch_size else (" conditional" if row < batch_size else " unconditional")
     values = logits[row, column]
     found = "nan" if values.isnan().any() else "+inf" if values.isposinf().any() else "only -inf"
     raise FloatingPointError(
-        f"the{rows} logits of sample {sample} (row {row}), column {column}, slot {slots[sample, column]} "
+        f"the{rows} logits of sample {number} (row {row}), column {column}, slot {slots[sample, column]} "
         f"hold {found}; a law needs finite logits, or -inf for forbidden tokens beside a finite one. "
         "Check the weights, or run the model in float32 or bfloat16 if it overflows in float16."
     )

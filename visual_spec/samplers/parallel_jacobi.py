@@ -16,7 +16,8 @@ from visual_spec.models.protocol import DecodeState, OrderModel, TokenGrid
 from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
 from visual_spec.samplers.checks import CheckedLaw
 from visual_spec.samplers.drafts import LEFT, UNIFORM, UP, uniform_draft
-from visual_spec.samplers.jacobi import ACCEPTANCES, COUPLINGS, _columns
+from visual_spec.samplers.jacobi import ACCEPTANCES, COUPLINGS
+from visual_spec.samplers.loop import columns_of
 from visual_spec.samplers.order import RowOrder
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.rows import RowSampler, RowState, check_count, commit, prepare, score
@@ -108,7 +109,7 @@ def parallel_jacobi_step(
         state.tokens.scatter_(1, plan.predicted, candidates)
     else:
         refused = torch.arange(0, order.columns, size, device=target.device) + kept  # [B, A]
-        law_there = residual(_columns(target, refused), _columns(label, refused))
+        law_there = residual(columns_of(target, refused), columns_of(label, refused))
         at = plan.predicted.gather(1, refused)
         state.tokens.scatter_(1, at, noise.categorical(law_there, at, RESIDUAL, state.round))
 
@@ -151,7 +152,7 @@ def _redraft(
     reached = (source < scored[..., None]).flatten(1)
     label = None
     if exact:
-        label = _columns(target, (window + source.clamp(max=size - 1)).flatten(1))  # [B, A * D, V]
+        label = columns_of(target, (window + source.clamp(max=size - 1)).flatten(1))  # [B, A * D, V]
     drafts = state.tokens.gather(1, slots)
     if label is not None and options.coupling != "maximal":
         # As in the raster sampler: a slot's own noise under Gumbel coupling, else fresh noise in every round.

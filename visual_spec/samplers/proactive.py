@@ -25,6 +25,9 @@ laws of the call before depend on drafts of earlier slots only. Given N, then,
   purpose: in one call a slot is either walked over or drafted, and N decides which.
 
 So recursive rejection is exact at slot i given N, and by induction the committed tokens follow the autoregressive law.
+K-SEQ needs siblings that are independent given N: there all others are drawn from the label itself, each with numbers
+of its own, and the same steps hold.
+
 Siblings belong to slots, not to nodes: all nodes of a level share them, which no step above forbids. (The SJD-PAC
 release draws the extra candidates from the residual of the last refusal and labels them with the law itself, which is
 not exact.)
@@ -37,8 +40,8 @@ does not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,13 +53,24 @@ from visual_spec.models.protocol import TreeModel
 from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
 from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
-from visual_spec.samplers.jacobi import JacobiOptions, JacobiState, _AllDone, _columns, _redraft, prepare
+from visual_spec.samplers.jacobi import JacobiOptions, JacobiState, prepare, redraft
 from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.siblings import recursive_rejection, sibling_stream, without, without_replacement
-from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.siblings import (
+    k_seq,
+    recursive_rejection,
+    sibling_stream,
+    with_replacement,
+    without,
+    without_replacement,
+)
+from visual_spec.samplers.trace import SampleResult, Stopwatch
 
 MOST_COLUMNS = 1024
+RECURSIVE = "recursive"
+K_SEQ = "k-seq"
+SIBLING_RULES = (RECURSIVE, K_SEQ)
 
 
 @dataclass(frozen=True)
@@ -69,9 +83,17 @@ class ProactiveOptions:
     coupling: str
     acceptance: str
     initial_draft: str
+    sibling_rule: str = RECURSIVE
 
     def __post_init__(self) -> None:
         JacobiOptions(self.window, self.coupling, self.acceptance, self.initial_draft)
+        if self.sibling_rule not in SIBLING_RULES:
+            raise ValueError(f"sibling_rule={self.sibling_rule!r}; pass one of {', '.join(SIBLING_RULES)}.")
+        if self.sibling_rule == K_SEQ and self.acceptance == "identical":
+            raise ValueError(
+                "sibling_rule='k-seq' is a test against chance, and acceptance='identical' makes no such test; pass "
+                "sibling_rule='recursive', or acceptance='exact'."
+            )
         for name in ("siblings", "depth"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -182,7 +204,7 @@ def step(
     columns, laws, chosen = [], [], []
     for level in range(depth):
         columns.append(tree.column(level, path)[:, None])
-        laws.append(_columns(target, columns[-1]))  # [B, 1, V]
+        laws.append(columns_of(target, columns[-1]))  # [B, 1, V]
         at = slots[:, level, None]
         accepted, token = _verify(
             laws[-1], siblings[:, level], sibling_laws[level], noise, at, state.round, options
@@ -194,7 +216,7 @@ def step(
 
     # Behind the tree the main branch goes on. At its first slot a walk that ends in another leaf takes its last token.
     columns.append(tree.column(depth, path)[:, None])
-    laws += [_columns(target, columns[-1]), target[:, depth + 1 : window]]
+    laws += [columns_of(target, columns[-1]), target[:, depth + 1 : window]]
     chain = torch.cat(laws[-2:], 1)  # [B, W - D, V]
     drafts, at = inputs[:, depth + 1 :], slots[:, depth:]
     accept, candidates = _verify_chain(
@@ -209,7 +231,7 @@ def step(
     num_tokens = model.grid.num_tokens
     state.target_calls += state.lengths < num_tokens
     state.lengths = (state.lengths + kept + 1).clamp_(max=num_tokens)
-    _redraft(model, state, torch.cat(laws, 1), kept + 1, law, noise, options.jacobi)
+    redraft(model, state, torch.cat(laws, 1), kept + 1, law, noise, options.jacobi)
     watch.lap("verify", device)
 
 
@@ -218,19 +240,23 @@ def _head_siblings(
 ) -> tuple[Tensor, list[Tensor]]:
     """The siblings of the first D slots, the main draft first: tokens [B, D, K], and the laws [B, K, V] of each slot.
 
-    Under Gumbel coupling they are the K best of the slot's own noise, which the main draft is the best of.
+    Under Gumbel coupling siblings that differ are the K best of the slot's own noise, which the main draft is the best
+    of. Independent siblings have noise of their own.
     """
     assert state.draft_law is not None
-    stream, round = (TOKEN, 0) if options.coupling == "gumbel" else (sibling_stream(DRAFT, 1), state.round)
+    count, independent = options.siblings - 1, options.sibling_rule == K_SEQ
+    own_noise = options.coupling == "gumbel" and not independent
+    stream, round = (TOKEN, 0) if own_noise else (sibling_stream(DRAFT, 1), state.round)
     tokens, laws = [], []
     for level in range(options.depth):
         main, label = drafts[:, level, None], state.draft_law[:, level]  # [B, 1], [B, V]
-        others, other_laws = main[:, :0], label[:, None][:, :0]
-        if options.siblings > 1:
-            left = without(label, main)
-            others, other_laws = without_replacement(
-                left, options.siblings - 1, noise, slots[:, level, None], round, stream
-            )
+        at = slots[:, level, None]
+        if count == 0:
+            others, other_laws = main[:, :0], label[:, None][:, :0]
+        elif independent:
+            others, other_laws = with_replacement(label, count, noise, at, round, stream)
+        else:
+            others, other_laws = without_replacement(without(label, main), count, noise, at, round, stream)
         tokens.append(torch.cat([main, others], 1))
         laws.append(torch.cat([label[:, None], other_laws], 1))
     return torch.stack(tokens, 1), laws
@@ -250,7 +276,10 @@ def _verify(
         token = noise.categorical(target, slots, TOKEN)
         same = identical_acceptance(token, siblings)  # [B, K]
         return torch.where(same.any(1), same.long().argmax(1), options.siblings), token
-    accepted, left = recursive_rejection(target[:, 0], siblings, laws, noise, slots, round)
+    if options.sibling_rule == K_SEQ:
+        accepted, left = k_seq(target[:, 0], siblings, laws[:, 0], noise, slots, round)
+    else:
+        accepted, left = recursive_rejection(target[:, 0], siblings, laws, noise, slots, round)
     replacement = noise.categorical(left[:, None], slots, RESIDUAL, round)
     found = siblings.gather(1, accepted[:, None].clamp(max=options.siblings - 1))
     return accepted, torch.where(accepted[:, None] < options.siblings, found, replacement)
@@ -296,6 +325,9 @@ class ProactiveJacobiSampler(SchedulerMixin, ConfigMixin):
             `AutoregressiveSampler` for the same generator.
         initial_draft: as in `SpeculativeJacobiSampler`. A copied token has no siblings: a slot gets them once a call
             has scored it.
+        sibling_rule: "recursive" (siblings that differ, tested by recursive rejection), or "k-seq" (independent
+            siblings, K-SEQ of SpecTr). Both are exact; not for acceptance "identical". `siblings.sibling_gaps` tells
+            how far each is from the best that any rule could keep.
 
     Raises:
         ValueError: a value that is not one of these, or a tree of more than 1024 columns.
@@ -313,14 +345,14 @@ class ProactiveJacobiSampler(SchedulerMixin, ConfigMixin):
         coupling: str = "maximal",
         acceptance: str = "exact",
         initial_draft: str = "left",
+        sibling_rule: str = RECURSIVE,
     ) -> None:
-        ProactiveOptions(window, siblings, depth, coupling, acceptance, initial_draft)
+        _ = self.options  # which refuses what is not allowed
 
     @property
     def options(self) -> ProactiveOptions:
         """The configuration as a checked record."""
-        names = ("window", "siblings", "depth", "coupling", "acceptance", "initial_draft")
-        return ProactiveOptions(**{name: self.config[name] for name in names})
+        return ProactiveOptions(**{field.name: self.config[field.name] for field in fields(ProactiveOptions)})
 
     @property
     def identical(self) -> bool:
@@ -359,26 +391,8 @@ class ProactiveJacobiSampler(SchedulerMixin, ConfigMixin):
         checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
         state = prepare(model, cache, checked, noise, options.jacobi)
         layout = options.tree.layout(device)
-        if callback is not None:
-            callback(0, state.lengths)
-        all_done = _AllDone()
-        while not all_done((state.lengths == num_tokens).all()):
-            step(model, state, checked, noise, options, watch, layout)
-            if callback is not None:
-                callback(state.round, state.lengths)
-        checked.finish()
-        seconds, phase_seconds = watch.read()
-        trace = DecodeTrace(
-            sampler=type(self).__name__,
-            lossless=True,
-            identical=self.identical,
-            target_calls=state.target_calls.cpu(),
-            commit_call=state.commit_call[:, :num_tokens].cpu(),
-            seconds=seconds,
-            phase_seconds=phase_seconds,
-            peak_memory=watch.peak_memory(device),
-        )
-        return SampleResult(state.tokens[:, :num_tokens].clone(), trace)
+        advance = partial(step, model, state, checked, noise, options, watch, layout)
+        return decode(self, state, checked, noise, advance, watch, callback)
 
 
 def _check_tree(model: TreeModel, options: ProactiveOptions) -> None:
@@ -387,7 +401,7 @@ def _check_tree(model: TreeModel, options: ProactiveOptions) -> None:
             f"{type(model).__name__} has no `keep`: it cannot score trees of drafts. Use SpeculativeJacobiSampler, "
             "or a model that implements TreeModel."
         )
-    if options.siblings > model.vocab_size:
+    if options.sibling_rule == RECURSIVE and options.siblings > model.vocab_size:
         raise ValueError(
             f"siblings={options.siblings} for a vocabulary of {model.vocab_size} tokens; siblings differ from each "
             f"other, so pass at most {model.vocab_size}."

@@ -20,6 +20,8 @@ TOKEN: Final = 0  # the slot's own noise: shared by plain AR, Gumbel coupling an
 DRAFT: Final = 1  # fresh drafts
 ACCEPT: Final = 2  # accept or reject a draft
 RESIDUAL: Final = 3  # the replacement of a rejected draft
+PROPOSAL: Final = 4  # tries at the residual of a whole column (`product_residual`)
+MIXTURE: Final = 5  # and what each try is drawn from
 
 # Scalar draws use a block of the counter that no vocabulary reaches (it would need 2**34 tokens), so that a
 # uniform and a Gumbel row of the same stream never share bits.
@@ -92,6 +94,10 @@ class CounterNoise:
                 f"keys are {keys.dtype} of shape {tuple(keys.shape)}; pass int64 [B], as from draw_keys."
             )
         self.keys = keys.to(device)
+
+    def select(self, samples: Tensor) -> None:
+        """Go on with some samples only, long [N]."""
+        self.keys = self.keys[samples]
 
     def uniform(
         self, slots: Tensor, stream: int, round: int | Tensor = 0, dtype: torch.dtype = torch.float32

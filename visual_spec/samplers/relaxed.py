@@ -17,8 +17,10 @@ No rule keeps a draft that the target law forbids, whatever its kin.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,10 +120,11 @@ def lantern_acceptance(
     whose mass in all is at most `delta` (LANTERN), or at most (factor - 1) * target(x) (LANTERN++). Refused drafts are
     replaced from the residual of `lantern_target`.
 
-    What is guaranteed: when x is no matter of chance (a draft law that is a point: a greedy drafter, a tree of the most
-    probable tokens), the committed token's law is within TVD `delta` of the target law; it is `lantern_target`, off by
-    the mass of A. When drafts are drawn, each x moves the mass of its own A, and the TVD is bounded by nothing but that
-    between draft law and target law. `bounded_acceptance` repairs it. The factor gives no bound in either case.
+    What is guaranteed: when x is no matter of chance (a draft law that is a point: a greedy drafter), the committed
+    token's law is within TVD `delta` of the target law; it is `lantern_target`, off by the mass of A. In a tree of the
+    most probable tokens that holds for each test of a sibling, not for all the siblings of a slot together. When drafts
+    are drawn, each x moves the mass of its own A, and the TVD is bounded by nothing but that between draft law and
+    target law. `bounded_rule` repairs both. The factor gives no bound in any case.
 
     Jang et al., "LANTERN: Accelerating visual autoregressive models with relaxed speculative decoding", ICLR 2025,
     section 4; Park et al., "LANTERN++", 2025. Distances are those of the codes as decoded.
@@ -167,7 +170,7 @@ def _merge(
 
 
 def bounded_acceptance(
-    probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor, *, delta: float
+    probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor, *, delta: float | Tensor
 ) -> Tensor:
     """Any relaxed acceptance, held back so that no slot moves more mass than `delta`, however the draft is drawn.
 
@@ -184,13 +187,61 @@ def bounded_acceptance(
         probability: [B, N], what the relaxed rule gives.
         target, draft_law: [B, N, V] log-probabilities.
         drafts: long [B, N].
-        delta: the bound, 0 to 1.
+        delta: the bound, 0 to 1; a number, or one for each slot, [B, N].
     """
     exact = exact_acceptance(target, draft_law, drafts)
+    share = _share(exact, target, draft_law, delta)
+    return exact + torch.minimum((probability - exact).clamp_(min=0), share)
+
+
+def budget_behind(
+    probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor, *, delta: float | Tensor
+) -> Tensor:
+    """The budget that `bounded_acceptance` leaves to the next sibling of a slot when this draft is refused: [B, N].
+
+    A draft x that is kept with probability accept(x) has used accept(x) - exact(x) of its share. The rest is passed
+    on, and counts for more the less often it comes to that:
+
+        (share(x) - accept(x) + exact(x)) / (1 - accept(x)) , at most 1 .
+
+    Then all siblings of a slot together move no more than `delta`, however they are drawn. By induction from the last
+    one: let the siblings behind a refused x commit a law within that budget of the residual, which is the same for all
+    x. Replacing it by the residual itself changes the law by at most the mean of (1 - accept(x)) * budget(x), and the
+    law with the residual is off by the mean of accept(x) - exact(x) (`bounded_acceptance`); the sum is the mean of
+    share(x), which is `delta`. Ours.
+
+    Args:
+        probability: [B, N], with which `bounded_acceptance` keeps each draft.
+        drafts: long [B, N], -1 where a slot has none; its budget stays.
+        target, draft_law, delta: as given to `bounded_acceptance`.
+    """
+    exact = exact_acceptance(target, draft_law, drafts.clamp(min=0))
+    refused = 1 - probability
+    left = (_share(exact, target, draft_law, delta) - (probability - exact)) / refused
+    # What is never refused leaves nothing to ask about.
+    return torch.where((drafts >= 0) & (refused > 0), left.clamp(0, 1), delta)
+
+
+def _share(exact: Tensor, target: Tensor, draft_law: Tensor, delta: float | Tensor) -> Tensor:
+    """What each draft may gain of the budget `delta`: [B, N]."""
     apart = draft_law.exp().sub_(target.exp()).clamp_(min=0).sum(-1)
     # Equal laws leave nothing to share out, and no draft that could use it: not 0 / 0.
-    share = delta * (1 - exact) / apart.clamp_(min=torch.finfo(apart.dtype).tiny)
-    return exact + torch.minimum((probability - exact).clamp_(min=0), share)
+    return delta * (1 - exact) / apart.clamp_(min=torch.finfo(apart.dtype).tiny)
+
+
+def bounded_rule(
+    probability: Callable[[Tensor, Tensor, Tensor], Tensor], delta: float | Tensor
+) -> AcceptanceRule:
+    """A relaxed acceptance under `bounded_acceptance`, with a budget that the siblings of a slot share."""
+
+    def held_back(target: Tensor, draft_law: Tensor, drafts: Tensor) -> Tensor:
+        relaxed = probability(target, draft_law, drafts)
+        return bounded_acceptance(relaxed, target, draft_law, drafts, delta=delta)
+
+    def behind(kept: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor) -> AcceptanceRule:
+        return bounded_rule(probability, budget_behind(kept, target, draft_law, drafts, delta=delta))
+
+    return AcceptanceRule(held_back, lossless=False, behind=behind)
 
 
 # ------------------------------------------------------------------------------------------------------- the tables
@@ -286,6 +337,7 @@ class Relaxation:
         factor: LANTERN++'s lambda, which then replaces delta as the limit of what is lent.
         neighbours: how many codes may lend, K of the neighbour table.
         bounded: hold the rule back to `delta` by `bounded_acceptance`, with refused drafts replaced from `residual`.
+            The siblings of a slot share that budget.
 
     Raises:
         ValueError: a value out of its range.
@@ -383,14 +435,30 @@ class Relaxation:
             )
             probability = partial(lantern_acceptance, **lent)
             merge = partial(lantern_target, **lent)
-        if not self.bounded:
-            return AcceptanceRule(probability, merge, lossless=False)
+        if self.bounded:
+            return bounded_rule(probability, self.delta)
+        return AcceptanceRule(probability, merge, lossless=False)
 
-        def bounded(target: Tensor, draft_law: Tensor, drafts: Tensor) -> Tensor:
-            relaxed = probability(target, draft_law, drafts)
-            return bounded_acceptance(relaxed, target, draft_law, drafts, delta=self.delta)
 
-        return AcceptanceRule(bounded, lossless=False)
+class Relaxable:
+    """What samplers have that take the settings of `Relaxation` in their configuration."""
+
+    config: Any
+
+    @property
+    def relaxation(self) -> Relaxation:
+        """How the acceptance relaxes the exact rule, as a checked record."""
+        return Relaxation(**{field.name: self.config[field.name] for field in fields(Relaxation)})
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output law is that of autoregressive sampling."""
+        return self.relaxation.lossless
+
+    @property
+    def needs_codebook(self) -> bool:
+        """Whether a call needs `codebook`."""
+        return self.relaxation.needs_codebook
 
 
 def _between(value: object, least: float, most: float) -> bool:

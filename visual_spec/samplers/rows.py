@@ -21,8 +21,8 @@ from visual_spec.models.protocol import DecodeState, OrderModel, TokenGrid
 from visual_spec.samplers.acceptance import exact_acceptance, residual
 from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
-from visual_spec.samplers.jacobi import _AllDone
 from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.loop import HostCopy
 from visual_spec.samplers.order import RowOrder, RowPlan
 from visual_spec.samplers.randomness import ACCEPT, RESIDUAL, TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
@@ -265,7 +265,7 @@ class RowSampler(SchedulerMixin, ConfigMixin):
         state = self._start(order, cache, checked, noise, measure_divergence)
         if callback is not None:
             callback(0, state.lengths.sum(1))
-        all_done = _AllDone()
+        all_done = HostCopy()
         while not all_done(order.done(state.lengths).all()):
             self._step(model, order, state, checked, noise, watch)
             if callback is not None:

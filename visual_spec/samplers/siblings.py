@@ -11,11 +11,13 @@ one row here: target [B, V], siblings [B, K].
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.samplers.acceptance import exact_acceptance, residual
+from visual_spec.samplers.acceptance import EXACT, AcceptanceRule, residual
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, CounterNoise
 
 # The low half of a stream number says what a draw is for (the constants of `randomness`, all far below 2**16), the
@@ -87,6 +89,48 @@ def without_replacement(
 # --------------------------------------------------------------------------------------------------- accepting
 
 
+def sibling_tests(
+    target: Tensor,
+    drafts: Tensor,
+    draft_laws: Tensor,
+    valid: Tensor | None = None,
+    rule: AcceptanceRule = EXACT,
+) -> tuple[Tensor, Tensor]:
+    """The tests of `recursive_rejection`, before any is made: what they ask depends on the siblings alone.
+
+    Returns:
+        With what probability each sibling is kept when those before it are refused, [B, K], 0 for one that is not
+        there; and the law behind the last, [B, V].
+    """
+    left, tests = target[:, None], []  # [B, 1, V]
+    for sibling in range(drafts.shape[1]):
+        token, law = drafts[:, sibling, None], draft_laws[:, sibling, None]  # [B, 1], [B, 1, V]
+        there = law.gather(-1, token[..., None])[..., 0] > -torch.inf  # [B, 1]
+        if valid is not None:
+            there = there & valid[:, sibling, None]
+        probability = rule.probability(left, law, token)
+        probability = torch.where(there, probability, torch.zeros_like(probability))
+        tests.append(probability)
+        refused = token.masked_fill(~there, -1)
+        behind = residual(rule.refused_target(left, refused), law)
+        rule = rule.next_rule(probability, left, law, refused)
+        left = torch.where(there[..., None], behind, left)
+    return torch.cat(tests, 1), left[:, 0]
+
+
+def first_kept(probability: Tensor, noise: CounterNoise, slots: Tensor, round: int) -> Tensor:
+    """Make the tests [B, K] in turn: the index of the first sibling that passes, long [B], K for none.
+
+    Args:
+        noise, slots, round: slots is long [B, 1]; sibling j takes its number from `sibling_stream(ACCEPT, j)`.
+    """
+    accept = [
+        noise.bernoulli(test, slots, sibling_stream(ACCEPT, sibling), round)
+        for sibling, test in enumerate(probability.split(1, 1))
+    ]
+    return (~torch.cat(accept, 1)).long().cumprod(1).sum(1)
+
+
 def recursive_rejection(
     target: Tensor,
     drafts: Tensor,
@@ -95,6 +139,7 @@ def recursive_rejection(
     slots: Tensor,
     round: int,
     valid: Tensor | None = None,
+    rule: AcceptanceRule = EXACT,
 ) -> tuple[Tensor, Tensor]:
     """Test the siblings in turn, each against the residual that the earlier refusals left.
 
@@ -103,33 +148,72 @@ def recursive_rejection(
     2024) without replacement. Given the siblings before it, each is a draft with a known law, so that one step of
     `exact_acceptance` and `residual` hands an exact problem to the next; no other property of the laws is used.
 
+    A relaxed rule tests each sibling as a draft for the law that is left, and so the next one: what a refused sibling
+    was lent (LANTERN, `lantern_target`) is gone from that law with the sibling itself, its mass is shared out anew
+    among the rest, and a later sibling that has none left is refused for certain. Each test may then move `delta`,
+    LANTERN's bound for point drafts, so that a slot moves up to `delta` for each test that is made; bounded rules share
+    one `delta` among the siblings (`relaxed.budget_behind`).
+
     Args:
         target: [B, V], the target law.
         drafts: long [B, K].
         draft_laws: [B, K, V], the law sibling j was drawn from given siblings 0 to j - 1. A deterministic sibling has
             a point law. May be an expanded view.
-        noise, slots, round: slots is long [B, 1]; sibling j takes its number from `sibling_stream(ACCEPT, j)`.
+        noise, slots, round: as in `first_kept`.
         valid: bool [B, K], false for a sibling that is not there. One to which its law gives no mass never is. What
             it depends on must not look at this slot's target law.
+        rule: what replaces the exact test.
 
     Returns:
         The index of the kept sibling, long [B], K for none; and the law of the token that takes their place when all
         are refused, [B, V] (without meaning where one is kept).
     """
-    count = drafts.shape[1]
-    left = target[:, None]  # [B, 1, V]
-    accepted = torch.full_like(drafts[:, 0], count)
-    for sibling in range(count):
-        token, law = drafts[:, sibling, None], draft_laws[:, sibling, None]  # [B, 1], [B, 1, V]
-        there = law.gather(-1, token[..., None])[..., 0] > -torch.inf  # [B, 1]
-        if valid is not None:
-            there = there & valid[:, sibling, None]
-        probability = exact_acceptance(left, law, token)
-        probability = torch.where(there, probability, torch.zeros_like(probability))
-        accept = noise.bernoulli(probability, slots, sibling_stream(ACCEPT, sibling), round)[:, 0]
-        accepted = torch.where(accept & (accepted == count), sibling, accepted)
-        left = torch.where(there[..., None], residual(left, law), left)
-    return accepted, left[:, 0]
+    probability, left = sibling_tests(target, drafts, draft_laws, valid, rule)
+    return first_kept(probability, noise, slots, round), left
+
+
+def committed_law(probability: Tensor, drafts: Tensor, left: Tensor) -> Tensor:
+    """Law of the token that tests [B, K] of siblings [B, K] commit, with `left` [B, V] behind the last: [B, V]."""
+    reached = F.pad(
+        (1 - probability).cumprod(1), (1, 0), value=1.0
+    )  # [B, K + 1], every test and what is behind
+    law = left.exp() * reached[:, -1:]
+    return law.scatter_add_(1, drafts, reached[:, :-1] * probability)
+
+
+def moved_mass(
+    target: Tensor,
+    drafts: Tensor,
+    draft_laws: Tensor | None,
+    probability: Tensor,
+    left: Tensor,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """How far the tests of a relaxed rule take a slot from the law that exact tests give it, given its siblings: [B].
+
+    Given the siblings, relaxed tests commit one law and exact ones another; this is the total variation distance (TVD)
+    between the two. Averaged over the siblings the second is the target law, so the mean of this is at least the TVD
+    between the committed token's law and the target law:
+
+    * siblings that are a function of the text (the most probable ones) leave nothing to average: then it is that TVD,
+      for every rule. Nothing is estimated but the mean over texts;
+    * of one drawn draft it is accept - exact, and its mean the TVD, for rules that keep no draft less often than the
+      exact one and replace refused drafts from the plain residual, as bounded rules do;
+    * else it is an upper bound: that a token gains when it is a sibling and loses when it is not cannot be seen from
+      one set of siblings. Under a bounded rule the mean is no more than `delta` all the same.
+
+    Args:
+        draft_laws: None for siblings that are a function of the text.
+        probability, left: what `sibling_tests` gives for the relaxed rule.
+        target, drafts, valid: as in `recursive_rejection`.
+    """
+    law = committed_law(probability, drafts, left)
+    if draft_laws is None:
+        exact = target.exp()
+    else:
+        tests, behind = sibling_tests(target, drafts, draft_laws, valid)
+        exact = committed_law(tests, drafts, behind)
+    return (law - exact).clamp_(min=0).sum(1)
 
 
 def k_seq(
@@ -148,20 +232,19 @@ def k_seq(
     Returns:
         As `recursive_rejection`.
     """
-    count = drafts.shape[1]
-    rho, tries = _k_seq_rho(target, draft_law, count)  # [B, 1] each
+    probability, left = k_seq_tests(target, drafts, draft_law)
+    return first_kept(probability, noise, slots, round), left
+
+
+def k_seq_tests(target: Tensor, drafts: Tensor, draft_law: Tensor) -> tuple[Tensor, Tensor]:
+    """The tests of `k_seq`: probabilities [B, K], and the law behind the last, [B, V]. As `sibling_tests`."""
+    rho, tries = _k_seq_rho(target, draft_law, drafts.shape[1])  # [B, 1] each
     at_draft = (target - rho.log()).gather(-1, drafts) - draft_law.gather(-1, drafts)  # [B, K]
-    probability = at_draft.exp().clamp_(max=1)
-    accepted = torch.full_like(drafts[:, 0], count)
-    for sibling in range(count):
-        stream = sibling_stream(ACCEPT, sibling)
-        accept = noise.bernoulli(probability[:, sibling, None], slots, stream, round)[:, 0]
-        accepted = torch.where(accept & (accepted == count), sibling, accepted)
     # One test keeps x with probability min(draft, target / rho)(x), and `tries` tests are made on average.
     kept = torch.minimum(draft_law, target - rho.log()).exp() * tries
     left = (target.exp() - kept).clamp_(min=0)
     mass = left.sum(-1, keepdim=True)
-    return accepted, torch.where(mass > 0, (left / mass).log_(), target)
+    return at_draft.exp().clamp_(max=1), torch.where(mass > 0, (left / mass).log_(), target)
 
 
 def _k_seq_rho(target: Tensor, draft_law: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -253,3 +336,71 @@ def _all_within_prefix(draft: Tensor, count: int) -> Tensor:
     density = rest * times * (-rest * times).exp()  # [T, V - 1], per unit of s
     inside = step * (density * (1 - fewer[:, :-1])).sum(0)
     return torch.cat([inside.clamp(0, 1), inside.new_ones(1)])
+
+
+@dataclass(frozen=True)
+class SiblingGap:
+    """How often a rule commits one of K siblings, and how often the best rule could: means over pairs of laws.
+
+    Attributes:
+        rule: "recursive" (without replacement), "recursive, independent" or "k-seq" (independent siblings too).
+        acceptance: the mean probability that a sibling is kept.
+        error: its standard error, which is that of the drawing of siblings; the pairs are taken as given.
+        optimum: the mean of `optimal_acceptance` for siblings that are drawn in this way.
+    """
+
+    rule: str
+    acceptance: float
+    error: float
+    optimum: float
+
+    @property
+    def gap(self) -> float:
+        """What the best rule would keep more often."""
+        return self.optimum - self.acceptance
+
+
+def sibling_gaps(
+    target: Tensor, draft: Tensor, count: int, *, draws: int = 100, seed: int = 0
+) -> list[SiblingGap]:
+    """Compare the rules for K siblings with the best there can be, on given laws; for reports, not for decoding.
+
+    Siblings are drawn, `draws` times for each pair of laws, but not accepted: given siblings the probability that one
+    is kept is known.
+
+    Args:
+        target, draft: [N, V] log-probabilities, N pairs of laws.
+        count: K, at least 1.
+        draws: at least 2.
+        seed: of the siblings.
+
+    Raises:
+        ValueError: laws of other shapes, a count below 1, or fewer than two draws.
+    """
+    if target.dim() != 2 or target.shape != draft.shape or count < 1 or draws < 2:
+        raise ValueError(
+            f"target {tuple(target.shape)}, draft {tuple(draft.shape)}, count={count}, draws={draws}; pass pairs of "
+            "laws, [N, V] each, a count of at least 1 and at least 2 draws."
+        )
+    target, draft = target.double(), draft.double()
+    noise = CounterNoise(torch.arange(len(target)) + (seed << 32), target.device)
+    slots = torch.zeros(len(target), 1, dtype=torch.long, device=target.device)
+    kept: dict[str, list[Tensor]] = {"recursive": [], "recursive, independent": [], "k-seq": []}
+    for draw in range(draws):
+        different = without_replacement(draft, count, noise, slots, draw)
+        independent = with_replacement(draft, count, noise, slots, draw)
+        tests = (
+            sibling_tests(target, *different)[0],
+            sibling_tests(target, *independent)[0],
+            k_seq_tests(target, independent[0], draft)[0],
+        )
+        for found, probability in zip(kept.values(), tests, strict=True):
+            found.append(1 - (1 - probability).prod(1))  # [N]
+    gaps = []
+    for rule, found in kept.items():
+        accepted = torch.stack(found)  # [draws, N]
+        error = float((accepted.var(0) / draws).sum().sqrt()) / len(target)
+        pairs = zip(target, draft, strict=True)
+        best = [optimal_acceptance(*pair, count, replace=rule != "recursive") for pair in pairs]
+        gaps.append(SiblingGap(rule, float(accepted.mean()), error, sum(best) / len(best)))
+    return gaps

@@ -89,6 +89,8 @@ class DivergenceMeter:
     `moved_mass`, the sum over the slots of a sample, bounds the TVD between the law of whole samples and that of
     autoregressive sampling. It counts every change as a loss, even that of a token for one which looks the same.
 
+    A slot with several siblings is counted by `siblings.moved_mass`, which see for what is then known.
+
     Attributes:
         moved: float [B], the sum of the estimates.
         tested: long [B], tested slots.
@@ -97,6 +99,11 @@ class DivergenceMeter:
     def __init__(self, batch_size: int, device: torch.device) -> None:
         self.moved = torch.zeros(batch_size, device=device)
         self.tested = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self._samples = torch.arange(batch_size, device=device)
+
+    def select(self, samples: Tensor) -> None:
+        """Go on with some of the samples only, long [N]; what was counted for the others stays."""
+        self._samples = self._samples[samples]
 
     def add(self, probability: Tensor, exact: Tensor, tested: Tensor) -> None:
         """Count the drafts of one call. No host synchronisation.
@@ -105,10 +112,16 @@ class DivergenceMeter:
             probability, exact: [B, N], with which the rule, and the exact rule, keep each draft.
             tested: BoolTensor [B, N].
         """
-        # Chosen, not multiplied: what is not tested may be nan. The cap of `exact` at 1 takes nothing off.
-        excess = torch.where(tested, (probability - exact).clamp(min=0), 0)
-        self.moved = self.moved + excess.sum(1)
-        self.tested = self.tested + tested.sum(1)
+        # The cap of `exact` at 1 takes nothing off.
+        self.count((probability - exact).clamp(min=0), tested)
+
+    def count(self, moved: Tensor, tested: Tensor) -> None:
+        """Count estimates [B, N] of what was moved at slots, where tested, bool [B, N]. No host synchronisation."""
+        # Chosen, not multiplied: what is not tested may be nan.
+        excess = torch.where(tested, moved, 0).sum(1)
+        precise = torch.promote_types(self.moved.dtype, excess.dtype)
+        self.moved = self.moved.to(precise).index_add(0, self._samples, excess.to(precise))
+        self.tested.index_add_(0, self._samples, tested.sum(1))
 
     def mean(self) -> float:
         """The mean over tested slots, 0 when there are none. Synchronises."""

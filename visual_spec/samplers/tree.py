@@ -3,13 +3,17 @@
 A step drafts the tree level by level, scores all of it in one tree call of the target, walks from the root to a child
 that is kept, to one of its children, and so on, and commits the path and one token more. `prepare` and the state
 are those of `drafted.py`: between two steps there are no drafts.
+
+With siblings "top-k", `num_nodes` and acceptance "lantern" this is the walk of LANTERN (Jang et al., ICLR 2025) over
+EAGLE-2's tree; with siblings drawn without replacement and a `factor`, that of LANTERN++ (Park et al., 2025). LANTERN's
+release takes all K neighbours of a refused draft out of the target law; here only those that lent to it are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,24 +23,17 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.protocol import TreeModel
+from visual_spec.samplers.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
-from visual_spec.samplers.drafted import (
-    ACCEPTANCES,
-    DraftedState,
-    catch_up,
-    check_drafter,
-    commit,
-    decode,
-    draft_law,
-    prepare,
-    start_drafter,
-)
-from visual_spec.samplers.jacobi import _columns
+from visual_spec.samplers.drafted import ACCEPTANCES, DraftedState, catch_up, commit, prepare
+from visual_spec.samplers.drafters import check_drafter, draft_law, start_drafter
 from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.siblings import recursive_rejection, without
-from visual_spec.samplers.trace import SampleResult, Stopwatch
+from visual_spec.samplers.relaxed import RELAXED, Relaxable
+from visual_spec.samplers.siblings import first_kept, moved_mass, sibling_tests, without
+from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
 
 WITHOUT_REPLACEMENT = "without-replacement"
 TOP_K = "top-k"
@@ -45,7 +42,10 @@ SIBLINGS = (WITHOUT_REPLACEMENT, TOP_K)
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """The configuration of the sampler, checked. See `TreeSampler`."""
+    """The configuration of the sampler, checked. See `TreeSampler`.
+
+    Acceptance is "identical" or "exact"; the latter tests by `rule`, which relaxed acceptances replace.
+    """
 
     depth: int
     width: int
@@ -53,6 +53,7 @@ class TreeOptions:
     siblings: str
     acceptance: str
     expected_acceptance: float
+    rule: AcceptanceRule = EXACT
 
     def __post_init__(self) -> None:
         for name in ("depth", "width"):
@@ -241,19 +242,26 @@ class Path:
 
 
 def walk(
-    tree: Tree, target: Tensor, lengths: Tensor, noise: CounterNoise, options: TreeOptions, round: int
+    tree: Tree,
+    target: Tensor,
+    lengths: Tensor,
+    noise: CounterNoise,
+    options: TreeOptions,
+    round: int,
+    meter: DivergenceMeter | None = None,
 ) -> Path:
     """From the root, test the children of the node reached, until none is kept or the tree ends.
 
     Args:
         target: [B, N, V], the target law behind every column.
         lengths: long [B], the slot behind the root.
+        meter: counts every slot whose node has children.
     """
     at = torch.zeros_like(tree.tokens[:, :1])  # [B, 1], the column reached
     going = torch.ones_like(at, dtype=torch.bool)
     slots = lengths[:, None]
     columns, kept = [at], torch.zeros_like(lengths)
-    left = _columns(target, at)  # [B, 1, V], the law of the token behind the path
+    left = columns_of(target, at)  # [B, 1, V], the law of the token behind the path
     identical = options.acceptance == "identical"
     count = min(options.width, tree.tokens.shape[1] - 1)
     for level in range(options.depth):
@@ -267,15 +275,18 @@ def walk(
             accepted = torch.where(match.any(1), match.long().argmax(1), count)
         else:
             labels = _sibling_laws(tree, at, tokens, target)
-            accepted, refused = recursive_rejection(
-                left[:, 0], tokens, labels, noise, slots + level, round, there
-            )
+            probability, refused = sibling_tests(left[:, 0], tokens, labels, there, options.rule)
+            accepted = first_kept(probability, noise, slots + level, round)
+            if meter is not None:
+                drawn = None if tree.laws is None else labels
+                moved = moved_mass(left[:, 0], tokens, drawn, probability, refused, there)
+                meter.count(moved[:, None], there.any(1, keepdim=True))
             left = torch.where(going[..., None], refused[:, None], left)
         going = going & (accepted < count)[:, None]
         at = torch.where(going, children.gather(1, accepted.clamp(max=count - 1)[:, None]), at)
         kept = kept + going[:, 0]
         columns.append(at)
-        left = torch.where(going[..., None], _columns(target, at), left)
+        left = torch.where(going[..., None], columns_of(target, at), left)
     stream = (TOKEN, 0) if identical else (RESIDUAL, round)
     return Path(torch.cat(columns, 1), kept, noise.categorical(left, slots + kept[:, None], *stream))
 
@@ -286,7 +297,7 @@ def _sibling_laws(tree: Tree, parent: Tensor, tokens: Tensor, like: Tensor) -> T
         points = like.new_full((*tokens.shape, like.shape[-1]), -torch.inf)
         return points.scatter_(-1, tokens[..., None], 0.0)
     # Nodes of the last level have no children, and no law.
-    laws = [_columns(tree.laws, parent.clamp(max=tree.laws.shape[1] - 1))]  # each [B, 1, V]
+    laws = [columns_of(tree.laws, parent.clamp(max=tree.laws.shape[1] - 1))]  # each [B, 1, V]
     for sibling in range(tokens.shape[1] - 1):
         laws.append(without(laws[-1], tokens[:, sibling, None, None]))
     return torch.cat(laws, 1)
@@ -312,14 +323,14 @@ def step(
     logits = model(state.cache, tree.tokens, slots - 1, ancestry(tree.parents, options.depth))  # [R, N, V]
     watch.lap("model", device)
     target = law(logits, slots, state.cache.guided)  # [B, N, V]
-    path = walk(tree, target, state.lengths, noise, options, state.round + 1)
+    path = walk(tree, target, state.lengths, noise, options, state.round + 1, state.meter)
     places = state.lengths[:, None] - 1 + torch.arange(options.depth + 1, device=device)  # [B, D + 1]
     model.keep(state.cache, path.columns, places)
     if hasattr(drafter, "observe"):
         cache: Any = state.cache
         features = cache.features  # [R, N, dim]
         along = path.columns.repeat(len(features) // len(places), 1)
-        drafter.observe(state.drafter_cache, _columns(features, along), places)
+        drafter.observe(state.drafter_cache, columns_of(features, along), places)
     # The accepted drafts, then the replacement where the path ends.
     drafts = tree.tokens.gather(1, path.columns[:, 1:])
     committed = torch.cat([drafts, path.replacement], 1).scatter(1, path.kept[:, None], path.replacement)
@@ -327,11 +338,12 @@ def step(
     watch.lap("verify", device)
 
 
-class TreeSampler(SchedulerMixin, ConfigMixin):
+class TreeSampler(Relaxable, SchedulerMixin, ConfigMixin):
     """Speculative decoding with a tree of drafts, verified by recursive rejection.
 
     Tree attention and multi-round rejection are SpecInfer's (Miao et al., ASPLOS 2024, section 4); the tree follows
-    the drafter's confidence as in EAGLE-2 (Li et al., EMNLP 2024). Lossless for any drafter over the model's tokens.
+    the drafter's confidence as in EAGLE-2 (Li et al., EMNLP 2024). Lossless for any drafter over the model's tokens,
+    but under the relaxed acceptances of `relaxed.py`.
 
     Why it is. Let slot i be behind the path that has been kept. The tests that led there looked at the drafts of slots
     before i only, and so did the choice of how many children the node reached should have: it was made from
@@ -341,6 +353,12 @@ class TreeSampler(SchedulerMixin, ConfigMixin):
     (`num_nodes`, the second choice of EAGLE-2) breaks this, unless nothing is drawn: the most probable
     tokens are a function of the text, and their labels are points.
 
+    Relaxed acceptance. Every test of recursive rejection is made by the rule; `siblings.recursive_rejection` says what
+    a refused sibling leaves to the next. LANTERN's `delta` bounds what one test of a "top-k" sibling moves, so a slot
+    moves `delta` times the number of tests made for it, at most; with `bounded` the siblings of a slot share one
+    `delta`, drawn or not (`relaxed.budget_behind`). The trace's divergence is the distance itself for "top-k", and an
+    upper bound in the mean for drawn siblings (`siblings.moved_mass`).
+
     Args:
         depth: levels, at least 1: the most drafts that one call can accept.
         width: nodes of a level, at least 1, and the most children of a node.
@@ -349,16 +367,18 @@ class TreeSampler(SchedulerMixin, ConfigMixin):
         siblings: "without-replacement" (drawn from the drafter's law, all different), or "top-k" (its most probable).
         acceptance: "exact" (recursive rejection), or "identical" (a child is kept when it is the token that
             the slot's own noise draws from the target law: the tokens of `AutoregressiveSampler`, same generator.
-            Siblings without replacement are then the drafter's best guesses under the same noise).
+            Siblings without replacement are then the drafter's best guesses under the same noise), or a relaxed rule:
+            "grouped", "clustered" or "lantern".
         expected_acceptance: a guess, above 0 and at most 1, at how often the first of drawn siblings is kept where the
             drafter's law is flat. It shapes the tree (1: a chain, lower: more siblings), not what comes out.
+        group_size, probability_gap, code_distance, delta, factor, neighbours, bounded: of relaxed rules, see
+            `Relaxation`.
 
     Raises:
         ValueError: a value that is not one of these.
     """
 
     config_name = "sampler_config.json"
-    lossless = True
     needs_drafter = True
 
     @register_to_config
@@ -370,16 +390,24 @@ class TreeSampler(SchedulerMixin, ConfigMixin):
         siblings: str = WITHOUT_REPLACEMENT,
         acceptance: str = "exact",
         expected_acceptance: float = 0.6,
+        group_size: int = 14,
+        probability_gap: float = 0.15,
+        code_distance: float | None = 0.5,
+        delta: float = 0.1,
+        factor: float | None = None,
+        neighbours: int = 64,
+        bounded: bool = False,
     ) -> None:
-        TreeOptions(
-            depth, width, num_nodes, siblings, acceptance, expected_acceptance
-        )  # refuses what is not allowed
+        _ = self.relaxation, self.options  # which refuse what is not allowed
 
     @property
     def options(self) -> TreeOptions:
-        """The configuration as a checked record."""
+        """The configuration as a checked record. A relaxed acceptance puts its rule in when the tables are made."""
         names = ("depth", "width", "num_nodes", "siblings", "acceptance", "expected_acceptance")
-        return TreeOptions(**{name: self.config[name] for name in names})
+        settings = {name: self.config[name] for name in names}
+        if settings["acceptance"] in RELAXED:
+            settings["acceptance"] = "exact"
+        return TreeOptions(**settings)
 
     @property
     def identical(self) -> bool:
@@ -398,6 +426,7 @@ class TreeSampler(SchedulerMixin, ConfigMixin):
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         batch_size: int = 1,
         callback: Callback | None = None,
+        codebook: Tensor | None = None,
     ) -> SampleResult:
         """Decode a batch. Arguments and errors are those of `DraftedSampler.__call__`, and:
 
@@ -408,7 +437,8 @@ class TreeSampler(SchedulerMixin, ConfigMixin):
         check_request(model, law, batch_size)
         check_drafter(self, model, drafter)
         check_trees(model, drafter)
-        options = self.options
+        relaxation, options = self.relaxation, self.options
+        relaxation.check(codebook, model.vocab_size)
         if options.width > model.vocab_size:
             raise ValueError(
                 f"width={options.width}, but siblings differ and the vocabulary has {model.vocab_size} tokens; pass "
@@ -429,11 +459,12 @@ class TreeSampler(SchedulerMixin, ConfigMixin):
             drafter, model, cache, asked, batch_size=batch_size, window=options.drafter_columns
         )
         watch.lap("prefill", device)
+        options = replace(options, rule=relaxation.rule(codebook, device))
         noise = CounterNoise(keys, device)
         checked = CheckedLaw(law, model.grid.num_tokens, deferred=device.type == "cuda")
-        state = prepare(model, cache, drafter_cache, checked, noise, options.depth + 1)
+        state = prepare(model, cache, drafter_cache, checked, noise, options.depth + 1, options.rule)
         advance = partial(step, model, drafter, state, checked, noise, options, watch)
-        return decode(self, state, checked, advance, watch, callback)
+        return decode(self, state, checked, noise, advance, watch, callback)
 
 
 def check_trees(model: Any, drafter: Any) -> None:
