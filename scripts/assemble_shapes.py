@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.eagle import EagleDrafter
 from visual_spec.models.llamagen import LlamaGenTransformer
 from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.pipelines.image import ImagePipeline
@@ -25,6 +26,9 @@ def main() -> None:
         "--tokenizer", type=Path, required=True, help="folder that scripts/train_tokenizer.py wrote"
     )
     parser.add_argument("--ar", type=Path, required=True, help="folder that scripts/train_ar.py wrote")
+    parser.add_argument(
+        "--drafter", type=Path, help="the folder `drafter` that scripts/train_drafter.py wrote"
+    )
     parser.add_argument("--guidance-scale", type=float, default=1.5, help="default of the pipeline")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -34,6 +38,7 @@ def main() -> None:
         text_encoder=CaptionEncoder.from_pretrained(arguments.ar / "text_encoder"),
         sampler=SpeculativeJacobiSampler(),
         default_guidance_scale=arguments.guidance_scale,
+        drafter=None if arguments.drafter is None else EagleDrafter.from_pretrained(arguments.drafter),
     )
     # Half precision on disk; from_pretrained computes in float32 again.
     pipe.to(torch.float16).save_pretrained(arguments.out)
@@ -41,8 +46,12 @@ def main() -> None:
         config = json.loads(path.read_text())
         config.pop("_name_or_path", None)
         write_json(path, config)
-    for part, source in (("vq_model", arguments.tokenizer), ("transformer", arguments.ar)):
-        write_json(arguments.out / part / "training.json", json.loads((source / "training.json").read_text()))
+    sources = {"vq_model": arguments.tokenizer, "transformer": arguments.ar, "drafter": arguments.drafter}
+    for part, source in sources.items():
+        if source is not None:
+            write_json(
+                arguments.out / part / "training.json", json.loads((source / "training.json").read_text())
+            )
 
 
 if __name__ == "__main__":

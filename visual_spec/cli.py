@@ -68,7 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--sampler",
         default="speculative-jacobi",
         metavar="NAME",
-        help="speculative-jacobi (default) | autoregressive | proactive-jacobi | zipar | ...",
+        help="speculative-jacobi (default) | autoregressive | proactive-jacobi | tree | zipar | ...; settings may "
+        "follow, such as tree:depth=4,width=6",
+    )
+    sampler.add_argument(
+        "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
     )
     sampler.add_argument("--window", type=int, metavar="W", help="slots that one target call scores")
     sampler.add_argument("--coupling", metavar="NAME", help="gumbel | independent | maximal")
@@ -256,18 +260,21 @@ def _generate(args: argparse.Namespace) -> int:
     for path in (*pictures, *report):
         refuse_existing(path, args.overwrite)
 
-    from visual_spec.pipelines.accelerate import make_sampler
+    from visual_spec.pipelines.accelerate import make_sampler, parse_sampler
     from visual_spec.samplers.law import TokenLaw
 
-    settings = {name: value for name in _SAMPLER_SETTINGS if (value := getattr(args, name)) is not None}
-    sampler = make_sampler(args.sampler, **settings)
+    name, settings = parse_sampler(args.sampler)
+    for flag in _SAMPLER_SETTINGS:
+        if (value := getattr(args, flag)) is not None:
+            settings[flag] = value
+    sampler = make_sampler(name, **settings)
     TokenLaw(**_law(args))  # refuses values out of range before the model is loaded
     pipe = _load(args)
     pipe.check_inputs(args.prompts)
     document: dict[str, Any] = {
         "model": args.model,
         "device": str(pipe.device),
-        "sampler": {"name": args.sampler}
+        "sampler": {"name": name}
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")},
         **{name: getattr(args, name) for name in _LAW_SETTINGS if getattr(args, name) is not None},
     }
@@ -416,7 +423,7 @@ def _load(args: argparse.Namespace) -> Any:
     import torch
     from diffusers.utils import logging
 
-    from visual_spec.pipelines.loading import load_pipeline
+    from visual_spec.pipelines.loading import load_drafter, load_pipeline
 
     logging.disable_progress_bar()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -427,7 +434,10 @@ def _load(args: argparse.Namespace) -> Any:
         raise ValueError(
             f"--device {device} cannot be used ({reason}); pass cpu, or leave it out."
         ) from error
-    return load_pipeline(args.model).to(device)
+    pipe = load_pipeline(args.model).to(device)
+    if args.drafter is not None:
+        pipe.drafter = load_drafter(args.drafter).to(device)
+    return pipe
 
 
 def _facts(document: dict[str, Any]) -> dict[str, Any]:

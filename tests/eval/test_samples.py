@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import seeded, tiny_pipeline
+from visual_spec.eval.evaluate import check_samplers
 from visual_spec.eval.samples import (
     Judge,
     SampleFolder,
@@ -17,6 +18,7 @@ from visual_spec.eval.samples import (
     pictures_of,
     small_tokens,
 )
+from visual_spec.models.eagle import EagleDrafter
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
@@ -213,3 +215,30 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         make_draws(folder, 0, 2)
     assert folder.draws() == [] and [path.name for path in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_a_row_with_a_drafter_of_its_own(tmp_path):
+    pipe = tiny_pipeline()
+    EagleDrafter.for_target(pipe.transformer).save_pretrained(tmp_path / "head")
+    text = f"tree:drafter={tmp_path / 'head'},depth=2,width=2"
+    setting = parse_setting(text, LAW, 40)
+    assert setting.drafter == str(tmp_path / "head") and setting.describe()["drafter"] == setting.drafter
+    assert "drafter" not in parse_setting("tree", LAW, 40).describe()
+    with pytest.raises(ValueError, match="TreeSampler needs a drafter, and this pipeline has none"):
+        check_samplers(pipe, [parse_setting("tree", LAW, 40)])
+    check_samplers(pipe, [setting])
+    arrays = draw(pipe, setting, PROMPTS[:2], 0)
+    assert pipe.drafter is None
+    pipe.drafter, pipe.sampler = EagleDrafter.from_pretrained(tmp_path / "head").eval(), setting.sampler
+    again = pipe(PROMPTS[:2], generator=seeded(40, 41), guidance_scale=2.0, top_k=5)
+    assert np.array_equal(again.tokens.numpy(), arrays["tokens"])
+
+
+def test_unknown_drafters(tmp_path):
+    pipe = tiny_pipeline()
+    with pytest.raises(ValueError, match="no drafter 'nothing'; pass a folder"):
+        draw(pipe, parse_setting("tree:drafter=nothing", LAW, 0), PROMPTS[:1], 0)
+    pipe.vq_model.save_pretrained(tmp_path / "vq")
+    with pytest.raises(ValueError, match="holds a VQModel; a drafter is one of EagleDrafter"):
+        draw(pipe, parse_setting(f"tree:drafter={tmp_path / 'vq'}", LAW, 0), PROMPTS[:1], 0)
+    assert pipe.drafter is None

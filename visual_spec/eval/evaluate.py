@@ -193,15 +193,11 @@ def check_samplers(pipe: Any, settings: Sequence[Setting]) -> None:
     """Refuse a sampler that the pipeline cannot run, before any of them is run.
 
     Raises:
-        TypeError: as `VisualPipeline.check_sampler`.
+        TypeError, ValueError: as `VisualPipeline.check_sampler` and `load_drafter`.
     """
-    before = pipe.sampler
-    try:
-        for setting in settings:
-            pipe.sampler = setting.sampler
+    for setting in settings:
+        with setting.on(pipe):
             pipe.check_sampler()
-    finally:
-        pipe.sampler = before
 
 
 def folder_name(text: str) -> str:
@@ -251,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["speculative-jacobi"],
         metavar="S",
         help="name or name:setting=value,..., such as speculative-jacobi:window=32,coupling=maximal,acceptance=exact; "
-        "temperature, top_k, top_p, guidance_scale and seed may be set too",
+        "temperature, top_k, top_p, guidance_scale, seed and drafter may be set too",
     )
     parser.add_argument(
         "--controls",

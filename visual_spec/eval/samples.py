@@ -12,9 +12,10 @@ import io
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from visual_spec.eval.features import features_of, fingerprint
 from visual_spec.eval.files import write_atomically
 from visual_spec.eval.measure import sampler_settings
-from visual_spec.pipelines.accelerate import make_sampler
+from visual_spec.pipelines.accelerate import make_sampler, parse_sampler
+from visual_spec.pipelines.loading import load_drafter
 from visual_spec.samplers.law import TokenLaw
 
 _LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
@@ -34,12 +36,16 @@ _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
 
 @dataclass(frozen=True)
 class Setting:
-    """A row: a sampler, the law it draws from, and the seed of sample 0. `text`: the row as it was written."""
+    """A row: a sampler, the law it draws from, the seed of sample 0, and the drafter, None for the pipeline's own.
+
+    `text` is the row as it was written.
+    """
 
     text: str
     sampler: Any
     law: TokenLaw
     seed: int
+    drafter: str | None = None
 
     @property
     def pipeline_law(self) -> dict[str, Any]:
@@ -48,52 +54,54 @@ class Setting:
 
     def describe(self) -> dict[str, Any]:
         """All that fixes the samples, but for the model and the prompts; JSON types only."""
-        return {"sampler": sampler_settings(self.sampler), "law": self.pipeline_law, "seed": self.seed}
+        facts = {"sampler": sampler_settings(self.sampler), "law": self.pipeline_law, "seed": self.seed}
+        return facts if self.drafter is None else {**facts, "drafter": self.drafter}
+
+    @contextmanager
+    def on(self, pipe: Any) -> Iterator[None]:
+        """Within, `pipe` has this sampler and drafter; afterwards its own again."""
+        before = pipe.sampler, pipe.drafter
+        pipe.sampler = self.sampler
+        if self.drafter is not None:
+            pipe.drafter = _drafter(self.drafter, pipe.device, pipe.transformer.dtype)
+        try:
+            yield
+        finally:
+            pipe.sampler, pipe.drafter = before
+
+
+@lru_cache(maxsize=8)
+def _drafter(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    return load_drafter(name).to(device, dtype)
 
 
 def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
     """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
 
-    The settings are those of the sampler, and guidance_scale, guidance_until, temperature, top_k, top_p and seed, which
-    replace those of `law` and `seed`. Values are whole numbers, decimal numbers, `true`, `false`, `none`, words, or
-    several of these divided by `/` (`4/2/2`; a list of one: `4/`).
+    The settings are those of the sampler; guidance_scale, guidance_until, temperature, top_k, top_p and seed, which
+    replace those of `law` and `seed`; and drafter, a name or folder that `load_drafter` takes (default: the pipeline's
+    own). `parse_sampler` says how values are written.
 
     Raises:
         ValueError: text of another form, a setting twice, an unknown sampler or setting, or a value it refuses.
     """
-    name, colon, rest = text.strip().partition(":")
-    settings: dict[str, Any] = {}
-    for part in rest.split(",") if colon else []:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (key and equals and value):
-            raise ValueError(f"{part!r} in sampler {text!r}; write name:setting=value,setting=value")
-        if key in settings:
-            raise ValueError(f"sampler {text!r} sets {key} twice")
-        settings[key] = _value(value)
+    name, settings = parse_sampler(text)
     changes = {key: settings.pop(key) for key in _LAW if key in settings}
-    own_seed = settings.pop("seed", seed)
+    own_seed, drafter = settings.pop("seed", seed), settings.pop("drafter", None)
     if isinstance(own_seed, bool) or not isinstance(own_seed, int) or own_seed < 0:
         raise ValueError(f"seed={own_seed!r} in sampler {text!r}; pass a whole number of at least 0")
     for key, value in changes.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{key}={value!r} in sampler {text!r}; pass a number")
+    if drafter is not None and not isinstance(drafter, str):
+        drafter = text.partition("drafter=")[2].partition(",")[0]  # a folder: "/" divides no list here
     return Setting(
-        text.strip(), make_sampler(name.strip(), **settings), TokenLaw(**{**asdict(law), **changes}), own_seed
+        text.strip(),
+        make_sampler(name, **settings),
+        TokenLaw(**{**asdict(law), **changes}),
+        own_seed,
+        drafter,
     )
-
-
-def _value(text: str) -> Any:
-    if "/" in text:
-        return [_value(part) for part in text.split("/") if part]
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 @dataclass
@@ -243,9 +251,8 @@ def settle(path: Path, settings: dict[str, Any]) -> None:
 
 def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
     """Draw one batch, the samples from index `first`, as the arrays of a file; leaves the pipeline its sampler."""
-    before, pipe.sampler = pipe.sampler, setting.sampler
     busy = time.process_time()
-    try:
+    with setting.on(pipe):
         output = pipe(
             list(prompts),
             generator=[
@@ -254,8 +261,6 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
             output_type="latent",
             **setting.pipeline_law,
         )
-    finally:
-        pipe.sampler = before
     busy = time.process_time() - busy
     trace = output.trace
     nothing = np.full(len(prompts), np.nan)

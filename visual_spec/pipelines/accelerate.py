@@ -49,6 +49,44 @@ def make_sampler(name: str, **settings: Any) -> Any:
     return sampler_class(**settings)
 
 
+def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
+    """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
+
+    Values are whole numbers, decimal numbers, `true`, `false`, `none`, words, or several of these divided by `/`
+    (`4/2/2`; a list of one: `4/`).
+
+    Returns:
+        The name and the settings. Neither is looked at: `make_sampler` does that.
+
+    Raises:
+        ValueError: text of another form, or a setting twice.
+    """
+    name, colon, rest = text.strip().partition(":")
+    settings: dict[str, Any] = {}
+    for part in rest.split(",") if colon else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            raise ValueError(f"{part!r} in sampler {text!r}; write name:setting=value,setting=value")
+        if key in settings:
+            raise ValueError(f"sampler {text!r} sets {key} twice")
+        settings[key] = _value(value)
+    return name.strip(), settings
+
+
+def _value(text: str) -> Any:
+    if "/" in text:
+        return [_value(part) for part in text.split("/") if part]
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
 def accelerate(pipe: Any, sampler: Any = "speculative-jacobi") -> Any:
     """Make a pipeline decode with another sampler; by default the one that returns the same tokens in fewer calls.
 

@@ -31,6 +31,7 @@ class VisualPipeline(DiffusionPipeline):
     """
 
     sampler: Any
+    drafter: Any = None
     last_trace: Any = None
 
     @classmethod
@@ -96,15 +97,21 @@ class VisualPipeline(DiffusionPipeline):
             return super().to(*args, **kwargs)
 
     def check_sampler(self) -> None:
-        """Refuse a sampler that decodes no next-token model.
+        """Refuse a sampler that decodes no next-token model, or one that lacks its drafter.
 
         Raises:
             TypeError: `pipe.sampler` is of another kind; names those that fit.
+            ValueError: it drafts with a second model, and there is none.
         """
         if not (callable(self.sampler) and hasattr(self.sampler, "lossless")):
             raise TypeError(
                 f"sampler is {type(self.sampler).__name__}, which does not fit a next-token model; those that fit: "
                 f"{', '.join(name for name in samplers.__all__ if name.endswith('Sampler'))}."
+            )
+        if getattr(self.sampler, "needs_drafter", False) and self.drafter is None:
+            raise ValueError(
+                f"{type(self.sampler).__name__} needs a drafter, and this pipeline has none; set pipe.drafter, to an "
+                "EagleDrafter trained for this model (scripts/train_drafter.py) or a smaller model of the same tokens."
             )
 
 

@@ -14,6 +14,11 @@ def embedded_models() -> list[str]:
     return sorted(path.parent.name for path in WEIGHTS_FOLDER.glob("*/model_index.json"))
 
 
+def embedded_drafters() -> list[str]:
+    """Names that `load_drafter` takes: drafters that are no part of a pipeline's own folder."""
+    return sorted(path.parent.name for path in WEIGHTS_FOLDER.glob("*_drafter/config.json"))
+
+
 def embedded_folder(name: str) -> Path:
     """The `save_pretrained` folder of an embedded model."""
     return WEIGHTS_FOLDER / name
