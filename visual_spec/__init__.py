@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.accelerate import accelerate, restore, summary
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.pipelines.scale_image import ScaleImagePipeline
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
     from visual_spec.samplers.proactive import ProactiveJacobiSampler
     from visual_spec.samplers.rows import ZipARSampler
+    from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages
     from visual_spec.samplers.tree import TreeSampler
 
 __version__ = "0.1.0"
@@ -34,12 +36,16 @@ _HOME = {
     "MultiscaleSampler": "visual_spec.samplers.multiscale",
     "ParallelJacobiSampler": "visual_spec.samplers.parallel_jacobi",
     "ProactiveJacobiSampler": "visual_spec.samplers.proactive",
+    "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
+    "ScaleWiseSampler": "visual_spec.samplers.scales",
     "SpeculativeJacobiSampler": "visual_spec.samplers.jacobi",
+    "Stage": "visual_spec.samplers.scales",
     "TokenGrid": "visual_spec.models.protocol",
     "TokenLaw": "visual_spec.samplers.law",
     "TreeSampler": "visual_spec.samplers.tree",
     "ZipARSampler": "visual_spec.samplers.rows",
     "accelerate": "visual_spec.pipelines.accelerate",
+    "code_stages": "visual_spec.samplers.scales",
     "restore": "visual_spec.pipelines.accelerate",
     "summary": "visual_spec.pipelines.accelerate",
 }
@@ -52,13 +58,17 @@ __all__ = [
     "MultiscaleSampler",
     "ParallelJacobiSampler",
     "ProactiveJacobiSampler",
+    "ScaleImagePipeline",
+    "ScaleWiseSampler",
     "SpeculativeJacobiSampler",
+    "Stage",
     "TokenGrid",
     "TokenLaw",
     "TreeSampler",
     "ZipARSampler",
     "__version__",
     "accelerate",
+    "code_stages",
     "restore",
     "summary",
 ]

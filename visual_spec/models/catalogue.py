@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Kinds of model calls (`visual_spec.models.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`.
-RASTER, TREE, ORDER = "raster", "tree", "order"
+# Kinds of model calls (`visual_spec.models.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`, `ScaleModel`.
+RASTER, TREE, ORDER, SCALES = "raster", "tree", "order", "scales"
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER)
 
 
@@ -134,6 +134,7 @@ SAMPLERS = [
     KnownSampler("ZipARSampler", ORDER, "measured"),
     KnownSampler("ParallelJacobiSampler", ORDER, "measured"),
     KnownSampler("MultiscaleSampler", RASTER, "measured (the drafter is of lower resolution)", "drafter"),
+    KnownSampler("ScaleWiseSampler", SCALES, "the reference; several models (CoDe): measured on request"),
 ]
 
 

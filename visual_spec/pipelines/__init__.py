@@ -11,17 +11,26 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.loading import load_pipeline
     from visual_spec.pipelines.output import ImagePipelineOutput
+    from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 # `accelerate` is not offered here: the name is that of the sub-module.
 _HOME = {
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "ImagePipelineOutput": "visual_spec.pipelines.output",
+    "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
     "VisualPipeline": "visual_spec.pipelines.base",
     "load_pipeline": "visual_spec.pipelines.loading",
 }
 
-__all__ = ["ClassImagePipeline", "ImagePipeline", "ImagePipelineOutput", "VisualPipeline", "load_pipeline"]
+__all__ = [
+    "ClassImagePipeline",
+    "ImagePipeline",
+    "ImagePipelineOutput",
+    "ScaleImagePipeline",
+    "VisualPipeline",
+    "load_pipeline",
+]
 
 
 def __getattr__(name: str) -> object:

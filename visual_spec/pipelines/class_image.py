@@ -1,8 +1,6 @@
 """Class to image by next-token models: label -> tokens -> picture."""
 
-import difflib
-from collections.abc import Callable, Sequence
-from numbers import Integral
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -14,6 +12,7 @@ from visual_spec.models.eagle import EagleDrafter
 from visual_spec.models.llamagen import LlamaGenTransformer
 from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.models.multiscale import MultiscaleDrafter
+from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.token_image import TokenImagePipeline, check_generator, load_official
 from visual_spec.samplers import (  # noqa: F401
@@ -26,8 +25,6 @@ from visual_spec.samplers import (  # noqa: F401
     rows,
     tree,
 )
-
-Labels = int | str | Sequence[int | str]
 
 
 class ClassImagePipeline(TokenImagePipeline):
@@ -72,16 +69,7 @@ class ClassImagePipeline(TokenImagePipeline):
         self._finish_init(default_guidance_scale, default_top_k)
         if self.transformer.config.get("num_classes") is None:
             raise ValueError("the transformer draws from captions; use ImagePipeline.")
-        if id2label is not None and len(id2label) != self.num_classes:
-            raise ValueError(
-                f"{len(id2label)} names for {self.num_classes} classes; pass one name per class."
-            )
-        named = ((name.strip(), i) for i, text in enumerate(id2label or ()) for name in text.split(","))
-        self._ids: dict[str, int] = {}
-        for name, index in named:
-            self._ids.setdefault(
-                name, index
-            )  # where two classes share a name ("crane"), the first one has it
+        self._names = ClassNames(self.num_classes, id2label)
 
     @classmethod
     def from_official(
@@ -123,36 +111,7 @@ class ClassImagePipeline(TokenImagePipeline):
         Raises:
             TypeError, ValueError: a label that is none of these; names those that are close.
         """
-        if isinstance(labels, (Integral, str)):
-            labels = [labels]  # type: ignore[list-item]
-        elif isinstance(labels, torch.Tensor):
-            labels = labels.tolist()
-        if not isinstance(labels, Sequence):
-            raise TypeError(f"labels={labels!r}; pass a class number or name, or a list of them.")
-        if not labels:
-            raise ValueError("labels is an empty list; pass at least one class.")
-        return [self._label_id(label) for label in labels]
-
-    def _label_id(self, label: Any) -> int:
-        if isinstance(label, str) and label not in self._ids and not label.isdecimal():
-            close = difflib.get_close_matches(label, self._ids, n=3)
-            if self._ids:
-                advice = (
-                    f"close names are {', '.join(map(repr, close))}"
-                    if close
-                    else "see pipe.config['id2label']"
-                )
-            else:
-                advice = f"this pipeline knows no names, pass numbers from 0 to {self.num_classes - 1}"
-            raise ValueError(f"unknown class {label!r}; {advice}.")
-        if isinstance(label, str):
-            label = self._ids[label] if label in self._ids else int(label)
-        if isinstance(label, bool) or not isinstance(label, Integral):
-            raise TypeError(f"label {label!r} is a {type(label).__name__}; pass a class number or name.")
-        number = int(label)
-        if not 0 <= number < self.num_classes:
-            raise ValueError(f"class {number} given; allowed are 0 to {self.num_classes - 1}.")
-        return number
+        return self._names.ids(labels)
 
     def check_inputs(
         self,

@@ -1,0 +1,329 @@
+"""ScaleImagePipeline on tiny real networks: what is drawn is what the sampler draws; saving; bad input."""
+
+import functools
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+
+import visual_spec
+from tests.tiny import seeded
+from tests.tiny_scales import tiny_var
+from visual_spec.models.scale_budget import ScaleBudget
+from visual_spec.models.scale_cache import CompressedVAR
+from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.pipelines import scale_image
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.scales import ScaleWiseSampler, code_stages
+
+ROOT = Path(__file__).parents[2]
+SIDES = (1, 2, 3, 4)
+NAMES = ["cat, tabby", "dog", "crane", "crane, machine", "bee"]
+TIGHT = ScaleBudget(SIDES, ((0, 0), (1, 1), (4, 4), (9, 9)))
+VQ: dict[str, Any] = dict(
+    base_channels=4, channel_multipliers=(1, 1), blocks_per_level=1, codebook_size=12, code_dim=2, norm_groups=None
+)  # fmt: skip
+
+
+def var(seed: int = 0, **changes: Any):
+    return tiny_var(seed, torch.float32, **changes)
+
+
+def vq_model(**changes: Any) -> MultiscaleVQModel:
+    torch.manual_seed(1)
+    model = MultiscaleVQModel(**{**VQ, "scales": SIDES, **changes})
+    model.quantize.embedding.weight.data.normal_()
+    return model.eval()
+
+
+def make(**parts: Any) -> Any:
+    pipe = ScaleImagePipeline(
+        **{"transformer": var(), "vq_model": vq_model(), "sampler": ScaleWiseSampler(), **parts}
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_pair(**parts: Any) -> Any:
+    return make(refiner=var(7, num_layers=1), **parts)
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return make(id2label=NAMES)
+
+
+def straight(model: Any, labels: list[int], seeds: list[int], **law: Any):
+    settings = TokenLaw(**{"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96, **law})
+    return ScaleWiseSampler()(
+        model,
+        vq_model(),
+        torch.tensor(labels),
+        law=settings,
+        generator=seeded(*seeds),
+        batch_size=len(labels),
+    )
+
+
+# -- drawing --
+
+
+def test_pictures_are_those_of_the_straight_path(pipe):
+    want = straight(pipe.transformer, [3, 1], [7, 8])
+    pixels = vq_model().decode_canvas(want.canvas)
+
+    def draw(kind: str) -> Any:
+        output = pipe([3, 1], generator=seeded(7, 8), output_type=kind)
+        assert output.tokens.equal(want.tokens)
+        return output.images
+
+    pil, np_, pt, latent = map(draw, ("pil", "np", "pt", "latent"))
+    assert pt.equal((pixels / 2 + 0.5).clamp(0, 1)) and pt.shape == (2, 3, 8, 8)
+    np.testing.assert_allclose(np_, pt.permute(0, 2, 3, 1).numpy())
+    assert isinstance(pil[0], PIL.Image.Image) and pil[0].size == (8, 8) == pipe.image_size
+    np.testing.assert_array_equal(np.asarray(pil[1]), (np_[1] * 255).round().astype(np.uint8))
+    assert latent.equal(want.canvas) and latent.shape == (2, 2, 4, 4)
+    images, tokens, trace = pipe(
+        [3, 1], generator=seeded(7, 8), return_dict=False, guidance_scale=1.0, top_k=3, top_p=1, temperature=0.5
+    )  # fmt: skip
+    law = dict(guidance_scale=1.0, top_k=3, top_p=1, temperature=0.5)
+    assert tokens.equal(straight(pipe.transformer, [3, 1], [7, 8], **law).tokens)
+    assert len(images) == 2 and trace is pipe.last_trace and trace.model_calls == (4,)
+
+
+def test_a_picture_depends_on_its_own_generator_only(pipe):
+    both = pipe(["dog", 4], num_images_per_label=2, generator=seeded(1, 2, 3, 4))
+    assert len(both.images) == 4
+    assert pipe("bee", generator=seeded(3)).tokens[0].equal(both.tokens[2])
+    assert pipe(1, generator=seeded(2)).tokens[0].equal(both.tokens[1])
+    assert not both.tokens[2].equal(both.tokens[3])
+    first, again = (pipe([0, 0], generator=torch.Generator().manual_seed(5)).tokens for _ in range(2))
+    assert first.equal(again) and not first[0].equal(first[1])
+
+
+def test_labels_by_name_and_number(pipe):
+    assert pipe.label_ids(["tabby", "crane", "machine", 4, "1"]) == [0, 2, 3, 4, 1]
+    assert pipe.label_ids(torch.tensor([2, 0])) == [2, 0] and pipe.label_ids(range(3)) == [0, 1, 2]
+    assert pipe(range(2), height=8, width=8, generator=seeded(1, 2)).tokens.shape == (2, 30)
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_callbacks_see_the_picture_grow(pipe, smooth):
+    pipe.sampler = ScaleWiseSampler(smooth=smooth)
+    seen: list = []
+
+    def callback(given, scale, timestep, tensors):
+        assert given is pipe
+        seen.append((scale, timestep, tensors["canvas"]))
+
+    output = pipe([1, 2], generator=seeded(1, 2), callback_on_step_end=callback, output_type="pt")
+    assert [(scale, timestep) for scale, timestep, _ in seen] == [(0, 1), (1, 5), (2, 14), (3, 30)]
+    pictures = [pipe.decode_canvas(canvas, "pt") for *_, canvas in seen]
+    assert pictures[-1].equal(output.images)
+    tokenizer, canvas = pipe.vq_model, pipe.vq_model.begin(2)
+    if not smooth:
+        for scale, part in enumerate(output.tokens.split([1, 4, 9, 16], 1)):
+            canvas = tokenizer.accumulate(canvas, scale, part)
+            assert pictures[scale].equal((tokenizer.decode_canvas(canvas) / 2 + 0.5).clamp(0, 1))
+    pipe(
+        0,
+        callback_on_step_end=lambda *given: seen.append(given[3]),
+        callback_on_step_end_tensor_inputs=[],
+    )
+    assert seen[-1] == {}
+
+
+def test_progress_counts_tokens(pipe):
+    shown = io.StringIO()
+    pipe.set_progress_bar_config(disable=False, file=shown, mininterval=0)
+    pipe([0, 1])
+    assert "60/60" in shown.getvalue() and "tokens" in shown.getvalue()
+
+
+# -- two models, compressed caches --
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_collaboration_draws_what_the_sampler_draws(split):
+    pair = make_pair()
+    want = straight(code_stages(pair.transformer, pair.refiner, split), [3, 1, 0], [7, 8, 9])
+    output = pair([3, 1, 0], generator=seeded(7, 8, 9), num_draft_scales=split, output_type="latent")
+    assert output.tokens.equal(want.tokens) and output.images.equal(want.canvas)
+    assert output.trace.model_calls == (split, 4 - split)
+    saved = make_pair(num_draft_scales=split)
+    assert saved([3, 1, 0], generator=seeded(7, 8, 9)).tokens.equal(want.tokens)
+    alone = pair([3, 1, 0], generator=seeded(7, 8, 9), num_draft_scales=4)
+    assert alone.tokens.equal(straight(pair.transformer, [3, 1, 0], [7, 8, 9]).tokens)
+    assert [stage.scales for stage in pair.stages()] == [range(2), range(2, 4)]
+
+
+def test_compressed_caches_are_used_and_put_away():
+    pair = make_pair()
+    one = ScaleBudget(SIDES, ((0,), (1,), (4,), (9,)))
+    plain = pair(3, generator=seeded(1), num_draft_scales=1)
+    pair.compress(TIGHT, one)
+    got = pair(3, generator=seeded(1), num_draft_scales=1)
+    models = (CompressedVAR(pair.transformer, TIGHT), CompressedVAR(pair.refiner, one))
+    assert got.tokens.equal(straight(code_stages(*models, 1), [3], [1]).tokens)
+    assert got.trace.cache_bytes == (0, 2 * 2 * 16 * 4 * 9)
+    assert plain.trace.cache_bytes == (0, 2 * 2 * 16 * 4 * 14)
+    assert pair([3, 1], num_draft_scales=4).trace.lossless is False
+    for split in (1, 2, 4):
+        tokens = pair([3, 1], generator=seeded(1, 2), num_draft_scales=split).tokens
+        pair.sampler = ScaleWiseSampler(measure=True)
+        measured = pair([3, 1], generator=seeded(1, 2), num_draft_scales=split)
+        assert measured.tokens.equal(tokens) and 0.001 < measured.trace.divergence < 1
+        pair.sampler = ScaleWiseSampler()
+    assert pair.compress().budget is None
+    assert pair(3, generator=seeded(1), num_draft_scales=1).tokens.equal(plain.tokens)
+
+
+def test_calibration_finds_budgets_for_both_models():
+    pair = make_pair()
+    budget, refiner_budget = pair.calibrate([0, 1, 2], 0.7, num_drafters=1, generator=seeded(1, 2, 3))
+    assert pair.budget is None
+    assert [sum(row) for row in budget.tokens] == [0, 2, 10, 19]
+    assert [sum(row) for row in refiner_budget.tokens] == [0, 1, 5, 9]
+    pair.compress(budget, refiner_budget)
+    assert pair.budget == budget and pair.refiner_budget == refiner_budget
+    assert pair([0, 1]).tokens.shape == (2, 30)
+    assert make().calibrate(2, 0.7, top_k=3)[1] is None
+
+
+# -- saving, loading --
+
+
+def test_round_trip(tmp_path):
+    pair = make_pair(
+        id2label=NAMES, num_draft_scales=1, default_top_k=5, sampler=ScaleWiseSampler(ramp=False)
+    )
+    pair.compress(TIGHT)
+    pair.save_pretrained(tmp_path / "pair")
+    again: Any = load_pipeline(tmp_path / "pair")
+    assert isinstance(again, ScaleImagePipeline) and again.budget == TIGHT and again.refiner_budget is None
+    assert not again.sampler.config["ramp"] and again.config["id2label"] == NAMES
+    assert again("dog", generator=seeded(1)).tokens.equal(pair("dog", generator=seeded(1)).tokens)
+    index = json.loads((tmp_path / "pair" / "model_index.json").read_text())
+    assert index["refiner"] == ["visual_spec.models.var", "VARTransformer"]
+    half = ScaleImagePipeline.from_pretrained(tmp_path / "pair", dtype=torch.bfloat16, refiner=None,
+                                              num_draft_scales=None)  # fmt: skip
+    assert half.refiner is None and np.isfinite(half(0, output_type="np").images).all()
+
+
+def test_a_refiner_that_came_later_is_saved(tmp_path):
+    pipe = make()
+    pipe.refiner = var(7, num_layers=1)
+    pipe.save_pretrained(tmp_path)
+    again: Any = ScaleImagePipeline.from_pretrained(tmp_path)
+    assert again(0, generator=seeded(1)).trace.model_calls == (2, 2)
+    assert again(0, generator=seeded(1)).tokens.equal(make_pair()(0, generator=seeded(1)).tokens)
+    assert isinstance(ScaleImagePipeline.from_pipe(again), ScaleImagePipeline)
+
+
+def test_a_fresh_process_loads_it_by_the_package(tmp_path):
+    make_pair().save_pretrained(tmp_path)
+    code = (
+        f"import visual_spec; p = visual_spec.ScaleImagePipeline.from_pretrained({str(tmp_path)!r}); "
+        "print(type(p.sampler) is visual_spec.ScaleWiseSampler, p.image_size)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "True (8, 8)", done.stderr
+    assert visual_spec.code_stages is code_stages
+
+
+def test_official_files(tmp_path, monkeypatch):
+    large, small, tokenizer = var(), var(7, num_layers=1), vq_model()
+    for model, name in [(large, "large.pth"), (small, "small.pth"), (tokenizer, "vae.pth")]:
+        weights = model.state_dict()
+        if name != "vae.pth":  # the official files tell the scale of each slot
+            levels = [torch.full((side * side,), level) for level, side in enumerate(SIDES)]
+            weights["lvl_1L"] = torch.cat(levels)[None]
+        torch.save(weights, tmp_path / name)
+    load = functools.partial(scale_image.load_var_vq_checkpoint, **VQ)
+    monkeypatch.setattr(scale_image, "load_var_vq_checkpoint", load)
+    paths = [tmp_path / name for name in ("large.pth", "vae.pth", "small.pth")]
+    one = ScaleImagePipeline.from_official(*paths[:2])
+    assert one(0, generator=seeded(1)).tokens.equal(make()(0, generator=seeded(1)).tokens)
+    two = ScaleImagePipeline.from_official(*paths[:2], refiner=paths[2], num_draft_scales=3)
+    assert two(0, generator=seeded(1), top_k=900).tokens.equal(
+        make_pair(num_draft_scales=3)(0, generator=seeded(1)).tokens
+    )
+    assert (one.config["default_top_k"], two.config["default_top_k"]) == (900, 600)
+    assert one.config["default_guidance_scale"] == two.config["default_guidance_scale"] == 2.5
+    with pytest.raises(ValueError, match=r"is not VAR's tokenizer of this size"):
+        ScaleImagePipeline.from_official(paths[0], paths[2])
+
+
+# -- bad input --
+
+BAD_INPUT = {
+    "unknown name": (dict(labels="dgo"), ValueError, "unknown class 'dgo'; close names are 'dog'"),
+    "class out of range": (dict(labels=[0, 5]), ValueError, "class 5 given; allowed are 0 to 4"),
+    "no labels": (dict(labels=[]), ValueError, "labels is an empty list"),
+    "label of another type": (dict(labels=[True]), TypeError, "label True is a bool"),
+    "height": (dict(height=512), ValueError, "height=512, width=None, but this model draws 8 x 8 pixels"),
+    "pictures": (
+        dict(num_images_per_label=0), ValueError, "num_images_per_label=0; pass an integer of at least 1",
+    ),
+    "output type": (dict(output_type="jpeg"), ValueError, "pass one of pil, np, pt, latent"),
+    "guidance": (dict(guidance_scale=-1.0), ValueError, "guidance_scale=-1.0"),
+    "top-k": (dict(top_k=-1), ValueError, "top_k=-1"),
+    "generators": (dict(generator=seeded(1, 2)), ValueError, "2 generators for 1 pictures"),
+    "seed": (dict(generator=42), TypeError, "generator is a int; pass a torch.Generator"),
+    "callback tensors": (
+        dict(callback_on_step_end_tensor_inputs=["lengths"]), ValueError, r"allowed are \['canvas'\]",
+    ),
+    "no refiner": (dict(num_draft_scales=2), ValueError, "has no refiner to draw the other scales"),
+    "split": (dict(num_draft_scales=5), ValueError, "num_draft_scales=5; pass an integer from 1 to 4"),
+    "no split": (dict(num_draft_scales=0), ValueError, "num_draft_scales=0; pass an integer from 1 to 4"),
+    "a whole number": (dict(num_draft_scales=True), ValueError, "num_draft_scales=True; pass an integer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_refused_before_compute(pipe, monkeypatch, name):
+    arguments, error, message = BAD_INPUT[name]
+    for entry in ("prefill", "forward"):
+        monkeypatch.setattr(
+            pipe.transformer, entry, lambda *_, **__: pytest.fail("computed before the check")
+        )
+    with pytest.raises(error, match=message):
+        pipe(**{"labels": 0, **arguments})
+
+
+def test_parts_that_do_not_fit_are_refused(pipe):
+    with pytest.raises(
+        ValueError, match=r"transformer predicts scales .* of 13 codes .* decodes .* of 12 codes"
+    ):
+        make(transformer=var(vocab_size=13))
+    with pytest.raises(ValueError, match=r"refiner predicts scales \(1, 2, 3, 5\)"):
+        make(refiner=var(scales=(1, 2, 3, 5)))
+    with pytest.raises(ValueError, match="the refiner knows 4 classes and the transformer 5"):
+        make(refiner=var(num_classes=4))
+    with pytest.raises(ValueError, match="2 names for 5 classes"):
+        make(id2label=["a", "b"])
+    with pytest.raises(ValueError, match="num_draft_scales=2, but this pipeline has no refiner"):
+        make(num_draft_scales=2)
+    with pytest.raises(ValueError, match="but the model has scales"):
+        make_pair(refiner_budget=TIGHT)
+    with pytest.raises(ValueError, match="refiner_budget given, but this pipeline has no refiner"):
+        pipe.compress(None, TIGHT)
+    with pytest.raises(ValueError, match="a budget without scales, tokens given"):
+        pipe.compress({})
+    with pytest.raises(TypeError, match="transformer is a Linear, which cannot be saved"):
+        make(transformer=torch.nn.Linear(2, 2))
+    pipe.sampler = EulerDiscreteScheduler()
+    with pytest.raises(
+        TypeError, match="EulerDiscreteScheduler, which does not fit a next-scale model; pass a Sc"
+    ):
+        pipe(0)

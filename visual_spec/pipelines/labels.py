@@ -1,0 +1,71 @@
+"""Class labels: numbers, or names where they are known."""
+
+import difflib
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+
+Labels = int | str | Sequence[int | str]
+
+
+class ClassNames:
+    """What the classes of a model are called.
+
+    Args:
+        num_classes: classes, numbered from 0.
+        id2label: the name of every class, in order, several names of one class separated by commas; None: they have
+            numbers only.
+
+    Raises:
+        ValueError: a number of names other than that of classes.
+    """
+
+    def __init__(self, num_classes: int, id2label: Sequence[str] | None = None):
+        if id2label is not None and len(id2label) != num_classes:
+            raise ValueError(f"{len(id2label)} names for {num_classes} classes; pass one name per class.")
+        self.num_classes = num_classes
+        named = ((name.strip(), i) for i, text in enumerate(id2label or ()) for name in text.split(","))
+        self._ids: dict[str, int] = {}
+        for name, index in named:
+            self._ids.setdefault(
+                name, index
+            )  # where two classes share a name ("crane"), the first one has it
+
+    def ids(self, labels: Labels) -> list[int]:
+        """Class numbers of labels: numbers, their digits, or names.
+
+        Raises:
+            TypeError, ValueError: a label that is none of these; names those that are close.
+        """
+        if isinstance(labels, (Integral, str)):
+            labels = [labels]  # type: ignore[list-item]
+        elif isinstance(labels, torch.Tensor):
+            labels = labels.tolist()
+        if not isinstance(labels, Sequence):
+            raise TypeError(f"labels={labels!r}; pass a class number or name, or a list of them.")
+        if not labels:
+            raise ValueError("labels is an empty list; pass at least one class.")
+        return [self._id(label) for label in labels]
+
+    def _id(self, label: Any) -> int:
+        if isinstance(label, str) and label not in self._ids and not label.isdecimal():
+            close = difflib.get_close_matches(label, self._ids, n=3)
+            if self._ids:
+                advice = (
+                    f"close names are {', '.join(map(repr, close))}"
+                    if close
+                    else "see pipe.config['id2label']"
+                )
+            else:
+                advice = f"this pipeline knows no names, pass numbers from 0 to {self.num_classes - 1}"
+            raise ValueError(f"unknown class {label!r}; {advice}.")
+        if isinstance(label, str):
+            label = self._ids[label] if label in self._ids else int(label)
+        if isinstance(label, bool) or not isinstance(label, Integral):
+            raise TypeError(f"label {label!r} is a {type(label).__name__}; pass a class number or name.")
+        number = int(label)
+        if not 0 <= number < self.num_classes:
+            raise ValueError(f"class {number} given; allowed are 0 to {self.num_classes - 1}.")
+        return number

@@ -1,0 +1,466 @@
+"""Class to image scale by scale (VAR): label -> token maps, coarse to fine -> picture."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from diffusers.image_processor import VaeImageProcessor
+
+# As in `image.py`: every class that a saved pipeline may name is imported here.
+from visual_spec.models.checkpoints import Source
+from visual_spec.models.scale_budget import ScaleBudget, check_budget
+from visual_spec.models.scale_cache import CompressedVAR, calibrate
+from visual_spec.models.var import VARTransformer, load_var_checkpoint
+from visual_spec.models.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
+from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.labels import ClassNames, Labels
+from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.token_image import OUTPUT_TYPES, check_generator
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.scales import CODE_LAW, VAR_LAW, ScaleWiseSampler, Stage, code_stages
+
+
+class ScaleImagePipeline(VisualPipeline):
+    """Draws pictures of classes by next-scale prediction: with one model, or with two (CoDe).
+
+    Args:
+        transformer: draws all scales, or with a refiner the first ones.
+        vq_model: turns token maps into pictures.
+        sampler: how scales are decoded; swap it freely (`pipe.sampler = ...`).
+        id2label: the name of every class, in order, several names of one class separated by commas; with it, labels
+            may be given by name.
+        default_guidance_scale, default_top_k, default_top_p: those of `__call__` where it is given none; saved with
+            the pipeline. The official `cfg=1.5` is a guidance scale of 2.5.
+        refiner: a smaller model over the same tokens, which draws the last scales; set it freely.
+        num_draft_scales: how many scales the transformer draws before the refiner takes over; None: all but two.
+        budget, refiner_budget: what the models' caches may keep (ScaleKV), or what `ScaleBudget.to_dict` made of it;
+            None: everything. `compress` sets them later.
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: models and tokenizer that do not fit, budgets for other models, a number of names other than that
+            of classes, or a number of drafted scales that leaves the transformer without work.
+
+    Example:
+        >>> pipe = ScaleImagePipeline.from_official("var_d16.pth", "vae_ch160v4096z32.pth")
+        >>> pipe([207, 360], generator=torch.Generator().manual_seed(0)).images[0].save("retriever.png")
+    """
+
+    # The tokenizer works after every scale, and the refiner takes over in the middle: both stay.
+    model_cpu_offload_seq = "transformer"
+    _exclude_from_cpu_offload = ["vq_model", "refiner"]
+    _optional_components = ["refiner"]
+    _callback_tensor_inputs = ["canvas"]
+
+    transformer: Any
+    vq_model: Any
+    refiner: Any
+
+    def __init__(
+        self,
+        transformer: VARTransformer,
+        vq_model: MultiscaleVQModel,
+        sampler: ScaleWiseSampler,
+        id2label: list[str] | None = None,
+        default_guidance_scale: float = VAR_LAW.guidance_scale,
+        default_top_k: int = VAR_LAW.top_k,
+        default_top_p: float = VAR_LAW.top_p,
+        refiner: VARTransformer | None = None,
+        num_draft_scales: int | None = None,
+        budget: ScaleBudget | dict[str, Any] | None = None,
+        refiner_budget: ScaleBudget | dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, refiner=refiner)
+        self.register_to_config(
+            id2label=None if id2label is None else list(id2label),
+            default_guidance_scale=default_guidance_scale,
+            default_top_k=default_top_k,
+            default_top_p=default_top_p,
+            num_draft_scales=num_draft_scales,
+        )
+        self.image_processor = VaeImageProcessor(do_resize=False)
+        self._names = ClassNames(self.num_classes, id2label)
+        self._check_models()
+        if num_draft_scales is not None:
+            self._check_split(num_draft_scales)
+        self.compress(budget, refiner_budget)
+
+    @classmethod
+    def from_official(
+        cls,
+        transformer: Source,
+        vq_model: Any,
+        *,
+        refiner: Source | None = None,
+        num_draft_scales: int | None = None,
+        dtype: torch.dtype | None = None,
+        sampler: ScaleWiseSampler | None = None,
+        id2label: list[str] | None = None,
+    ) -> Self:
+        """A pipeline around official files, with the law of their published figures.
+
+        Args:
+            transformer: e.g. `var_d16.pth`.
+            vq_model: path of `vae_ch160v4096z32.pth`, which serves all sizes.
+            refiner: for CoDe, the file of a smaller model: `var_d16.pth` behind `var_d30.pth`, or one fine-tuned for
+                it.
+            num_draft_scales, id2label: see the class.
+            dtype: of all weights; None keeps that of each file.
+            sampler: default `ScaleWiseSampler()`.
+
+        Raises:
+            ValueError, OSError: a file that is none of these; says what it is.
+        """
+        model = load_var_checkpoint(transformer, dtype=dtype)
+        small = None if refiner is None else load_var_checkpoint(refiner, dtype=dtype)
+        tokenizer = load_var_vq_checkpoint(vq_model, dtype=dtype, scales=model.scales)
+        law = VAR_LAW if small is None else CODE_LAW
+        return cls(
+            model,
+            tokenizer,
+            sampler or ScaleWiseSampler(),
+            id2label,
+            default_guidance_scale=law.guidance_scale,
+            default_top_k=law.top_k,
+            default_top_p=law.top_p,
+            refiner=small,
+            num_draft_scales=num_draft_scales,
+        )
+
+    # -- what it is made of ------------------------------------------------------------------------------------------
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, labelled 0 to num_classes - 1."""
+        return self.transformer.config["num_classes"]
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the pictures in pixels."""
+        return (self.vq_model.image_size, self.vq_model.image_size)
+
+    @property
+    def budget(self) -> ScaleBudget | None:
+        """What the transformer's cache may keep; None: everything."""
+        return _read_budget(self.config["budget"])
+
+    @property
+    def refiner_budget(self) -> ScaleBudget | None:
+        """What the refiner's cache may keep; None: everything."""
+        return _read_budget(self.config["refiner_budget"])
+
+    def compress(
+        self,
+        budget: ScaleBudget | Mapping[str, Any] | None = None,
+        refiner_budget: ScaleBudget | Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Decode with compressed caches from now on (ScaleKV), also when saved and loaded.
+
+        Without arguments, with whole ones again. Returns the pipeline.
+
+        Raises:
+            ValueError: a budget for another model, or one for a refiner that there is not.
+        """
+        saved = {}
+        for name, given, model in [
+            ("budget", budget, self.transformer),
+            ("refiner_budget", refiner_budget, self.refiner),
+        ]:
+            read = _read_budget(given)
+            if read is not None and model is None:
+                raise ValueError(
+                    "refiner_budget given, but this pipeline has no refiner; set pipe.refiner first."
+                )
+            if read is not None:
+                check_budget(read, model.scales, model.config["num_layers"])
+            saved[name] = None if read is None else read.to_dict()
+        self.register_to_config(**saved)
+        return self
+
+    def calibrate(
+        self,
+        labels: Labels,
+        share: float,
+        *,
+        num_drafters: int | None = None,
+        decay: float = 0.1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        **settings: Any,
+    ) -> tuple[ScaleBudget, ScaleBudget | None]:
+        """Budgets of transformer and refiner for a share of the full cache, found by drawing a picture of each label.
+
+        Changes nothing: `pipe.compress(*pipe.calibrate(range(10), 0.1))`.
+
+        Args:
+            labels: as for `__call__`; about ten do.
+            share, num_drafters, decay: see `visual_spec.models.scale_cache.calibrate`.
+            settings: guidance_scale, top_k, top_p, temperature, as for `__call__`.
+
+        Raises:
+            ValueError, TypeError: as `__call__`; a share that is too small.
+        """
+        law = self.make_law(**settings)
+        condition = self.encode_prompt(labels)
+        check_generator(generator, len(condition))
+        wake(self.transformer)
+        found = [
+            calibrate(
+                model,
+                self.vq_model,
+                condition,
+                sampler=self.sampler,
+                law=law,
+                share=share,
+                batch_size=len(condition),
+                generator=generator,
+                num_drafters=num_drafters,
+                decay=decay,
+            )
+            for model in (self.transformer, self.refiner)
+            if model is not None
+        ]
+        self.maybe_free_model_hooks()
+        return found[0], found[1] if len(found) > 1 else None
+
+    def label_ids(self, labels: Labels) -> list[int]:
+        """Class numbers of labels: numbers, their digits, or names where the pipeline has `id2label`.
+
+        Raises:
+            TypeError, ValueError: a label that is none of these; names those that are close.
+        """
+        return self._names.ids(list(labels) if isinstance(labels, range) else labels)
+
+    def encode_prompt(self, labels: Labels, *, num_images_per_prompt: int = 1) -> torch.Tensor:
+        """The condition of labels: class numbers, long [labels * num_images_per_prompt], on the pipeline's device."""
+        ids = torch.tensor(self.label_ids(labels), device=self._execution_device)
+        return ids.repeat_interleave(num_images_per_prompt)
+
+    def make_law(
+        self,
+        guidance_scale: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        temperature: float = 1.0,
+    ) -> TokenLaw:
+        """The law of a token; None is the default of this pipeline.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        values = dict(guidance_scale=guidance_scale, top_k=top_k, top_p=top_p)
+        chosen: dict[str, Any] = {
+            name: self.config[f"default_{name}"] if value is None else value for name, value in values.items()
+        }
+        return TokenLaw(temperature=temperature, **chosen)
+
+    def check_sampler(self) -> None:
+        """Refuse a sampler that does not decode by scales.
+
+        Raises:
+            TypeError: names the one that does.
+        """
+        if not isinstance(self.sampler, ScaleWiseSampler):
+            raise TypeError(
+                f"sampler is {type(self.sampler).__name__}, which does not fit a next-scale model; pass a "
+                "ScaleWiseSampler."
+            )
+
+    def _check_models(self) -> None:
+        tokenizer = self.vq_model
+        wanted = (tuple(tokenizer.scales), tokenizer.codebook_size, tokenizer.code_dim)
+        for name in ("transformer", "refiner"):
+            model = getattr(self, name)
+            if model is None:
+                continue
+            given = (tuple(model.scales), model.vocab_size, model.code_dim)
+            if given != wanted:
+                raise ValueError(
+                    f"the {name} predicts scales {given[0]} of {given[1]} codes with {given[2]} channels, but the "
+                    f"tokenizer decodes scales {wanted[0]} of {wanted[1]} codes with {wanted[2]} channels; load both "
+                    "from the same model."
+                )
+            if model.config["num_classes"] != self.num_classes:
+                raise ValueError(
+                    f"the refiner knows {model.config['num_classes']} classes and the transformer {self.num_classes}; "
+                    "pass models of the same classes."
+                )
+
+    def _check_split(self, num_draft_scales: Any) -> None:
+        count = len(self.transformer.scales)
+        whole = isinstance(num_draft_scales, int) and not isinstance(num_draft_scales, bool)
+        if not whole or not 1 <= num_draft_scales <= count:
+            raise ValueError(
+                f"num_draft_scales={num_draft_scales!r}; pass an integer from 1 to {count}, where {count} is the "
+                "transformer alone."
+            )
+        if self.refiner is None and num_draft_scales < count:
+            raise ValueError(
+                f"num_draft_scales={num_draft_scales}, but this pipeline has no refiner to draw the other scales; set "
+                "pipe.refiner, or leave num_draft_scales out."
+            )
+
+    def stages(self, num_draft_scales: int | None = None) -> list[Stage]:
+        """The schedule that is decoded: who draws which scales, with which cache. See `__call__`.
+
+        With a sampler that measures, a compressed transformer is compared with itself uncompressed.
+
+        Raises:
+            ValueError: scales to refine and no refiner, or a number out of range.
+        """
+        count = len(self.transformer.scales)
+        split = num_draft_scales if num_draft_scales is not None else self.config["num_draft_scales"]
+        if split is None:
+            split = count if self.refiner is None else max(1, count - 2)
+        self._check_split(split)
+        large = self.transformer if self.budget is None else CompressedVAR(self.transformer, self.budget)
+        if split == count:
+            stages = [Stage(large, range(count))]
+        else:
+            stages = code_stages(large, self._small(), split)
+        if self.budget is not None and self.sampler.config["measure"] and count > 1:
+            # Against the transformer with its whole cache, which draws scale 0 alike: nothing is read there.
+            rest = [] if split == 1 else [Stage(large, range(1, split))]
+            stages = [Stage(self.transformer, range(1)), *rest, *stages[1:]]
+        return stages
+
+    def _small(self) -> Any:
+        small: Any = self.refiner
+        if self.refiner_budget is not None:
+            small = CompressedVAR(small, self.refiner_budget)
+        return small
+
+    # -- drawing -----------------------------------------------------------------------------------------------------
+
+    def check_inputs(
+        self,
+        labels: Labels,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        num_images_per_label: int = 1,
+        num_draft_scales: int | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+        callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
+    ) -> None:
+        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
+
+        Raises:
+            ValueError, TypeError: names what was given, what is allowed, and what to do.
+        """
+        self.check_sampler()
+        self._check_models()
+        self.stages(num_draft_scales)
+        size = self.image_size
+        if height not in (None, size[0]) or width not in (None, size[1]):
+            raise ValueError(
+                f"height={height}, width={width}, but this model draws {size[0]} x {size[1]} pixels; leave height and "
+                "width out."
+            )
+        count = num_images_per_label
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"num_images_per_label={count!r}; pass an integer of at least 1.")
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
+        asked = callback_on_step_end_tensor_inputs or ()
+        if unknown := [name for name in asked if name not in self._callback_tensor_inputs]:
+            raise ValueError(
+                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
+            )
+        check_generator(generator, len(self.label_ids(labels)) * count)
+
+    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""
+        if output_type == "latent":
+            return canvas
+        return self.image_processor.postprocess(self.vq_model.decode_canvas(canvas), output_type=output_type)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        labels: Labels,
+        *,
+        height: int | None = None,
+        width: int | None = None,
+        guidance_scale: float | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        num_draft_scales: int | None = None,
+        num_images_per_label: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+    ) -> ImagePipelineOutput:
+        """Draw.
+
+        Args:
+            labels: a class number, its name where the pipeline has `id2label`, or a list of them.
+            height, width: that of the model; another one is refused.
+            guidance_scale, temperature, top_k, top_p: see `TokenLaw`. With the sampler's ramp, guidance grows from
+                none at the first scale to this scale at the last.
+            num_draft_scales: how many scales the transformer draws before the refiner takes over (CoDe); None: the
+                pipeline's own; all: the transformer alone.
+            num_images_per_label: pictures of each class; those of one class follow each other.
+            generator: one for all pictures, or a list of one per picture; a picture depends on its own noise only.
+            output_type: "pil", "np" [B, H, W, 3] or "pt" [B, 3, H, W] in [0, 1], or "latent": the canvas [B, D, h, w].
+            return_dict: False gives (images, tokens, trace).
+            callback_on_step_end: called after each scale as (pipeline, scale, tokens committed a picture, tensors).
+                `pipeline.decode_canvas(tensors["canvas"])` is the picture so far.
+            callback_on_step_end_tensor_inputs: tensors it is given: "canvas" (default), or none.
+
+        Returns:
+            Pictures; tokens [B, L], all maps coarse to fine, each in raster order; and the trace, a `ScaleTrace`.
+
+        Raises:
+            ValueError, TypeError: a request that cannot be served; refused before any computation.
+            FloatingPointError: logits that are not finite; names the slot.
+        """
+        law = self.make_law(guidance_scale, top_k, top_p, temperature)
+        self.check_inputs(
+            labels,
+            height=height,
+            width=width,
+            num_images_per_label=num_images_per_label,
+            num_draft_scales=num_draft_scales,
+            generator=generator,
+            output_type=output_type,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+        )
+        condition = self.encode_prompt(labels, num_images_per_prompt=num_images_per_label)
+        asked = callback_on_step_end_tensor_inputs
+        names = self._callback_tensor_inputs if asked is None else asked
+        sizes = [side * side for side in self.vq_model.scales]
+        wake(self.transformer)
+        with self.progress_bar(total=len(condition) * sum(sizes)) as bar:  # type: ignore[call-arg]
+            bar.unit = " tokens"
+
+            def after_scale(scale: int, canvas: torch.Tensor) -> None:
+                bar.update(len(condition) * sizes[scale])
+                if callback_on_step_end is not None:
+                    tensors = {"canvas": canvas}
+                    kwargs = {name: tensors[name] for name in names}
+                    callback_on_step_end(self, scale, sum(sizes[: scale + 1]), kwargs)
+
+            result = self.sampler(
+                self.stages(num_draft_scales),
+                self.vq_model,
+                condition,
+                law=law,
+                generator=generator,
+                batch_size=len(condition),
+                callback=after_scale,
+            )
+        self.last_trace = result.trace
+        images = self.decode_canvas(result.canvas, output_type)
+        self.maybe_free_model_hooks()
+        if not return_dict:
+            return images, result.tokens, result.trace  # type: ignore[return-value]
+        return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
+
+
+def _read_budget(given: ScaleBudget | Mapping[str, Any] | None) -> ScaleBudget | None:
+    return given if given is None or isinstance(given, ScaleBudget) else ScaleBudget.from_dict(given)

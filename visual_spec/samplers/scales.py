@@ -1,0 +1,328 @@
+"""Next-scale sampling: VAR with one model, collaborative decoding with several.
+
+VAR (Tian et al. 2024, section 3.2) draws all tokens of a scale at once, given the scales before it. CoDe (Chen et al.
+2025, section 3.2) has a large model draw the small scales, which decide what the picture shows, and a small model the
+large ones, which cost most: it starts from the input maps so far, by one prefill that builds its own cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from torch import Tensor
+
+from visual_spec.models.protocol import ScaleModel, ScaleTokenizer
+from visual_spec.samplers.checks import CheckedLaw, check_allowed, check_batch_size
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
+
+ScaleCallback = Callable[[int, Tensor], Any]
+
+# Those of the published figures. The official `cfg=1.5` is what the ramp adds to 1 at the last scale.
+VAR_LAW = TokenLaw(guidance_scale=2.5, top_k=900, top_p=0.96)
+CODE_LAW = TokenLaw(guidance_scale=2.5, top_k=600, top_p=0.96)
+CODE_DRAFT_SCALES = (6, 7, 8, 9)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive scales that one model draws.
+
+    Args:
+        model: who draws them.
+        scales: which ones, `range(first, stop)`.
+        law: how; None is the law of the call.
+        late_temperature: divides the log-probabilities that the law's filters left, where the law's own temperature
+            comes before the filters. The published CoDe samples this way.
+
+    Raises:
+        ValueError: a range that is empty or has steps, a temperature that is not above 0.
+    """
+
+    model: ScaleModel
+    scales: range
+    law: TokenLaw | None = None
+    late_temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        scales = self.scales
+        if not isinstance(scales, range) or scales.step != 1 or not scales or scales.start < 0:
+            raise ValueError(f"scales={scales!r}; pass range(first, stop) of at least one scale.")
+        if not math.isfinite(self.late_temperature) or self.late_temperature <= 0:
+            raise ValueError(f"late_temperature={self.late_temperature}; pass a finite number above 0.")
+
+
+def code_stages(
+    large: ScaleModel,
+    small: ScaleModel,
+    num_draft_scales: int = 8,
+    *,
+    law: TokenLaw | None = None,
+    small_law: TokenLaw | None = None,
+) -> list[Stage]:
+    """Collaborative decoding: `large` draws the first scales, `small` the rest.
+
+    Args:
+        num_draft_scales: N of CoDe; `CODE_DRAFT_SCALES` lists the published ones for ten scales.
+        law, small_law: of each; None is the law of the call.
+
+    Raises:
+        ValueError: N that leaves one of the two without work.
+    """
+    count = _check_split(large, num_draft_scales)
+    return [
+        Stage(large, range(num_draft_scales), law),
+        Stage(small, range(num_draft_scales, count), small_law),
+    ]
+
+
+def published_code_stages(large: ScaleModel, small: ScaleModel, num_draft_scales: int = 8) -> list[Stage]:
+    """`code_stages` with the settings of the published figures: `CODE_LAW`, and the first seven scales a little warmer.
+
+    Raises:
+        ValueError: as `code_stages`.
+    """
+    count = _check_split(large, num_draft_scales)
+    bounds = sorted({0, min(7, count), num_draft_scales, count})
+    return [
+        Stage(
+            large if first < num_draft_scales else small,
+            range(first, stop),
+            CODE_LAW,
+            1.1 if first < 7 else 1.0,
+        )
+        for first, stop in pairwise(bounds)
+    ]
+
+
+def _check_split(large: ScaleModel, num_draft_scales: int) -> int:
+    count = len(large.scales)
+    whole = isinstance(num_draft_scales, int) and not isinstance(num_draft_scales, bool)
+    if not whole or not 1 <= num_draft_scales < count:
+        raise ValueError(
+            f"num_draft_scales={num_draft_scales!r}; pass an integer from 1 to {count - 1}: each of the two models "
+            f"draws at least one of the {count} scales."
+        )
+    return count
+
+
+@dataclass
+class ScaleTrace(DecodeTrace):
+    """A `DecodeTrace` of a next-scale decode.
+
+    `target_calls` counts the forwards of all models, one a scale: a prefill yields the first scale of its model.
+    `commit_call` is the scale of each slot. When the sampler measures, `divergence` and `moved_mass` are the total
+    variation distance between the law that a token was drawn from and the first model's under the same settings: the
+    mean over the slots behind its own stages, and the sum over them, whose mean over samples bounds the distance
+    between the laws of whole pictures.
+
+    Attributes:
+        model_calls: forwards of each model, in the order of the schedule; those that only measure are not counted.
+        cache_bytes: size of the key and value cache of each of them. One is freed before the next is allocated, but
+            for the first model's when the sampler measures.
+    """
+
+    model_calls: tuple[int, ...] = ()
+    cache_bytes: tuple[int, ...] = ()
+
+
+@dataclass
+class ScaleResult(SampleResult):
+    """A `SampleResult` with the finished canvas [B, D, h, w], from which `ScaleTokenizer.decode_canvas` makes the
+    pictures. With `smooth` the tokens alone do not tell them."""
+
+    trace: ScaleTrace
+    canvas: Tensor
+
+
+def law_at_scale(law: TokenLaw, ratio: float) -> TokenLaw:
+    """The law where guidance has come `ratio` of its way from none, 0, to the law's own scale, 1."""
+    return replace(law, guidance_scale=1 + (law.guidance_scale - 1) * ratio) if law.guided else law
+
+
+def mixture(log_probs: Tensor, gumbel: Tensor, ratio: float) -> Tensor:
+    """Weights [B, N, V] of the codes in each smooth token, `ratio` of the way from the first scale, 0, to the last, 1.
+
+    The temperature, 0.27 falling to 0.0135, and the sharpening by 1 + ratio are those of the official `more_smooth`.
+    """
+    temperature = 0.27 * (1 - 0.95 * ratio)
+    return (((1 + ratio) * log_probs + gumbel) / temperature).softmax(-1)
+
+
+class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
+    """Draws the tokens of one scale after the other, each with its slot's own noise.
+
+    Args:
+        ramp: let guidance grow from none at the first scale to the law's scale s at the last: 1 + (s - 1) k / (K - 1)
+            at scale k of K. False guides every scale alike.
+        smooth: put mixtures of codes on the canvas, weighted by a Gumbel softmax that sharpens from scale to scale, in
+            place of drawn codes. Pictures look smoother and vary less (the `more_smooth` of the official VAR, which its
+            published figures do without). The tokens returned are the heaviest code of each mixture.
+        measure: have the first model also score the scales that other models draw, and report how far their laws are
+            apart. Costs that model's forwards, and the memory of its cache until the end.
+    """
+
+    config_name = "sampler_config.json"
+
+    @register_to_config
+    def __init__(self, ramp: bool = True, smooth: bool = False, measure: bool = False) -> None:
+        pass
+
+    @property
+    def lossless(self) -> bool:
+        """Whether samples of one model follow its law. Several models have no law in common; see the trace."""
+        return not self.config["smooth"]
+
+    @property
+    def identical(self) -> bool:
+        """As `lossless`: what this sampler draws from one model is what its autoregressive sampling is."""
+        return self.lossless
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: ScaleModel | Sequence[Stage],
+        tokenizer: ScaleTokenizer,
+        condition: Any,
+        *,
+        law: TokenLaw,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        batch_size: int = 1,
+        callback: ScaleCallback | None = None,
+    ) -> ScaleResult:
+        """Decode a batch.
+
+        Args:
+            model: a model for all scales, or a schedule of stages, whose models share the tokenizer. A model that
+                follows itself goes on with its cache.
+            tokenizer: turns the tokens so far into the input map of the next scale.
+            condition: what the `prefill` of every model takes, `batch_size` rows of it.
+            law: how logits become the distribution a token is drawn from, where a stage does not say otherwise. Slots
+                count through all scales.
+            generator: one `torch.Generator` for the batch, a list of one a sample, or None (PyTorch's default).
+            callback: called after every scale with its index and the canvas [B, D, h, w] so far, of which
+                `tokenizer.decode_canvas` makes progressive pictures.
+
+        Raises:
+            ValueError, TypeError: a request that cannot be served.
+            FloatingPointError: logits that define no law.
+        """
+        sides = tokenizer.scales
+        count = len(sides)
+        starts = [0, *accumulate(side * side for side in sides)]
+        stages = list(model) if isinstance(model, Sequence) else [Stage(model, range(count))]
+        self._check(stages, tokenizer, law, batch_size)
+        runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
+        measure = self.config["measure"] and len(runs) > 1
+        keys = draw_keys(generator, batch_size)
+        maps: list[Tensor] = []  # what models were fed so far: all that one needs to go on from another
+        parts: list[Tensor] = []
+
+        def prefill(run: list[Stage], served: list[Stage]) -> Any:
+            guided = any((stage.law or law).guided for stage in served)
+            stop = served[-1].scales.stop
+            return run[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
+
+        watch = Stopwatch()
+        state = prefill(runs[0], stages if measure else runs[0])
+        reference = state if measure else None
+        device = state.logits.device
+        watch.lap("prefill", device)
+        noise = CounterNoise(keys, device)
+        checked = CheckedLaw(law, starts[-1], deferred=device.type == "cuda")
+        canvas = tokenizer.begin(batch_size, device, state.logits.dtype)
+        cache_bytes = []
+        moved = canvas.new_zeros(batch_size)
+        for run in runs:
+            network, first = run[0].model, run[0].scales.start
+            if run is not runs[0]:
+                state = None  # the cache of the model before: free it first
+                state = prefill(run, run)
+                watch.lap("prefill", device)
+            cache_bytes.append(state.cache_bytes)
+            for stage, scale in [(part, scale) for part in run for scale in part.scales]:
+                logits = state.logits if scale == first else network(state, maps[-1], scale)  # [R, n * n, V]
+                watch.lap("model", device)
+                ratio = scale / max(count - 1, 1)
+                checked.law = law_at_scale(stage.law or law, ratio if self.config["ramp"] else 1.0)
+                slots = torch.arange(starts[scale], starts[scale + 1], device=device).expand(batch_size, -1)
+                target = _stage_law(logits, slots, checked, stage)  # [B, n * n, V]
+                if self.config["smooth"]:
+                    gumbel = noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
+                    shares = mixture(target, gumbel, ratio)
+                    parts.append(shares.argmax(-1))
+                    codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook  # [B, n * n, D]
+                    codes = codes.mT.unflatten(2, (sides[scale], sides[scale]))
+                    canvas = tokenizer.accumulate_codes(canvas, scale, codes)
+                else:
+                    parts.append(noise.categorical(target, slots, TOKEN))
+                    canvas = tokenizer.accumulate(canvas, scale, parts[-1])
+                watch.lap("verify", device)
+                if measure and run is not runs[0]:
+                    other = _stage_law(runs[0][0].model(reference, maps[-1], scale), slots, checked, stage)
+                    moved = moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
+                    watch.lap("measure", device)
+                if scale + 1 < count:
+                    maps.append(tokenizer.next_map(canvas, scale + 1))
+                if callback is not None:
+                    callback(scale, canvas)
+        checked.finish()
+        seconds, phase_seconds = watch.read()
+        # A model with a compressed cache draws from a law of its own.
+        exact = len(runs) == 1 and getattr(runs[0][0].model, "lossless", True)
+        others = starts[-1] - starts[runs[0][-1].scales.stop]  # slots behind the first model's stages
+        sizes = torch.tensor([side * side for side in sides])
+        trace = ScaleTrace(
+            sampler=type(self).__name__,
+            lossless=self.lossless and exact,
+            identical=self.identical and exact,
+            target_calls=torch.full((batch_size,), count),
+            commit_call=torch.arange(count).repeat_interleave(sizes).repeat(batch_size, 1),
+            seconds=seconds,
+            phase_seconds=phase_seconds,
+            peak_memory=watch.peak_memory(device),
+            divergence=float(moved.mean()) / others if measure else None,
+            moved_mass=moved.cpu() if measure else None,
+            model_calls=tuple(sum(len(stage.scales) for stage in run) for run in runs),
+            cache_bytes=tuple(cache_bytes),
+        )
+        return ScaleResult(torch.cat(parts, 1), trace, canvas)
+
+    def _check(
+        self, stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenLaw, batch_size: int
+    ) -> None:
+        check_batch_size(batch_size)
+        bounds = [(stage.scales.start, stage.scales.stop) for stage in stages]
+        ends = [0, *(stop for _, stop in bounds)]
+        count = len(tokenizer.scales)
+        if [first for first, _ in bounds] != ends[:-1] or ends[-1] != count:
+            drawn = ", ".join(f"{first} to {stop - 1}" for first, stop in bounds) or "none"
+            raise ValueError(
+                f"the stages draw scales {drawn}; pass stages that follow each other without gap or overlap, from "
+                f"scale 0 to scale {count - 1}, the last of the tokenizer."
+            )
+        wanted = (tuple(tokenizer.scales), tokenizer.codebook_size, tokenizer.code_dim)
+        for index, stage in enumerate(stages):
+            given = (tuple(stage.model.scales), stage.model.vocab_size, stage.model.code_dim)
+            if given != wanted:
+                raise ValueError(
+                    f"the model of stage {index} predicts scales {given[0]} of {given[1]} codes with {given[2]} "
+                    f"channels, but the tokenizer has scales {wanted[0]} of {wanted[1]} codes with {wanted[2]} "
+                    "channels; pass models and a tokenizer that were trained together."
+                )
+            check_allowed(stage.law or law, stage.model.vocab_size)
+
+
+def _stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) -> Tensor:
+    """Log-probabilities [B, N, V] that a stage draws from, given logits [R, N, V]."""
+    guided = checked.law.guided
+    law = checked(logits if guided else logits[: len(slots)], slots, guided)
+    return law if stage.late_temperature == 1 else (law / stage.late_temperature).log_softmax(-1)
