@@ -42,10 +42,10 @@ class Checkpoint:
         return self.seconds_before + time.monotonic() - self.started
 
     def load(self) -> dict | None:
-        """The saved tensors, or None where there is nothing to resume."""
+        """The saved tensors on the CPU, whichever device saved them, or None where there is nothing to resume."""
         if not self.path.exists():
             return None
-        saved = torch.load(self.path, weights_only=True)
+        saved = torch.load(self.path, map_location="cpu", weights_only=True)
         self.curve, self.seconds_before = saved["curve"], saved["seconds"]
         return saved
 

@@ -1,0 +1,453 @@
+"""Training VAR and its tokenizer at a tiny size: they learn, resume to the same weights, and report what is true."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from visual_spec.data.shapes import (
+    SHAPES,
+    Scene,
+    ShapeObject,
+    caption,
+    is_held_out,
+    render,
+    sample_dataset,
+)
+from visual_spec.models.var import VARTransformer
+from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.training import var, var_tokenizer
+from visual_spec.training.tokenizer import reconstruction_loss, to_signed
+from visual_spec.training.var import (
+    CLASSES,
+    VarTraining,
+    class_accuracy,
+    class_of,
+    held_out_losses,
+    initialise,
+    sample_one_object_scenes,
+    slot_losses,
+    slot_weights,
+    tokenize_classes,
+    train_var,
+)
+from visual_spec.training.var_tokenizer import (
+    CodeAverages,
+    VarTokenizerTraining,
+    train_var_tokenizer,
+)
+
+SCALES = (1, 2, 4)
+BOUNDS = (0, 1, 5, 21)
+
+
+SIDE = 32  # pixels
+
+
+def tiny_tokenizer() -> MultiscaleVQModel:
+    torch.manual_seed(0)
+    return MultiscaleVQModel(4, (1, 1, 1, 2), 1, 16, 4, SCALES, norm_groups=None)
+
+
+@pytest.fixture(scope="module")
+def vq_model() -> MultiscaleVQModel:
+    """Random codes as far apart as the latents of pictures are."""
+    model = tiny_tokenizer().eval().requires_grad_(False)
+    latents = model.encode_latents(to_signed(sample_dataset(4, 0, size=SIDE)[1])).movedim(1, -1).flatten(0, 2)
+    model.codebook.copy_(latents[torch.randperm(len(latents))[:16]])
+    return model
+
+
+def tiny_model(**changes: Any) -> VARTransformer:
+    torch.manual_seed(1)
+    model = VARTransformer(
+        16, 4, **{"dim": 16, "num_layers": 2, "num_heads": 2, **changes}, num_classes=48, scales=SCALES
+    )
+    initialise(model)
+    return model
+
+
+@pytest.fixture
+def small_pictures(monkeypatch):
+    monkeypatch.setattr(var_tokenizer, "sample_dataset", partial(sample_dataset, size=SIDE))
+
+
+@pytest.fixture(autouse=True)
+def few_pictures_are_judged(monkeypatch):
+    monkeypatch.setattr(var_tokenizer, "judge", partial(var_tokenizer.judge, count=4))
+    monkeypatch.setattr(var, "held_out_losses", partial(var.held_out_losses, count=6))
+
+
+def same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def interrupted(monkeypatch, module: Any, name: str, call: int) -> Any:
+    """Have a function of a module raise at its n-th call; returns what undoes it."""
+    real, calls = getattr(module, name), 0
+
+    def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, failing)
+    return lambda: monkeypatch.setattr(module, name, real)
+
+
+# -- the tokenizer ----------------------------------------------------------------------------------------------------
+
+TOKENIZER = VarTokenizerTraining(
+    steps=24, batch_size=1, continuous_steps=9, learning_rate=4e-3, idle_steps=1, revive_until=1.0, scenes=12
+)
+
+
+def test_the_tokenizer_learns_and_leaves_a_record(tmp_path, small_pictures):
+    model = tiny_tokenizer()
+    record = train_var_tokenizer(model, replace(TOKENIZER, steps=51, batch_size=2), tmp_path)
+    losses = dict(record["loss"])
+    assert list(losses) == [0, 50] and losses[50] < 0.75 * losses[0]
+    assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
+    assert record["held_out_pictures"] == 4 and not (tmp_path / "resume.pt").exists()
+    assert same_weights(MultiscaleVQModel.from_pretrained(tmp_path), model) and not model.training
+    pictures = to_signed(sample_dataset(4, 12345, held_out=True, size=SIDE)[1])
+    with torch.no_grad():
+        error = (model(pictures) - pictures).square().flatten(1).mean(1)
+    assert record["psnr_db"] == pytest.approx(float((10 * torch.log10(4 / error)).mean()), abs=0.01)
+
+
+def test_an_interrupted_tokenizer_resumes_to_the_same_weights(tmp_path, small_pictures, monkeypatch):
+    whole = tiny_tokenizer()
+    train_var_tokenizer(whole, TOKENIZER, tmp_path / "whole")
+    undo = interrupted(monkeypatch, var_tokenizer, "_losses", 18)
+    with pytest.raises(KeyboardInterrupt):
+        train_var_tokenizer(tiny_tokenizer(), TOKENIZER, tmp_path / "broken", every=8)
+    undo()
+    resumed = tiny_tokenizer()
+    torch.manual_seed(99)  # what is drawn must not depend on the state of PyTorch's generator
+    record = train_var_tokenizer(resumed, TOKENIZER, tmp_path / "broken", every=8)
+    assert same_weights(whole, resumed) and [step for step, _ in record["loss"]] == [0]
+
+
+def test_the_objective_is_the_published_one():
+    """Its values, and what reaches the encoder: the gradient of the decoder as it is, and the commitment."""
+    model = tiny_tokenizer().double()
+    settings = replace(TOKENIZER, commitment=0.3, spread_weight=0.7)
+    model.quantize.embedding.requires_grad_(False).weight.normal_(std=0.2)
+    target = to_signed(sample_dataset(2, 5, size=SIDE)[1]).double()
+    loss, distance, vectors, ids = var_tokenizer._losses(model, target, settings, True)
+    encoder = list(model.encoder.parameters())
+    got = torch.autograd.grad(loss + distance, encoder)
+
+    latents = model.encode_latents(target)
+    wanted, tokens, canvases = model.quantise(latents)
+    last = canvases[-1].detach().requires_grad_(True)
+    wanted_loss = reconstruction_loss(model.decode_latents(last), target)
+    squares = torch.stack([(latents - canvas).square().mean() for canvas in canvases])
+    assert loss.item() == pytest.approx(wanted_loss.item(), abs=1e-12)
+    spread = (latents - latents.mean((0, 2, 3), keepdim=True)).square().sum((0, 2, 3)) / (2 * 16 - 1)
+    held = 0.7 * (spread.mean().sqrt() - 1) ** 2
+    assert distance.item() == pytest.approx(1.3 * squares.mean().item() + held.item(), abs=1e-12)
+    assert vectors.shape == (2 * 21, 4) and torch.equal(ids, torch.cat([part.flatten() for part in tokens]))
+    assert torch.equal(vectors[2 + 4 + 3], wanted[1][1, :, 1, 1])  # picture 1, second scale, last token
+    pull = sum(0.3 / 3 * 2 * (latents - canvas).detach() / latents.numel() for canvas in canvases)
+    pull = pull + torch.autograd.grad(held, latents, retain_graph=True)[0]
+    expected = torch.autograd.grad(latents, encoder, torch.autograd.grad(wanted_loss, last)[0] + pull)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine - theirs).abs().max() < 1e-12
+
+
+def test_codes_are_the_running_means_of_what_they_serve():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randn(5, 3, generator=generator)
+    averages = CodeAverages(codes)
+    count, total = [1.0] * 5, [code.clone() for code in codes]
+    for _ in range(7):
+        vectors = torch.randn(11, 3, generator=generator)
+        ids = torch.randint(0, 4, (11,), generator=generator)  # code 4 serves nothing
+        averages.follow(codes, vectors, ids, 0.9)
+        for code in range(5):
+            mine = [vector for vector, owner in zip(vectors, ids.tolist(), strict=True) if owner == code]
+            count[code] = 0.9 * count[code] + 0.1 * len(mine)
+            total[code] = 0.9 * total[code] + 0.1 * sum(mine, torch.zeros(3))
+    for code in range(5):
+        assert (codes[code] - total[code] / count[code]).abs().max() < 1e-5
+    assert averages.idle[4] == 7 and averages.idle[:4].max() < 7
+    before = codes[4].clone()
+    for _ in range(1200):  # a code that serves nothing stays where it is, however long
+        averages.follow(codes, vectors, ids, 0.9)
+    assert (codes[4] - before).abs().max() < 1e-5 and codes.isfinite().all()
+
+
+def test_only_idle_codes_are_moved_and_onto_what_is_badly_coded():
+    codes = torch.tensor([[0.0, 0.0], [9.0, 9.0], [5.0, 5.0]])
+    averages = CodeAverages(codes)
+    averages.idle.copy_(torch.tensor([0.0, 30.0, 3.0]))
+    vectors = torch.zeros(200, 2)
+    vectors[77] = torch.tensor([3.0, 1.0])
+    noise = torch.rand(200, generator=torch.Generator().manual_seed(0))
+    averages.revive(codes, vectors, torch.zeros(200, dtype=torch.long), 5, noise)
+    assert codes.tolist() == [[0, 0], [3, 1], [5, 5]] and averages.idle.tolist() == [0, 0, 3]
+    assert (averages.total[1] / averages.count[1]).tolist() == [3, 1]
+
+
+def test_first_codes_lie_closer_than_drawn_vectors():
+    model = tiny_tokenizer().requires_grad_(False)
+    var_tokenizer.initialise(model)
+    _, pictures = sample_dataset(12, 0, size=SIDE)
+    latents = model.encode_latents(to_signed(pictures))
+    model.codebook.copy_(latents.movedim(1, -1).flatten(0, 2)[torch.randperm(192)[:16]])
+    drawn = (model.quantise(latents)[2][-1] - latents).square().mean()
+    model.codebook.copy_(var_tokenizer._first_codes(model, pictures, 16, np.random.default_rng(0)))
+    assert (model.quantise(latents)[2][-1] - latents).square().mean() < 0.7 * drawn
+    with pytest.raises(ValueError, match="252 latent vectors cannot start 253 codes"):
+        var_tokenizer._first_codes(model, pictures, 253, np.random.default_rng(0))
+
+
+def test_reconstructions_are_judged_by_the_parser():
+    """A tokenizer that shows its pictures as they are but for the first, of which it makes another one."""
+    _, pictures = sample_dataset(4, 12345, held_out=True)
+    shown = to_signed(pictures)
+    shown[0] = shown[1]
+
+    class Perfect:
+        device = torch.device("cpu")
+
+        def encode_tokens(self, images: Tensor) -> Tensor:
+            return torch.arange(len(images))[:, None]
+
+        def decode_tokens(self, tokens: Tensor) -> Tensor:
+            return shown[tokens[:, 0]] + 1e-3
+
+    found = var_tokenizer.judge(cast(Any, Perfect()))
+    assert found["all_attributes_right"] == 0.75 and found["codes_used"] == 4
+
+
+def test_the_tokenizer_must_be_for_pictures_of_the_data_set(tmp_path):
+    model = MultiscaleVQModel(4, (1, 1), 1, 16, 4, SCALES, norm_groups=None)
+    with pytest.raises(ValueError, match="for pictures of 8 pixels .* the data set has 128"):
+        train_var_tokenizer(model, TOKENIZER, tmp_path)
+
+
+# -- classes ----------------------------------------------------------------------------------------------------------
+
+
+def scene_of(colour: str, shape: str, *more: ShapeObject) -> Scene:
+    return Scene((ShapeObject(shape, colour, "large", 64, 64), *more), "grey", "plain")
+
+
+def test_a_class_is_a_colour_and_a_shape():
+    assert len(CLASSES) == len(set(CLASSES)) == 48
+    for number, (colour, shape) in enumerate(CLASSES):
+        assert class_of(scene_of(colour, shape)) == number
+    with pytest.raises(ValueError, match="of 2 objects has no class"):
+        class_of(scene_of("red", "star", ShapeObject("star", "red", "small", 24, 24)))
+
+
+@pytest.mark.parametrize(("held_out", "count"), [(False, 150), (True, 20)])
+def test_scenes_have_one_object_and_respect_the_held_out_tenth(held_out: bool, count: int):
+    scenes = sample_one_object_scenes(count, 3, held_out=held_out)
+    assert len(scenes) == count and {len(scene.objects) for scene in scenes} == {1}
+    assert {is_held_out(caption(scene)) for scene in scenes} == {held_out}
+    assert scenes == sample_one_object_scenes(count, 3, held_out=held_out)
+    assert scenes != sample_one_object_scenes(count, 4, held_out=held_out)
+    assert len({class_of(scene) for scene in scenes}) > 0.27 * count
+
+
+def test_class_accuracy_is_what_the_pictures_show():
+    drawn = [scene_of("red", shape) for shape in SHAPES]
+    drawn.append(scene_of("blue", "circle", ShapeObject("star", "white", "small", 24, 24)))
+    pictures = to_signed(np.stack([render(scene) for scene in drawn]))
+    wanted = [("red", shape) for shape in SHAPES] + [("blue", "circle")]
+    wanted[0] = ("green", SHAPES[0])
+    wanted[1] = ("red", SHAPES[2])
+    labels = torch.tensor([CLASSES.index(pair) for pair in wanted])
+    found = class_accuracy(pictures, labels)
+    expected = {"one_object": 6 / 7, "colour": 5 / 7, "shape": 5 / 7, "class": 4 / 7}
+    assert found == {name: pytest.approx(value, abs=1e-4) for name, value in expected.items()}
+
+
+def test_tokens_of_classes_are_those_of_their_pictures(vq_model, tmp_path):
+    labels, tokens = tokenize_classes(vq_model, 45, 5, cache=tmp_path)
+    scenes = sample_one_object_scenes(45, 5)
+    assert labels.tolist() == [class_of(scene) for scene in scenes]
+    pictures = to_signed(np.stack([render(scene, SIDE) for scene in scenes]))
+    assert torch.equal(tokens.long(), vq_model.encode_tokens(pictures)) and tokens.unique().numel() > 4
+    again = tokenize_classes(vq_model, 45, 5, cache=tmp_path)
+    assert torch.equal(again[0], labels) and torch.equal(again[1], tokens)
+    with pytest.raises(ValueError, match="tokens of another tokenizer"):
+        tokenize_classes(tiny_tokenizer(), 45, 5, cache=tmp_path)
+
+
+# -- the transformer --------------------------------------------------------------------------------------------------
+
+TRANSFORMER = VarTraining(steps=60, batch_size=4, scenes=8, learning_rate=1e-2, label_dropout=0.25)
+
+
+def test_losses_of_slots_are_those_of_plain_loops():
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(2, 2, 3, 5, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, 5, (2, 3), generator=generator)
+    plain, distilled = slot_losses(logits, tokens), slot_losses(logits, tokens, teacher)
+    for b in range(2):
+        for slot in range(3):
+            law, other = logits[b, slot].softmax(0), teacher[b, slot].softmax(0)
+            assert plain[b, slot].item() == pytest.approx(-law[tokens[b, slot]].log().item())
+            divergence = sum(float(q * (q.log() - p.log())) for p, q in zip(law, other, strict=True))
+            assert distilled[b, slot].item() == pytest.approx(divergence)
+
+
+def test_weights_of_slots_follow_the_settings():
+    assert slot_weights(SCALES, TRANSFORMER, 0).tolist() == [1] * 21
+    refiner = replace(TRANSFORMER, scales_from=2, earlier_weight=1.0)
+    for step, earlier in ((0, 1.0), (15, 0.5), (30, 0.0), (59, 0.0)):
+        assert slot_weights(SCALES, refiner, step).tolist() == [earlier] * 5 + [1] * 16
+    assert slot_weights(SCALES, replace(refiner, earlier_weight=0.0), 0).tolist() == [0] * 5 + [1] * 16
+    assert slot_weights(SCALES, replace(TRANSFORMER, scales_until=2), 0).tolist() == [1] * 5
+
+
+def test_training_lowers_the_loss_and_leaves_a_record(vq_model, tmp_path):
+    model = tiny_model()
+    record = train_var(model, vq_model, TRANSFORMER, tmp_path)
+    losses = dict(record["loss"])
+    assert list(losses) == [0, 20, 40] and losses[40] < losses[0] - 0.5
+    assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(record))
+    assert same_weights(VARTransformer.from_pretrained(tmp_path), model) and not model.training
+    assert not (tmp_path / "resume.pt").exists()
+
+
+def test_a_model_that_saw_few_pictures_enough_knows_their_classes(vq_model, tmp_path):
+    """The class is heard: the right one lowers the loss, and the null class was trained beside it."""
+    settings = replace(TRANSFORMER, steps=120, label_dropout=0.2)
+    model = tiny_model()
+    train_var(model, vq_model, settings, tmp_path)
+    labels, tokens = tokenize_classes(vq_model, settings.scenes, settings.seed + 1, cache=tmp_path)
+    maps, tokens = vq_model.maps_of(tokens.long()), tokens.long()
+
+    def loss(rows: Tensor, dropped: Tensor | None = None) -> float:
+        with torch.no_grad():
+            return slot_losses(model.teacher_forced(maps, rows, dropped), tokens).mean().item()
+
+    right = loss(labels)
+    nothing = loss(labels, torch.ones(len(labels), dtype=torch.bool))
+    assert right < nothing - 0.05 and right < loss(labels.roll(1)) - 0.1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_null_class_is_learned_as_often_as_labels_are_dropped(vq_model, tmp_path, share: float):
+    model, before = tiny_model(), tiny_model()
+    train_var(model, vq_model, replace(TRANSFORMER, steps=30, label_dropout=share), tmp_path)
+    null, start = model.class_emb.weight[-1], before.class_emb.weight[-1]
+    turned = 1 - torch.cosine_similarity(null, start, dim=0).item()
+    assert (turned > 1e-4) == (share > 0)  # weight decay shortens it, and does not turn it
+
+
+@pytest.mark.parametrize("earlier_weight", [0.0, 0.5])
+def test_the_loss_counts_slots_by_their_weights(vq_model, tmp_path, earlier_weight: float):
+    settings = replace(
+        TRANSFORMER, steps=1, scenes=1, label_dropout=0.0, scales_from=1, earlier_weight=earlier_weight
+    )
+    model = tiny_model()
+    model.head.weight.data.mul_(40)  # laws far from uniform, so that the scales' losses differ
+    labels, tokens = tokenize_classes(vq_model, 1, settings.seed + 1)
+    with torch.no_grad():
+        losses = slot_losses(model.teacher_forced(vq_model.maps_of(tokens.long()), labels), tokens.long())[0]
+    record = train_var(model, vq_model, settings, tmp_path)
+    expected = (earlier_weight * losses[0] + losses[1:].sum()) / (earlier_weight + 20)
+    assert abs(losses.mean() - expected) > 0.01
+    assert record["loss"][0][1] == pytest.approx(expected.item(), abs=1e-3)
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(vq_model, tmp_path, monkeypatch):
+    settings = replace(TRANSFORMER, steps=30, scales_from=1, earlier_weight=1.0)
+    teacher = tiny_model(num_layers=1)
+    whole = tiny_model()
+    train_var(whole, vq_model, settings, tmp_path / "whole", teacher=teacher)
+    undo = interrupted(monkeypatch, var, "slot_losses", 25)
+    with pytest.raises(KeyboardInterrupt):
+        train_var(tiny_model(), vq_model, settings, tmp_path / "broken", teacher=teacher, every=10)
+    undo()
+    resumed = tiny_model()
+    record = train_var(resumed, vq_model, settings, tmp_path / "broken", teacher=teacher, every=10)
+    assert same_weights(whole, resumed)
+    assert [step for step, _ in record["loss"]] == [0, 20]
+
+
+def test_a_drafter_is_trained_on_its_scales_only(vq_model, tmp_path):
+    model, before = tiny_model(), tiny_model()
+    train_var(model, vq_model, replace(TRANSFORMER, steps=5, scales_until=2), tmp_path)
+    changed = (model.pos_1LC != before.pos_1LC).any(-1)[0].tolist()
+    assert changed == [True] * 5 + [False] * 16
+
+
+def test_a_refiner_comes_closer_to_its_teacher_and_the_teacher_stays(vq_model, tmp_path):
+    teacher, model = tiny_model(), tiny_model(dim=8)
+    with torch.no_grad():
+        teacher.head.weight.mul_(40)  # laws worth learning
+    copy = {key: value.clone() for key, value in teacher.state_dict().items()}
+    labels, tokens = tokenize_classes(vq_model, 8, 1)
+    maps = vq_model.maps_of(tokens.long())
+
+    def divergence() -> list[float]:
+        with torch.no_grad():
+            losses = slot_losses(
+                model.teacher_forced(maps, labels), tokens.long(), teacher.teacher_forced(maps, labels)
+            )
+        return [losses[:, first:end].mean().item() for first, end in zip(BOUNDS, BOUNDS[1:], strict=False)]
+
+    before = divergence()
+    settings = replace(TRANSFORMER, scales_from=2, earlier_weight=0.0)
+    train_var(model, vq_model, settings, tmp_path, teacher=teacher)
+    after = divergence()
+    assert after[2] < 0.5 * before[2]
+    assert all(torch.equal(value, copy[key]) for key, value in teacher.state_dict().items())
+
+
+def test_held_out_losses_are_means_over_slots_of_all_and_of_each_scale(vq_model):
+    model = tiny_model().eval()
+    labels, tokens = tokenize_classes(vq_model, 6, 777, held_out=True)
+    with torch.no_grad():
+        laws = model.teacher_forced(vq_model.maps_of(tokens.long()), labels).log_softmax(-1)
+    losses = -laws.gather(-1, tokens.long()[..., None])[..., 0]
+    found = held_out_losses(model, vq_model, 6)
+    assert found["held_out_loss"] == pytest.approx(losses.mean().item(), abs=1e-4)
+    by_scale = [losses[:, a:b].mean().item() for a, b in zip(BOUNDS, BOUNDS[1:], strict=False)]
+    assert found["held_out_loss_by_scale"] == pytest.approx(by_scale, abs=1e-4)
+
+
+def test_models_that_do_not_fit_are_refused(vq_model, tmp_path):
+    settings = TRANSFORMER
+    other = VARTransformer(16, 4, dim=8, num_layers=1, num_heads=2, num_classes=48, scales=(1, 2, 3, 4))
+    with pytest.raises(
+        ValueError, match=r"the tokenizer \(\(1, 2, 4\), 16, 4\); the model \(\(1, 2, 3, 4\), 16, 4\)"
+    ):
+        train_var(other, vq_model, settings, tmp_path)
+    with pytest.raises(ValueError, match="the teacher"):
+        train_var(tiny_model(), vq_model, settings, tmp_path, teacher=other)
+    few = VARTransformer(16, 4, dim=8, num_layers=1, num_heads=2, num_classes=7, scales=SCALES)
+    with pytest.raises(ValueError, match="the model has 7 classes; the data has 48"):
+        train_var(few, vq_model, settings, tmp_path)
+    for changes in ({"scales_from": 3}, {"scales_until": 4}):
+        with pytest.raises(ValueError, match="the model has 3 scales"):
+            train_var(tiny_model(), vq_model, replace(settings, **changes), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_that_train_nothing_are_refused():
+    for name in ("steps", "batch_size", "scenes"):
+        with pytest.raises(ValueError, match=f"{name}=0; pass an integer"):
+            VarTraining(**cast(Any, {name: 0}))
+    with pytest.raises(ValueError, match="leave no scale to train"):
+        VarTraining(scales_from=2, scales_until=2)
+    with pytest.raises(ValueError, match="pass a share of 0 to 1"):
+        VarTraining(label_dropout=1.5)

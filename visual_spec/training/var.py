@@ -1,0 +1,338 @@
+"""Train the embedded VAR on the token maps of `shapes`, and fine-tune pairs for collaborative decoding.
+
+Cross entropy of all tokens of all scales under teacher forcing; a tenth of the classes is replaced by the null class,
+so that guidance works (Tian et al. 2024, section 4; Ho and Salimans 2022).
+
+The pictures are scenes of one object, and a class is its colour and shape: what a parser reads back most surely, and
+few enough classes that each is seen often. Size, place, background and texture are left to the model, so that there is
+something to draw in every class.
+
+For CoDe (Chen et al. 2025, section 3.3) a drafter goes on with the scales below N only, by cross entropy, and a refiner
+learns the large model's laws: first those of all scales, then more and more those from N on only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.data.shapes import (
+    OBJECT_COLOURS,
+    SHAPES,
+    Scene,
+    caption,
+    is_held_out,
+    render,
+    sample_scene,
+)
+from visual_spec.data.shapes_parser import parse_picture
+from visual_spec.models.var import VARTransformer
+from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.tokenizer import to_signed
+from visual_spec.training.var_tokenizer import to_pixels
+
+# Class c is the c-th of these pairs.
+CLASSES: tuple[tuple[str, str], ...] = tuple((colour, shape) for colour in OBJECT_COLOURS for shape in SHAPES)
+
+
+@dataclass(frozen=True)
+class VarTraining:
+    """Settings of a run.
+
+    Attributes:
+        scales_from: the first scale that counts in the loss to the end.
+        scales_until: the first scale that is neither fed nor trained; None: all are.
+        earlier_weight: weight of the scales before `scales_from` at the first step; it falls linearly to 0 at half of
+            the steps. CoDe's refiner has 1.
+        bfloat16: compute the matrix products in it: faster on a GPU, and on CPUs that can.
+    """
+
+    steps: int = 6000
+    batch_size: int = 32
+    scenes: int = 24000
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    label_dropout: float = 0.1
+    scales_from: int = 0
+    scales_until: int | None = None
+    earlier_weight: float = 0.0
+    bfloat16: bool = False
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "scenes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
+        if self.scales_from < 0 or (self.scales_until is not None and self.scales_until <= self.scales_from):
+            raise ValueError(
+                f"scales_from={self.scales_from} and scales_until={self.scales_until} leave no scale to train; pass "
+                "0 <= scales_from < scales_until."
+            )
+        if not 0 <= self.label_dropout <= 1 or self.earlier_weight < 0:
+            raise ValueError(
+                f"label_dropout={self.label_dropout}, earlier_weight={self.earlier_weight}; pass a share of 0 to 1, "
+                "and a weight of at least 0."
+            )
+
+    def trained_scales(self, count: int) -> int:
+        """How many of a model's `count` scales are fed and trained."""
+        return count if self.scales_until is None else self.scales_until
+
+
+# -- classes and their pictures ---------------------------------------------------------------------------------------
+
+
+def class_of(scene: Scene) -> int:
+    """The class of a scene of one object: its place in `CLASSES`.
+
+    Raises:
+        ValueError: a scene of several objects.
+    """
+    if len(scene.objects) != 1:
+        raise ValueError(f"a scene of {len(scene.objects)} objects has no class; pass scenes of one object.")
+    return CLASSES.index((scene.objects[0].colour, scene.objects[0].shape))
+
+
+def sample_one_object_scenes(count: int, seed: int, *, held_out: bool = False) -> list[Scene]:
+    """Scenes of one object; their captions are all inside or all outside the held-out tenth."""
+    rng = np.random.default_rng(seed)
+    scenes: list[Scene] = []
+    while len(scenes) < count:
+        scene = sample_scene(rng)
+        if len(scene.objects) == 1 and is_held_out(caption(scene)) == held_out:
+            scenes.append(scene)
+    return scenes
+
+
+def class_accuracy(pictures: Tensor, labels: Tensor) -> dict[str, float]:
+    """How often pictures `[N, 3, H, W]` in [-1, 1] show their classes, long `[N]`, as the parser reads them.
+
+    Returns:
+        Shares of pictures. one_object: that show exactly one object. colour, shape: the same, and it is right. class:
+        one object of the right colour and shape.
+    """
+    hits: dict[str, list[bool]] = {"one_object": [], "colour": [], "shape": [], "class": []}
+    for picture, label in zip(to_pixels(pictures), labels.tolist(), strict=True):
+        colour, shape = CLASSES[label]
+        found = parse_picture(picture).objects
+        alone = len(found) == 1
+        right = {"colour": alone and found[0].colour == colour, "shape": alone and found[0].shape == shape}
+        for name, hit in {"one_object": alone, **right, "class": all(right.values())}.items():
+            hits[name].append(hit)
+    return {name: round(float(np.mean(values)), 4) for name, values in hits.items()}
+
+
+@torch.no_grad()
+def tokenize_classes(
+    vq_model: MultiscaleVQModel,
+    count: int,
+    seed: int,
+    *,
+    held_out: bool = False,
+    cache: Path | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Classes, long `[N]`, and tokens, int32 `[N, L]`, of scenes of one object, kept in `cache`, a folder, if given.
+
+    Raises:
+        ValueError: `cache` holds the tokens of another tokenizer.
+    """
+    codebook = vq_model.quantize.embedding.weight.detach().cpu()
+    path = cache / f"tokens_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    if path and path.exists():
+        saved = torch.load(path, weights_only=True)
+        if not torch.equal(saved["codebook"], codebook) or saved["tokens"].shape[1] != vq_model.num_tokens:
+            raise ValueError(
+                f"{path} holds tokens of another tokenizer; pass another --out folder, or remove it."
+            )
+        return saved["labels"], saved["tokens"]
+    scenes = sample_one_object_scenes(count, seed, held_out=held_out)
+    tokens = []
+    for start in range(0, count, 40):
+        pixels = np.stack([render(scene, vq_model.image_size) for scene in scenes[start : start + 40]])
+        pictures = to_signed(torch.from_numpy(pixels).to(vq_model.device))
+        tokens.append(vq_model.encode_tokens(pictures).to("cpu", torch.int32))
+    labels = torch.tensor([class_of(scene) for scene in scenes])
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"labels": labels, "tokens": torch.cat(tokens), "codebook": codebook}, path)
+    return labels, torch.cat(tokens)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def initialise(model: VARTransformer) -> None:
+    """Start the embeddings at a scale of order one.
+
+    The official start is small everywhere, for a long training: AdaLN gets a class of 0.02, and passes on the square of
+    that. A short training of a small model never hears such a condition (docs/LOG.md).
+    """
+    torch.nn.init.normal_(model.class_emb.weight)
+    torch.nn.init.normal_(model.word_embed.weight, std=model.code_dim**-0.5)
+    for table in (model.pos_start, model.pos_1LC, model.lvl_embed.weight):
+        torch.nn.init.normal_(table, std=0.3)
+
+
+def slot_weights(scales: tuple[int, ...], settings: VarTraining, step: int) -> Tensor:
+    """Weight in the loss of every slot that is trained, `[L]`, those of all scales one behind the other."""
+    fading = settings.earlier_weight * max(0.0, 1.0 - 2.0 * step / settings.steps)
+    parts = [
+        torch.full((side * side,), 1.0 if scale >= settings.scales_from else fading)
+        for scale, side in enumerate(scales[: settings.trained_scales(len(scales))])
+    ]
+    return torch.cat(parts)
+
+
+def slot_losses(logits: Tensor, tokens: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
+    """Loss `[B, L]` of every slot: cross entropy of the tokens, or the divergence KL(teacher, model) of the laws."""
+    if teacher_logits is None:
+        return F.cross_entropy(logits.mT, tokens, reduction="none")
+    teacher, model = teacher_logits.log_softmax(-1), logits.log_softmax(-1)
+    return F.kl_div(model, teacher, reduction="none", log_target=True).sum(-1)
+
+
+def train_var(
+    model: VARTransformer,
+    vq_model: MultiscaleVQModel,
+    settings: VarTraining,
+    out: Path,
+    *,
+    teacher: VARTransformer | None = None,
+    every: int = 250,
+) -> dict:
+    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+
+    It runs where the model is, from the weights that the model has: call `initialise` first for a new one. A run that
+    was interrupted goes on from `out/resume.pt` as if it had not been; the finished run removes it.
+
+    Args:
+        teacher: a model over the same tokenizer, whose laws are learned in place of the tokens. It is not changed.
+
+    Raises:
+        ValueError: models and a tokenizer of different scales, codebooks or classes; `scales_from` or `scales_until`
+            behind the last scale; `out` with tokens of another tokenizer.
+    """
+    _check_fit(model, vq_model, settings, teacher)
+    device = model.device
+    vq_model.eval().to(device)  # pyright: ignore[reportArgumentType]
+    torch.manual_seed(settings.seed)
+    labels, tokens = tokenize_classes(vq_model, settings.scenes, settings.seed + 1, cache=out)
+    if teacher is not None:
+        teacher.eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
+    model.train()
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim == 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        start = saved["step"]
+
+    def loss_of(
+        maps: list[Tensor],
+        token_ids: Tensor,
+        label_ids: Tensor,
+        dropped: Tensor,
+        weights: Tensor,
+        teacher_logits: Tensor | None,
+    ) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
+            logits = model.teacher_forced(maps, label_ids, dropped)
+        losses = slot_losses(logits.float(), token_ids, teacher_logits)
+        return (losses * weights).mean() / weights.mean()
+
+    step_loss = torch.compile(loss_of) if settings.compile else loss_of
+    for step in range(start, settings.steps):
+        # One generator per step, so that a resumed run sees what it would have seen.
+        rng = np.random.default_rng((settings.seed, step))
+        chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
+        dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.label_dropout).to(device)
+        weights = slot_weights(model.scales, settings, step).to(device)  # [L]
+        token_ids, label_ids = tokens[chosen].to(device).long(), labels[chosen].to(device)
+        with torch.no_grad():
+            maps = vq_model.maps_of(token_ids)[: settings.trained_scales(len(model.scales)) - 1]
+            teacher_logits = None
+            if teacher is not None:
+                with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
+                    teacher_logits = teacher.teacher_forced(maps, label_ids, dropped).float()
+        loss = step_loss(maps, token_ids[:, : len(weights)], label_ids, dropped, weights, teacher_logits)
+        for group in optimiser.param_groups:
+            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        if step % 20 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 4)))
+        if (step + 1) % every == 0:
+            checkpoint.save(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    model.eval()
+    record = {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in parameters),
+        "seconds": round(checkpoint.seconds),
+        **held_out_losses(model, vq_model),
+        "loss": checkpoint.curve,
+    }
+    model.save_pretrained(out)
+    write_json(out / "training.json", record)
+    checkpoint.path.unlink(missing_ok=True)
+    return record
+
+
+@torch.no_grad()
+def held_out_losses(model: VARTransformer, vq_model: MultiscaleVQModel, count: int = 400) -> dict:
+    """Cross entropy in nats a token on held-out scenes: `held_out_loss` of all, `held_out_loss_by_scale` of each."""
+    labels, tokens = tokenize_classes(vq_model, count, 777, held_out=True)
+    found = []
+    for label_ids, token_ids in zip(labels.split(20), tokens.split(20), strict=True):
+        token_ids = token_ids.to(model.device).long()
+        logits = model.teacher_forced(vq_model.maps_of(token_ids), label_ids.to(model.device))
+        found.append(slot_losses(logits.float(), token_ids).cpu())
+    losses = torch.cat(found)  # [N, L]
+    bounds = [0, *accumulate(side * side for side in model.scales)]
+    by_scale = [round(losses[:, first:end].mean().item(), 4) for first, end in pairwise(bounds)]
+    return {"held_out_loss": round(losses.mean().item(), 4), "held_out_loss_by_scale": by_scale}
+
+
+def _check_fit(
+    model: VARTransformer, vq_model: MultiscaleVQModel, settings: VarTraining, teacher: VARTransformer | None
+) -> None:
+    sizes = {
+        "the tokenizer": (vq_model.scales, vq_model.codebook_size, vq_model.code_dim),
+        "the model": (model.scales, model.vocab_size, model.code_dim),
+    }
+    if teacher is not None:
+        sizes["the teacher"] = (teacher.scales, teacher.vocab_size, teacher.code_dim)
+    if len(set(sizes.values())) > 1:
+        told = "; ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"scales, codebook size and code length differ: {told}. Train them over one tokenizer."
+        )
+    for name, network in {"the model": model, "the teacher": teacher}.items():
+        if network is not None and network.config["num_classes"] != len(CLASSES):
+            raise ValueError(
+                f"{name} has {network.config['num_classes']} classes; the data has {len(CLASSES)}."
+            )
+    last = len(model.scales)
+    if settings.scales_from >= last or settings.trained_scales(last) > last:
+        raise ValueError(
+            f"scales_from={settings.scales_from}, scales_until={settings.scales_until}; the model has {last} scales."
+        )

@@ -1,0 +1,280 @@
+"""Train the embedded multi-scale tokenizer on `shapes`.
+
+The objective is VAR's (Tian et al. 2024, section 3.2): reconstruction through a straight-through canvas, and at every
+scale the distance between the canvas and the latents, which moves the smoothing convolutions and, weighted less, the
+encoder. Its adversarial and perceptual terms need other networks and are left out. Two changes suit a short run, as in
+`visual_spec.training.tokenizer`: codes follow what they code by exponential averages (van den Oord et al. 2017,
+appendix A.1), from k-means on a briefly trained autoencoder, and codes out of use are moved to what is badly coded.
+One term is added: the spread of the latents is held at 1. The distances alone shrink it, faster than codes follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.data.shapes import caption, sample_dataset
+from visual_spec.data.shapes_parser import all_correct, score
+from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.tokenizer import reconstruction_loss, to_signed
+
+
+@dataclass(frozen=True)
+class VarTokenizerTraining:
+    """Settings of a run.
+
+    The first `continuous_steps` train an autoencoder without codes. From then until `revive_until` of the steps a code
+    that served nothing for `idle_steps` is moved. `bfloat16` computes the two networks in it, never the codes.
+    """
+
+    steps: int = 9000
+    batch_size: int = 4
+    continuous_steps: int = 500
+    learning_rate: float = 2e-3
+    commitment: float = 0.25
+    spread_weight: float = 1.0
+    average_decay: float = 0.99
+    idle_steps: int = 150
+    revive_until: float = 0.7
+    scenes: int = 6000
+    bfloat16: bool = False
+    seed: int = 0
+
+
+class CodeAverages:
+    """Running sums that the codes of a codebook `[V, D]` are the quotients of."""
+
+    def __init__(self, codes: Tensor) -> None:
+        self.count = torch.ones(len(codes), device=codes.device)
+        self.total = codes.detach().clone()
+        self.idle = torch.zeros(len(codes), device=codes.device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"count": self.count, "total": self.total, "idle": self.idle}
+
+    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
+        for name, value in self.state_dict().items():
+            value.copy_(saved[name])
+
+    @torch.no_grad()
+    def follow(self, codes: Tensor, vectors: Tensor, ids: Tensor, decay: float) -> None:
+        """Move each code towards the mean of the vectors `[N, D]` that it, `ids` `[N]`, served."""
+        count = torch.zeros_like(self.count).index_add_(0, ids, torch.ones_like(ids, dtype=self.count.dtype))
+        total = torch.zeros_like(self.total).index_add_(0, ids, vectors)
+        self.count.mul_(decay).add_(count, alpha=1 - decay)
+        self.total.mul_(decay).add_(total, alpha=1 - decay)
+        # A code out of use keeps its place; its sums fade until dividing them would be noise.
+        known = self.count > 1e-6
+        codes[known] = self.total[known] / self.count[known, None]
+        self.idle.add_(1).mul_(count == 0)
+
+    @torch.no_grad()
+    def revive(self, codes: Tensor, vectors: Tensor, ids: Tensor, idle_steps: int, noise: Tensor) -> None:
+        """Move codes that were idle for longer onto vectors drawn by squared error, at most 64; `noise` `[N]` is
+        uniform."""
+        idle = (self.idle > idle_steps).nonzero()[:64, 0]
+        # The smallest of exponential races are draws without replacement.
+        error = (vectors - codes[ids]).square().sum(-1).clamp_min(1e-8)
+        chosen = (-noise.clamp_min(1e-20).log() / error).argsort()[: len(idle)]
+        idle = idle[: len(chosen)]
+        codes[idle] = vectors[chosen]
+        self.total[idle] = vectors[chosen]
+        self.count[idle] = 1.0
+        self.idle[idle] = 0.0
+
+
+def initialise(model: MultiscaleVQModel) -> None:
+    """Start the smoothing convolutions as the identity, so that a coarse map is drawn as it is."""
+    for layer in model.quantize.quant_resi.qresi_ls:
+        assert isinstance(layer, torch.nn.Conv2d) and layer.bias is not None
+        torch.nn.init.dirac_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+
+
+def train_var_tokenizer(
+    model: MultiscaleVQModel, settings: VarTokenizerTraining, out: Path, *, every: int = 250
+) -> dict:
+    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+
+    It runs where the model is. A run that was interrupted goes on from `out/resume.pt` as if it had not been; the
+    finished run removes it.
+
+    Raises:
+        ValueError: a model for pictures of another size than those of `shapes`.
+    """
+    scenes, pictures = sample_dataset(settings.scenes, settings.seed)
+    if model.image_size != pictures.shape[1]:
+        raise ValueError(
+            f"this tokenizer is for pictures of {model.image_size} pixels (last scale {model.scales[-1]} x "
+            f"{model.patch_size} pixels), the data set has {pictures.shape[1]}."
+        )
+    device = model.device
+    initialise(model)
+    codebook = model.quantize.embedding.weight.requires_grad_(False)  # it follows averages, not gradients
+    averages = CodeAverages(codebook)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        averages.load_state_dict(saved["averages"])
+        start = saved["step"]
+    model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    for step in range(start, settings.steps):
+        # One generator per step, so that a resumed run sees what it would have seen.
+        rng = np.random.default_rng((settings.seed, step))
+        batch = pictures[rng.integers(len(pictures), size=settings.batch_size)]
+        target = to_signed(torch.from_numpy(batch).to(device)).contiguous(memory_format=torch.channels_last)
+        if step == settings.continuous_steps:
+            codebook.copy_(_first_codes(model, pictures, len(codebook), rng))
+            averages = CodeAverages(codebook)
+        for group in optimiser.param_groups:
+            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
+
+        quantised = step >= settings.continuous_steps
+        loss, distance, vectors, ids = _losses(model, target, settings, quantised)
+        optimiser.zero_grad(set_to_none=True)
+        (loss + distance).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        if quantised:
+            averages.follow(codebook, vectors, ids, settings.average_decay)
+            if step < settings.revive_until * settings.steps and step % 20 == 0:
+                noise = torch.from_numpy(rng.random(len(ids), dtype=np.float32)).to(device)
+                averages.revive(codebook, vectors, ids, settings.idle_steps, noise)
+        if step % 50 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 5)))
+        if (step + 1) % every == 0:
+            checkpoint.save(
+                model=model.state_dict(),
+                optimiser=optimiser.state_dict(),
+                averages=averages.state_dict(),
+                step=step + 1,
+            )
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    model.eval().to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
+    record = {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": round(checkpoint.seconds),
+        **judge(model),
+        "loss": checkpoint.curve,
+    }
+    model.save_pretrained(out)
+    write_json(out / "training.json", record)
+    checkpoint.path.unlink(missing_ok=True)
+    return record
+
+
+def _losses(
+    model: MultiscaleVQModel, target: Tensor, settings: VarTokenizerTraining, quantised: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reconstruction loss, the terms on latents and canvases, all vectors to code `[N, D]` and their codes `[N]`."""
+    half = torch.autocast(target.device.type, torch.bfloat16, enabled=settings.bfloat16)
+    with half:
+        latents = model.encode_latents(target)
+    latents = latents.to(target.dtype)  # [B, D, h, w]
+    spread = latents.var((0, 2, 3)).mean().sqrt()
+    held = settings.spread_weight * (spread - 1.0).square()
+    if quantised:
+        wanted, tokens, canvases = model.quantise(latents)
+        frozen = latents.detach()
+        distance = (
+            torch.stack(
+                [
+                    F.mse_loss(canvas, frozen) + settings.commitment * F.mse_loss(latents, canvas.detach())
+                    for canvas in canvases
+                ]
+            ).mean()
+            + held
+        )
+        codes = latents + (canvases[-1] - latents).detach()
+        vectors, ids = (
+            torch.cat([part.flatten(2).mT.flatten(0, 1) for part in wanted]),
+            torch.cat([part.flatten() for part in tokens]),
+        )
+    else:
+        codes, distance = latents, held
+        vectors, ids = latents.new_zeros(0, model.code_dim), torch.zeros(0, dtype=torch.long)
+    with half:
+        output = model.decode_latents(codes)
+    return reconstruction_loss(output.to(target.dtype), target), distance, vectors, ids
+
+
+@torch.no_grad()
+def _first_codes(
+    model: MultiscaleVQModel, pictures: np.ndarray, count: int, rng: np.random.Generator
+) -> Tensor:
+    """k-means of what the scales would be left to code if each coded its map exactly: codes `[count, D]`."""
+    found = []
+    for part in np.array_split(pictures[:500], -(-len(pictures[:500]) // 50)):
+        latents = model.encode_latents(to_signed(torch.from_numpy(part).to(model.device)))
+        canvas = torch.zeros_like(latents)
+        for scale, side in enumerate(model.scales):
+            wanted = F.interpolate(latents - canvas, size=(side, side), mode="area")
+            canvas = model.accumulate_codes(canvas, scale, wanted)
+            found.append(wanted.flatten(2).mT.flatten(0, 1))
+    vectors = torch.cat(found)  # [N, D]
+    # Long vectors first: what fine scales are left with is mostly close to nothing, and would fill the codebook.
+    weight = vectors.square().sum(-1).clamp_min(1e-8)
+    noise = torch.from_numpy(rng.random(len(vectors), dtype=np.float32)).to(vectors.device)
+    codes = vectors[(-noise.clamp_min(1e-20).log() / weight).argsort()[:count]]
+    if len(codes) < count:
+        raise ValueError(f"{len(vectors)} latent vectors cannot start {count} codes; pass more scenes.")
+    for _ in range(8):
+        length = 0.5 * codes.square().sum(-1)
+        nearest = torch.cat([(part @ codes.T - length).argmax(-1) for part in vectors.split(8192)])
+        served = torch.bincount(nearest, minlength=count)
+        total = torch.zeros_like(codes).index_add_(0, nearest, vectors)
+        codes = torch.where(served[:, None] > 0, total / served[:, None].clamp_min(1), codes)
+    return codes
+
+
+@torch.no_grad()
+def judge(model: MultiscaleVQModel, count: int = 200) -> dict:
+    """What held-out scenes look like after reconstruction.
+
+    Returns:
+        psnr_db: mean peak signal-to-noise ratio in dB. all_attributes_right: share of pictures of which the parser
+        reads all that the caption says. codes_used: in all scales together. held_out_pictures: how many were judged.
+    """
+    scenes, pictures = sample_dataset(count, 12345, held_out=True)
+    errors, right, used = [], [], set()
+    for start in range(0, count, 20):
+        target = to_signed(torch.from_numpy(pictures[start : start + 20]).to(model.device))
+        tokens = model.encode_tokens(target)
+        used.update(tokens.unique().tolist())
+        output = model.decode_tokens(tokens)
+        errors += (output - target).square().mean((1, 2, 3)).tolist()
+        for scene, picture in zip(scenes[start : start + 20], to_pixels(output), strict=True):
+            right.append(all_correct(score(caption(scene), picture)))
+    return {
+        "psnr_db": round(float(np.mean(10 * np.log10(4.0 / np.array(errors)))), 2),
+        "all_attributes_right": round(float(np.mean(right)), 4),
+        "codes_used": len(used),
+        "held_out_pictures": count,
+    }
+
+
+def to_pixels(pictures: Tensor) -> np.ndarray:
+    """Pictures `[B, 3, H, W]` in [-1, 1] as uint8 `[B, H, W, 3]`: the inverse of `to_signed`."""
+    return (
+        ((pictures.float() + 1.0) * 127.5)
+        .round()
+        .clamp(0, 255)
+        .to(torch.uint8)
+        .permute(0, 2, 3, 1)
+        .cpu()
+        .numpy()
+    )
