@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.protocol import NextTokenModel
 from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from visual_spec.models.protocol import NextTokenModel, TokenGrid
 from visual_spec.samplers.acceptance import residual
 from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, CounterNoise, draw_keys
 from visual_spec.samplers.relaxed import neighbour_table

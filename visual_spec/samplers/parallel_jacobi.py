@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401 (diffusers looks it up here when loading)
 from torch import Tensor
 
 from visual_spec.models.protocol import DecodeState, OrderModel, TokenGrid
 from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
 from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.drafts import LEFT, UNIFORM, UP, uniform_draft
 from visual_spec.samplers.jacobi import ACCEPTANCES, COUPLINGS
 from visual_spec.samplers.loop import columns_of

@@ -45,7 +45,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
@@ -53,6 +53,7 @@ from visual_spec.models.protocol import TreeModel
 from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
 from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.jacobi import JacobiOptions, JacobiState, prepare, redraft
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import columns_of, decode

@@ -14,12 +14,13 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.protocol import ScaleModel, ScaleTokenizer
 from visual_spec.samplers.checks import CheckedLaw, check_allowed, check_batch_size
+from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from visual_spec.models.protocol import TreeModel
 from visual_spec.samplers.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.drafted import ACCEPTANCES, DraftedState, catch_up, commit, prepare
 from visual_spec.samplers.drafters import check_drafter, draft_law, start_drafter
 from visual_spec.samplers.law import TokenLaw

@@ -1,0 +1,34 @@
+"""Settings survive `from_config` however they were given."""
+
+import inspect
+
+import pytest
+
+from visual_spec.pipelines.accelerate import SAMPLERS
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_setting_given_by_position_is_kept(name):
+    kind = SAMPLERS[name]
+    names = list(inspect.signature(kind).parameters)
+    if not names:
+        return
+    default = inspect.signature(kind).parameters[names[0]].default
+    sampler = kind(default + 1)
+    assert sampler.config[names[0]] == default + 1
+    assert type(sampler).from_config(sampler.config).config[names[0]] == default + 1
+
+
+def test_what_was_not_given_is_left_to_the_other_class():
+    first = SpeculativeJacobiSampler(8, "maximal", acceptance="exact")
+    changed = SpeculativeJacobiSampler.from_config(first.config, initial_draft="up")
+    settings = {key: changed.config[key] for key in ("window", "coupling", "acceptance", "initial_draft")}
+    assert settings == {"window": 8, "coupling": "maximal", "acceptance": "exact", "initial_draft": "up"}
+
+
+def test_arguments_that_are_none_are_refused():
+    with pytest.raises(TypeError, match="bogus"):
+        SpeculativeJacobiSampler(8, bogus=1)  # pyright: ignore
+    with pytest.raises(TypeError):
+        SpeculativeJacobiSampler(8, window=9)  # pyright: ignore

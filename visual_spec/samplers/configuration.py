@@ -1,0 +1,27 @@
+"""`register_to_config` of diffusers, without its trap for settings that are given by position."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from diffusers.configuration_utils import register_to_config as by_keyword
+
+
+def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
+    """Keep the arguments of an `__init__` in `self.config`, however they are given.
+
+    diffusers takes settings given by position for defaults, and `from_config` then forgets them:
+    `DDIMScheduler.from_config(DDIMScheduler(500).config)` has 1000 steps.
+    """
+    registered = by_keyword(init)
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def bound(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        registered(**given)
+
+    return bound
