@@ -1,6 +1,7 @@
 """Settings survive `from_config` however they were given."""
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_a_setting_given_by_position_is_kept(name):
 
 def test_what_was_not_given_is_left_to_the_other_class():
     first = SpeculativeJacobiSampler(8, "maximal", acceptance="exact")
-    changed = SpeculativeJacobiSampler.from_config(first.config, initial_draft="up")
+    changed: Any = SpeculativeJacobiSampler.from_config(first.config, initial_draft="up")
     settings = {key: changed.config[key] for key in ("window", "coupling", "acceptance", "initial_draft")}
     assert settings == {"window": 8, "coupling": "maximal", "acceptance": "exact", "initial_draft": "up"}
 

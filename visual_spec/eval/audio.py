@@ -1,0 +1,269 @@
+"""How far apart two sets of clips are by given embeddings, how close a clip is to its original, and to a text.
+
+The Frechet audio distance (Kilgour et al. 2019) is `frechet_distance` of embeddings of clips; its interval is
+`visual_spec.eval.quality.frechet_figure`. Distances under different embeddings, or of sets of different size, do not
+compare (Gui et al. 2024): say the extractor, the sizes and the reference with every figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visual_spec.eval.quality import check_features, frechet_distance
+
+__all__ = ["ClapScorer", "frechet_distance", "kernel_audio_distance", "si_sdr", "spectral_distance"]
+
+_ROWS = 1024  # rows of a kernel matrix held at once
+_MEDIAN_ROWS = 4096  # embeddings whose pairs give the bandwidth: 8.4 million distances
+_KAD_SCALE = 100.0  # as the distance is published
+_FLOOR = 1e-4  # magnitude, of a full-scale sine: what lies more than 80 dB below it counts as silence
+_CLAP_RATE = 48_000
+
+
+def kernel_audio_distance(reference: Tensor, drawn: Tensor, *, bandwidth: float | None = None) -> float:
+    """Kernel audio distance (Chung et al. 2025): 100 times the squared maximum mean discrepancy.
+
+    The kernel is Gaussian, exp(-d^2 / (2 bandwidth^2)). The estimate is the unbiased one (Gretton et al. 2012, eq. 3),
+    so two sets of one law are 0 apart on average at any size, and a single value may be negative. Double precision.
+
+    Args:
+        reference, drawn: embeddings [N, D] and [M, D].
+        bandwidth: default: the median distance of two reference embeddings, of 4096 evenly spaced ones if there are
+            more. Values under different bandwidths do not compare.
+
+    Raises:
+        ValueError: as `frechet_distance`, or a bandwidth that is not above 0, given or found.
+    """
+    check_features(reference, drawn)
+    reference, drawn = reference.double(), drawn.double()
+    if bandwidth is None:
+        step = math.ceil(len(reference) / _MEDIAN_ROWS)
+        bandwidth = torch.pdist(reference[::step]).median().item()
+    if not 0 < bandwidth < math.inf:
+        raise ValueError(
+            f"bandwidth {bandwidth}; a finite one above 0 is needed: pass one, or a reference whose embeddings differ"
+        )
+    # A point is exactly like itself, so the sum over i != j is the whole sum less the N ones of the diagonal.
+    within = [
+        (_kernel_sum(points, points, bandwidth) - len(points)) / (len(points) * (len(points) - 1))
+        for points in (reference, drawn)
+    ]
+    across = _kernel_sum(reference, drawn, bandwidth) / (len(reference) * len(drawn))
+    return _KAD_SCALE * (sum(within) - 2 * across)
+
+
+def _kernel_sum(first: Tensor, second: Tensor, bandwidth: float) -> float:
+    total = 0.0
+    for part in first.split(_ROWS):
+        # Without the matrix product, which does not give 0 for two equal rows.
+        distances = torch.cdist(part, second, compute_mode="donot_use_mm_for_euclid_dist")
+        total += torch.exp(-0.5 * (distances / bandwidth) ** 2).sum().item()
+    return total
+
+
+def si_sdr(estimate: Tensor, target: Tensor) -> Tensor:
+    """Scale-invariant signal-to-distortion ratio in dB (Le Roux et al. 2019): [..., T] to [...], float64.
+
+    The means are not taken off. Infinite for a multiple of the target.
+
+    Raises:
+        ValueError: shapes that differ, no samples, values that are not finite, or a silent target.
+    """
+    estimate, target = _check_pair(estimate, target)
+    energy = target.square().sum(-1, keepdim=True)
+    if not (energy > 0).all():
+        raise ValueError(
+            "a target is silent; the ratio is of parts of an estimate along the target and across it"
+        )
+    along = (estimate * target).sum(-1, keepdim=True) / energy * target
+    return 10 * torch.log10(along.square().sum(-1) / (estimate - along).square().sum(-1))
+
+
+def spectral_distance(
+    estimate: Tensor,
+    target: Tensor,
+    *,
+    sample_rate: int | None = None,
+    windows: Sequence[int] = (2048, 1024, 512, 256, 128),
+) -> Tensor:
+    """How far the spectrograms of two clips are apart in dB: [..., T] to [...], float64.
+
+    The mean absolute difference of log magnitudes under Hann windows of several lengths, a quarter apart: long ones
+    resolve tones, short ones onsets (the logarithmic part of the multi-scale loss of Engel et al. 2020).
+    Magnitudes are those of a full-scale sine at 0 dB, and those below -80 dB count as -80 dB.
+
+    Args:
+        sample_rate: in Hz: compare mel bands, one for every 16 samples of a window, instead of single frequencies.
+        windows: lengths in samples, even; a clip is as long as the longest of them, or longer.
+
+    Raises:
+        ValueError: as `si_sdr`, but for silence, or windows that do not fit.
+    """
+    estimate, target = _check_pair(estimate, target)
+    if not windows or min(windows) < 32 or max(windows) > target.shape[-1] or any(w % 4 for w in windows):
+        raise ValueError(
+            f"windows {list(windows)} for {target.shape[-1]} samples; pass multiples of 4, at least 32 and at most as "
+            "long as the clip"
+        )
+    distances = []
+    for window in windows:
+        first, second = (_levels(wave, window, sample_rate) for wave in (estimate, target))
+        distances.append((first - second).abs().mean((-2, -1)))
+    return torch.stack(distances).mean(0)
+
+
+def _levels(waves: Tensor, window: int, sample_rate: int | None) -> Tensor:
+    """Magnitudes in dB [..., bands, frames] under one window; frames reach `window / 2` over the ends, by zeros."""
+    shape = torch.hann_window(window, dtype=torch.float64, device=waves.device)
+    spectra = torch.stft(
+        waves.reshape(-1, waves.shape[-1]),
+        window,
+        window // 4,
+        window=shape,
+        pad_mode="constant",
+        return_complex=True,
+    )
+    magnitudes = spectra.abs() * (2 / shape.sum())
+    if sample_rate is not None:
+        from transformers.audio_utils import mel_filter_bank
+
+        filters = mel_filter_bank(
+            window // 2 + 1, window // 16, 0.0, sample_rate / 2, sample_rate, None, "htk"
+        )
+        magnitudes = torch.from_numpy(filters.T).to(magnitudes) @ magnitudes
+    decibels = 20 * torch.log10(magnitudes.clamp_min(_FLOOR))
+    return decibels.reshape(*waves.shape[:-1], *decibels.shape[1:])
+
+
+def _check_pair(estimate: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in double precision, or refused."""
+    if estimate.shape != target.shape or target.ndim < 1 or target.numel() == 0:
+        raise ValueError(
+            f"an estimate of shape {list(estimate.shape)} and a target of {list(target.shape)}; pass two of one shape "
+            "[..., samples]"
+        )
+    if not (estimate.isfinite().all() and target.isfinite().all()):
+        raise ValueError("a clip holds values that are not finite; look at what made it")
+    return estimate.double(), target.double()
+
+
+class ClapScorer:
+    """How well clips fit texts by a CLAP model (Wu et al. 2023), and embeddings of clips for the distances above.
+
+    Clips are resampled to 48 kHz. One shorter than ten seconds is repeated as often as it fits, one longer is cut at a
+    place drawn for it alone, so nothing depends on the batch. Scores under different weights do not compare.
+
+    Args:
+        folder: a model of transformers' `ClapModel` layout with its tokenizer; nothing is downloaded.
+        device: where the model runs.
+        batch_size: clips or texts in one call.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a model with feature fusion, which takes other inputs.
+    """
+
+    def __init__(self, folder: str | Path, *, device: str | torch.device = "cpu", batch_size: int = 16):
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(
+                f"no CLAP model at {folder}; pass a folder such as laion/larger_clap_music holds"
+            )
+        from transformers import AutoTokenizer, ClapConfig, ClapFeatureExtractor, ClapModel
+
+        config: Any = ClapConfig.from_pretrained(folder)
+        if config.audio_config.enable_fusion:
+            raise ValueError(
+                f"the CLAP model at {folder} fuses features of several cuts; pass one that does not"
+            )
+        self.model: Any = ClapModel.from_pretrained(folder, local_files_only=True)
+        self.model.eval().requires_grad_(False).to(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Not the stored setting: "fusion", the default, makes four spectrograms of a clip where the model takes one.
+        self.extractor = ClapFeatureExtractor.from_pretrained(
+            folder, truncation="rand_trunc", padding="repeatpad", local_files_only=True
+        )
+        self.batch_size = batch_size
+
+    def embed_audio(self, waves: Sequence[Tensor | np.ndarray], sample_rate: int, *, seed: int = 0) -> Tensor:
+        """Embeddings of length 1, float32 [N, D] on the CPU, of mono clips [T_i], which may differ in length.
+
+        Args:
+            seed: with a clip's place in the list it draws where a long clip is cut.
+
+        Raises:
+            ValueError: no clips, one that is not [T], empty or not finite, or a rate below 1.
+            ImportError: a rate other than 48 kHz, and torchaudio is missing (extra `audio`).
+        """
+        if not len(waves) or sample_rate < 1:
+            raise ValueError(f"{len(waves)} clips at {sample_rate} Hz given; pass at least one, at its rate")
+        cuts = [
+            self._cut(wave, sample_rate, np.random.default_rng((seed, i))) for i, wave in enumerate(waves)
+        ]
+        parts = []
+        for start in range(0, len(cuts), self.batch_size):
+            part = cuts[start : start + self.batch_size]
+            inputs = self.extractor(part, sampling_rate=_CLAP_RATE, return_tensors="pt").to(self.model.device)
+            with torch.no_grad():
+                parts.append(self.model.get_audio_features(**inputs).pooler_output.float().cpu())
+        return torch.cat(parts)
+
+    def _cut(self, wave: Tensor | np.ndarray, sample_rate: int, rng: np.random.Generator) -> np.ndarray:
+        """A clip at 48 kHz, no longer than the model takes."""
+        clip = torch.as_tensor(wave).float().cpu()
+        if clip.ndim != 1 or not len(clip) or not clip.isfinite().all():
+            raise ValueError(
+                f"a clip of shape {list(clip.shape)}; pass mono clips [samples] of finite values"
+            )
+        if sample_rate != _CLAP_RATE:
+            try:
+                from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
+            except ImportError as error:
+                raise ImportError(
+                    f"clips at {sample_rate} Hz need torchaudio to become 48,000 Hz: install visual-spec[audio]"
+                ) from error
+            clip = resample(clip, sample_rate, _CLAP_RATE)
+        longest = self.extractor.nb_max_samples
+        first = int(rng.integers(max(0, len(clip) - longest) + 1))
+        return clip[first : first + longest].numpy()
+
+    def embed_text(self, prompts: Sequence[str]) -> Tensor:
+        """Embeddings of length 1, float32 [N, D] on the CPU.
+
+        Raises:
+            ValueError: no prompts.
+        """
+        if not len(prompts):
+            raise ValueError("no prompts given; pass at least one")
+        parts = []
+        for start in range(0, len(prompts), self.batch_size):
+            part = list(prompts[start : start + self.batch_size])
+            inputs = self.tokenizer(part, padding=True, truncation=True, return_tensors="pt").to(
+                self.model.device
+            )
+            with torch.no_grad():
+                parts.append(self.model.get_text_features(**inputs).pooler_output.float().cpu())
+        return torch.cat(parts)
+
+    def score(
+        self,
+        waves: Sequence[Tensor | np.ndarray],
+        sample_rate: int,
+        prompts: Sequence[str],
+        *,
+        seed: int = 0,
+    ) -> Tensor:
+        """The cosine of each clip and its prompt, float32 [N], -1 to 1.
+
+        Raises:
+            ValueError, ImportError: as `embed_audio`, or not as many clips as prompts.
+        """
+        if len(waves) != len(prompts):
+            raise ValueError(f"{len(waves)} clips and {len(prompts)} prompts given; pass as many of each")
+        return (self.embed_audio(waves, sample_rate, seed=seed) * self.embed_text(prompts)).sum(-1)
