@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Kinds of model calls (`visual_spec.models.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`, `ScaleModel`.
-RASTER, TREE, ORDER, SCALES = "raster", "tree", "order", "scales"
+# Kinds of model calls (`visual_spec.models.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`, `ScaleModel`,
+# `ColumnModel`.
+RASTER, TREE, ORDER, SCALES, COLUMNS = "raster", "tree", "order", "scales", "columns"
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER)
 
 
@@ -134,6 +135,8 @@ SAMPLERS = [
     KnownSampler("ZipARSampler", ORDER, "measured"),
     KnownSampler("ParallelJacobiSampler", ORDER, "measured"),
     KnownSampler("MultiscaleSampler", RASTER, "measured (the drafter is of lower resolution)", "drafter"),
+    KnownSampler("ColumnAutoregressiveSampler", COLUMNS, "the reference"),
+    KnownSampler("ColumnJacobiSampler", COLUMNS, "identical or lossless; relaxed: measured"),
     KnownSampler("ScaleWiseSampler", SCALES, "the reference; several models (CoDe): measured on request"),
 ]
 

@@ -1,0 +1,335 @@
+"""Codebook patterns: at which step of a sequence each codebook of each frame is decoded.
+
+A neural audio codec gives K tokens a frame, one of each codebook. A language model over them has to say which tokens it
+predicts together: all of a frame (parallel), one by one (flat), or each codebook some frames behind the one before
+(delay). Copet et al., "Simple and controllable music generation", NeurIPS 2023, section 2.2, name the choices; all of
+them, and those of other models, are four numbers a codebook here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("parallel", "delay", "flat", "coarse_first", "grouped", "stack", "stack_delay")
+
+
+@dataclass(frozen=True)
+class CodebookPattern:
+    """A layout of K codebooks. A step holds at most one token of each; use the constructors that name a layout.
+
+    The steps are those behind the initial empty one, which is the model's business: step 0 is the first that is
+    predicted, and S counts from there (audiocraft's layouts have one step more).
+
+    Args:
+        delays: frames by which each codebook lags behind the first of its pass. A frame of a codebook that lags by d
+            stands beside a frame, d later, of one that does not.
+        levels: the inner step, from 0, of each codebook within a frame. Codebooks of one level share their steps, and
+            have one delay if there are other levels.
+        passes: the pass over the clip, from 0, in which each codebook is decoded.
+        frame_order: the order of the frames within a block, a permutation of 0 ... n - 1; blocks follow each other.
+        stacked: only the last step of a frame is for the long-term cache; see `retained`.
+
+    Raises:
+        ValueError: tuples of different lengths or none, negative or missing numbers, a frame order that is none.
+    """
+
+    delays: tuple[int, ...]
+    levels: tuple[int, ...]
+    passes: tuple[int, ...]
+    frame_order: tuple[int, ...] = (0,)
+    stacked: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("delays", "levels", "passes", "frame_order"):
+            values = getattr(self, name)
+            if not all(isinstance(value, int) and value >= 0 for value in values):
+                raise ValueError(f"{name}={values}; pass integers of at least 0.")
+        if not len(self.delays) == len(self.levels) == len(self.passes) > 0:
+            raise ValueError(
+                f"{len(self.delays)} delays, {len(self.levels)} levels and {len(self.passes)} passes; "
+                "pass one of each a codebook."
+            )
+        if sorted(self.frame_order) != list(range(len(self.frame_order))) or not self.frame_order:
+            raise ValueError(
+                f"frame_order={self.frame_order}; pass each number from 0 to n - 1 once, such as (0, 2, 1, 3)."
+            )
+        _check_counted("passes", self.passes)
+        for number in range(max(self.passes) + 1):
+            members = [k for k in range(self.codebooks) if self.passes[k] == number]
+            if min(self.delays[k] for k in members) > 0:
+                raise ValueError(
+                    f"the delays of pass {number}, {[self.delays[k] for k in members]}, leave its first step empty; "
+                    "pass delays that start at 0."
+                )
+            _check_counted("levels", [self.levels[k] for k in members])
+            for level in {self.levels[k] for k in members}:
+                found = {self.delays[k] for k in members if self.levels[k] == level}
+                if len(found) > 1 and any(self.levels[k] != level for k in members):
+                    raise ValueError(
+                        f"level {level} holds delays {sorted(found)}; where there are several levels, pass codebooks "
+                        "of one level the same delay."
+                    )
+
+    # The layouts by name ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parallel(cls, codebooks: int) -> CodebookPattern:
+        """Step t holds frame t of every codebook: S = T. MAGNeT, CSM's backbone."""
+        return cls.delay([0] * _count(codebooks))
+
+    @classmethod
+    def delay(cls, delays: Sequence[int]) -> CodebookPattern:
+        """Step s holds frame s - delays[k] of codebook k: S = T + max(delays).
+
+        MusicGen [0, 1, 2, 3], Dia [0, 8, 9, ..., 15], Higgs [0, 1, ..., 7], Moshi [0, 1, ..., 1]; [0, 1, 1, 1] is
+        MusicGen's partial delay.
+        """
+        return cls(tuple(delays), (0,) * len(delays), (0,) * len(delays))
+
+    @classmethod
+    def flat(
+        cls, codebooks: int, levels: Sequence[int] | None = None, delays: Sequence[int] | None = None
+    ) -> CodebookPattern:
+        """A frame takes one step for each level: S = T * levels, without delays.
+
+        Args:
+            levels: inner step of each codebook; None: one step a codebook. [0, 1, 1, 1] is a partial flattening.
+            delays: frames by which each codebook lags. Of the levels that meet at one frame, the one that lags most
+                comes first, as in audiocraft.
+        """
+        zeros = (0,) * _count(codebooks)
+        return cls(
+            zeros if delays is None else tuple(delays),
+            tuple(range(codebooks)) if levels is None else tuple(levels),
+            zeros,
+        )
+
+    @classmethod
+    def coarse_first(cls, codebooks: int, delays: Sequence[int] | None = None) -> CodebookPattern:
+        """All frames of codebook 0, then all frames of the others: S = 2 T + max(delays).
+
+        Where the second pass starts depends on T, so a model that was trained with one length is decoded with it.
+
+        Args:
+            delays: of the codebooks behind the first; None: none.
+        """
+        others = _count(codebooks) - 1
+        behind = (0,) * others if delays is None else tuple(delays)
+        return cls((0, *behind), (0,) * codebooks, (0, *(1,) * others))
+
+    @classmethod
+    def grouped(cls, codebooks: int, group_size: int) -> CodebookPattern:
+        """Groups of codebooks one after the other, each flattened over all frames: S = K T. MusicLM's order."""
+        if group_size < 1 or _count(codebooks) % group_size:
+            raise ValueError(
+                f"group_size={group_size} does not divide {codebooks} codebooks; pass a divisor of it."
+            )
+        numbers = range(codebooks)
+        return cls(
+            (0,) * codebooks,
+            tuple(k % group_size for k in numbers),
+            tuple(k // group_size for k in numbers),
+        )
+
+    @classmethod
+    def stack(cls, codebooks: int) -> CodebookPattern:
+        """As `flat`, with the whole stack of a frame kept in the long-term cache, and none of its parts: S = K T.
+
+        Le Lan et al., "Stack-and-delay: a new codebook pattern for music generation", ICASSP 2024.
+        """
+        numbers = tuple(range(_count(codebooks)))
+        return cls((0,) * codebooks, numbers, (0,) * codebooks, stacked=True)
+
+    @classmethod
+    def stack_delay(cls, codebooks: int, frame_order: Sequence[int]) -> CodebookPattern:
+        """K streams at once, each at another level of its frame; the frames come permuted: S = T + K - 1.
+
+        Le Lan et al. 2024, as `stack`. The permutation keeps neighbours, of which one should see the other, from being
+        decoded beside each other.
+
+        Args:
+            frame_order: of the frames in a block, as the model was trained, such as (0, 2, 1, 3).
+        """
+        numbers = tuple(range(_count(codebooks)))
+        zeros = (0,) * codebooks
+        return cls(numbers, zeros, zeros, tuple(frame_order), stacked=True)
+
+    @classmethod
+    def named(cls, layout: str, codebooks: int, **settings: object) -> CodebookPattern:
+        """A layout by its name, one of `LAYOUTS`, as model configurations give it.
+
+        Args:
+            settings: what the layout's constructor takes beside `codebooks`; "delay" without delays is [0 ... K - 1].
+
+        Raises:
+            ValueError: an unknown layout, or another number of delays than of codebooks.
+        """
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout={layout!r}; pass one of {', '.join(LAYOUTS)}.")
+        if layout == "delay":
+            settings = {"delays": range(_count(codebooks)), **settings}
+            pattern = cls.delay(**settings)  # type: ignore[arg-type]
+        else:
+            pattern = getattr(cls, layout)(codebooks, **settings)
+        if pattern.codebooks != codebooks:
+            raise ValueError(f"delays={pattern.delays} for {codebooks} codebooks; pass one delay a codebook.")
+        return pattern
+
+    # What a pattern does ----------------------------------------------------------------------------------------------
+
+    @property
+    def codebooks(self) -> int:
+        """K."""
+        return len(self.delays)
+
+    def steps(self, num_frames: int) -> int:
+        """S, the steps that a clip of this many frames takes.
+
+        Raises:
+            ValueError: a number of frames below 1.
+        """
+        return self.frames_by_step(num_frames).shape[1]
+
+    def frames_by_step(self, num_frames: int) -> Tensor:
+        """The frame that each codebook holds at each step, -1 where it holds none: long [K, S]. Not to be written to.
+
+        Raises:
+            ValueError: a number of frames below 1.
+        """
+        return _tables(self, num_frames)[0]
+
+    def steps_by_frame(self, num_frames: int) -> Tensor:
+        """The step at which each frame of each codebook is decoded: long [K, T]. Not to be written to."""
+        return _tables(self, num_frames)[1]
+
+    def valid(self, num_frames: int) -> Tensor:
+        """Where a step holds a token; the other entries are the special token, forced: bool [K, S]."""
+        return self.frames_by_step(num_frames) >= 0
+
+    def complete_after(self, num_frames: int) -> Tensor:
+        """The number of steps after which a frame has all its codebooks, and can be heard: long [T]."""
+        return self.steps_by_frame(num_frames).amax(0) + 1
+
+    def retained(self, num_frames: int) -> Tensor:
+        """The steps whose keys and values stay for later frames: bool [S]. All, unless the pattern is stacked.
+
+        Where it is, a step that does not complete a frame is an inner one, of use to the steps of this frame only.
+        """
+        kept = torch.ones(self.steps(num_frames), dtype=torch.bool)
+        if self.stacked:
+            kept.fill_(False)[self.complete_after(num_frames) - 1] = True
+        return kept
+
+    def apply(self, codes: Tensor, special: int) -> Tensor:
+        """Codes by frame as the sequence that a model sees.
+
+        Args:
+            codes: [B, K, T].
+            special: what stands where a step holds no token of a codebook.
+
+        Returns:
+            [B, K, S].
+
+        Raises:
+            ValueError: another number of codebooks, or no frames.
+        """
+        self._check(codes)
+        frames = self.frames_by_step(codes.shape[2]).to(codes.device)
+        held = codes.gather(2, frames.clamp(min=0).expand(codes.shape[0], -1, -1))
+        return held.masked_fill(frames < 0, special)
+
+    def revert(self, sequence: Tensor) -> Tensor:
+        """A sequence back as codes by frame.
+
+        Args:
+            sequence: [B, K, S], or [B, K, S, ...]: logits, say.
+
+        Returns:
+            [B, K, T], or [B, K, T, ...].
+
+        Raises:
+            ValueError: another number of codebooks, or a length that no number of frames gives.
+        """
+        self._check(sequence)
+        steps = self.steps_by_frame(self.num_frames(sequence.shape[2])).to(sequence.device)
+        return sequence[:, torch.arange(self.codebooks, device=sequence.device)[:, None], steps]
+
+    def num_frames(self, steps: int) -> int:
+        """T of a sequence of S steps.
+
+        Raises:
+            ValueError: no number of frames takes this many steps.
+        """
+        # Behind the first frame, each takes as many steps as all passes have levels.
+        each = sum(
+            1 + max(level for level, at in zip(self.levels, self.passes, strict=True) if at == number)
+            for number in range(max(self.passes) + 1)
+        )
+        more, rest = divmod(steps - self.steps(1), each)
+        if more < 0 or rest:
+            raise ValueError(
+                f"no number of frames takes {steps} steps: the first takes {self.steps(1)}, each other one {each}. "
+                "Pass the sequence whole, and without the initial empty step."
+            )
+        return 1 + more
+
+    def _check(self, values: Tensor) -> None:
+        if values.dim() < 3 or values.shape[1] != self.codebooks:
+            raise ValueError(
+                f"tokens of shape {tuple(values.shape)} for {self.codebooks} codebooks; pass "
+                f"[B, {self.codebooks}, length]."
+            )
+
+
+@lru_cache(maxsize=32)
+def _tables(pattern: CodebookPattern, num_frames: int) -> tuple[Tensor, Tensor]:
+    """The frame by step [K, S], and the step by frame [K, T]."""
+    if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
+        raise ValueError(f"num_frames={num_frames!r}; pass an integer of at least 1.")
+    block = len(pattern.frame_order)
+    blocks = range(0, num_frames, block)
+    # The last block is cut off, and its frames come in the order of those that are there.
+    order = [start + frame for start in blocks for frame in pattern.frame_order if start + frame < num_frames]
+    columns: list[list[int]] = []  # by step, the frame of each codebook
+    for number in range(max(pattern.passes) + 1):
+        members = [k for k in range(pattern.codebooks) if pattern.passes[k] == number]
+        levels: dict[int, list[int]] = {}
+        for k in members:
+            levels.setdefault(pattern.levels[k], []).append(k)
+        by_rank = sorted(
+            levels.values(), key=lambda level: (-pattern.delays[level[0]], pattern.levels[level[0]])
+        )
+        for place in range(num_frames + max(pattern.delays[k] for k in members)):
+            for level in by_rank:
+                # A level that lags has no steps before its first frame, but all that are left behind its last one.
+                if place < min(pattern.delays[k] for k in level):
+                    continue
+                column = [-1] * pattern.codebooks
+                for k in level:
+                    if 0 <= place - pattern.delays[k] < num_frames:
+                        column[k] = order[place - pattern.delays[k]]
+                columns.append(column)
+    while max(columns[-1]) < 0:
+        columns.pop()
+    frames = torch.tensor(columns).T.contiguous()  # [K, S]
+    steps = torch.zeros(pattern.codebooks, num_frames + 1, dtype=torch.long)
+    steps.scatter_(
+        1, torch.where(frames < 0, num_frames, frames), torch.arange(len(columns)).expand_as(frames)
+    )
+    return frames, steps[:, :num_frames].contiguous()
+
+
+def _count(codebooks: int) -> int:
+    if isinstance(codebooks, bool) or not isinstance(codebooks, int) or codebooks < 1:
+        raise ValueError(f"codebooks={codebooks!r}; pass an integer of at least 1.")
+    return codebooks
+
+
+def _check_counted(name: str, values: Sequence[int]) -> None:
+    if sorted(set(values)) != list(range(max(values) + 1)):
+        raise ValueError(f"{name}={tuple(values)} leave out a number; pass {name} counted 0, 1, 2, ...")
