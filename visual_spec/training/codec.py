@@ -1,0 +1,464 @@
+"""Train the embedded codec, a small EnCodec, on `tunes`.
+
+transformers' `EncodecModel` has no path for training: its quantiser gives no gradient and its codebooks are zeros. Here
+are the residual quantiser of SoundStream and EnCodec (Zeghidour et al. 2021, section III-C; Defossez et al. 2022,
+section 3.2) with straight-through gradients and a commitment loss, codebooks that follow what they code by exponential
+averages, and codes out of use moved onto vectors that are badly coded. It writes the codebooks of the model itself, so
+the result is a plain `EncodecModel`.
+
+The losses are EnCodec's without its discriminators: absolute error of the wave, here relative to the wave's own level
+and with more weight, since the tunes are the same waves over and over; and mel spectrograms in several resolutions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import EncodecConfig, EncodecModel
+
+from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE, sample_dataset
+from visual_spec.data.tunes_parser import prompt_accuracy
+from visual_spec.models.encodec import decode_codes, encode_waves
+from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.var_tokenizer import CodeAverages
+
+_WINDOWS = (128, 256, 512, 1024, 2048)  # samples, 8 to 128 ms
+_FLOOR = 3e-4  # amplitude, about -70 dB: quieter partials than that do not count
+
+
+@dataclass(frozen=True)
+class CodecTraining:
+    """Settings of a run.
+
+    `crop` is in frames; the last `whole_clips` of the steps see whole clips, as many samples a step. The first
+    `continuous_steps` train an autoencoder without codes. From then until `revive_until` of the steps a code that
+    served nothing for `idle_steps` is moved. With probability `quantiser_dropout` a step uses only the first
+    codebooks, 1 to K of them. `bfloat16` computes the two networks in it, never the codes nor the losses.
+    """
+
+    steps: int = 12000
+    batch_size: int = 16
+    crop: int = 50
+    whole_clips: float = 0.1
+    continuous_steps: int = 1000
+    learning_rate: float = 1e-3
+    wave_weight: float = 3.0
+    spectral_weight: float = 1.0
+    commitment: float = 0.25
+    average_decay: float = 0.99
+    idle_steps: int = 150
+    revive_until: float = 0.7
+    quantiser_dropout: float = 0.0
+    clips: int = 3000
+    held_out_clips: int = 100
+    bfloat16: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "clips", "held_out_clips"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
+        if not 1 <= self.crop <= NUM_FRAMES:
+            raise ValueError(f"crop={self.crop}; pass 1 to {NUM_FRAMES} frames.")
+        for name in ("whole_clips", "quantiser_dropout", "revive_until"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}; pass a share of 0 to 1.")
+
+
+def codec_config(
+    num_filters: int = 16, hidden_size: int = 64, codebook_size: int = 512, num_codebooks: int = 4
+) -> EncodecConfig:
+    """An EnCodec for `tunes`: 16 kHz, 50 frames a second.
+
+    As MusicGen's 32 kHz one it is not causal: a frame's samples stand around the middle of what it sees.
+
+    Args:
+        num_filters: channels at the sampling rate; they double with every reduction of the rate.
+        hidden_size: numbers of a latent.
+        codebook_size: a power of two.
+    """
+    kilobits = num_codebooks * math.log2(codebook_size) * SAMPLE_RATE / FRAME / 1000
+    return EncodecConfig(
+        target_bandwidths=[kilobits],
+        sampling_rate=SAMPLE_RATE,
+        hidden_size=hidden_size,
+        num_filters=num_filters,
+        upsampling_ratios=[8, 5, 4, 2],
+        num_lstm_layers=1,
+        use_causal_conv=False,
+        use_conv_shortcut=False,
+        codebook_size=codebook_size,
+    )
+
+
+@torch.no_grad()
+def initialise(model: EncodecModel) -> None:
+    """Start the convolutions so that they keep the variance of what they are given, without offsets.
+
+    PyTorch's usual start takes two thirds of it in every layer: the latents of a fresh model then hardly change over
+    time, and 45 steps of one of six filters led nowhere (loss 5.4 to 5.4), with this start from 7.2 to 4.85.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv1d | nn.ConvTranspose1d):
+            # Every output of a transposed convolution sums over kernel / stride places only.
+            places = layer.kernel_size[0] / (layer.stride[0] if isinstance(layer, nn.ConvTranspose1d) else 1)
+            deviation = layer.weight.std() * (layer.in_channels * places) ** 0.5
+            scale: Any = layer.parametrizations.weight.original0  # pyright: ignore[reportAttributeAccessIssue]
+            scale.div_(deviation)
+            assert layer.bias is not None
+            layer.bias.zero_()
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=32)
+def mel_filters(window: int, device: torch.device) -> Tensor:
+    """Triangles of equal width in mel, `[window / 2 + 1, M]`, each with a sum of 1, for spectra of `SAMPLE_RATE`.
+
+    Slaney's mel scale (linear to 1 kHz, then logarithmic). M is 80, or what a window resolves: an eighth of it.
+    """
+    count = min(80, window // 8)
+    step, start = math.log(6.4) / 27, 15.0  # of the logarithmic part, which starts at mel 15
+
+    def hertz(mel: np.ndarray) -> np.ndarray:
+        return np.where(mel < start, mel * 200 / 3, 1000 * np.exp(step * (mel - start)))
+
+    highest = start + math.log(SAMPLE_RATE / 2 / 1000) / step
+    edges = hertz(np.linspace(0, highest, count + 2))
+    bins = np.linspace(0, SAMPLE_RATE / 2, window // 2 + 1)[:, None]
+    rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
+    filters = np.maximum(0, np.minimum(rising, falling))
+    # A triangle between two bins takes the nearest one.
+    narrow = filters.sum(0) == 0
+    filters[np.abs(bins - edges[1:-1]).argmin(0)[narrow], narrow] = 1.0
+    return torch.from_numpy(filters / filters.sum(0)).float().to(device)
+
+
+def mel_spectra(waves: Tensor, window: int) -> Tensor:
+    """Mel spectrogram `[B, M, T]` of waves `[B, N]`, as amplitudes of partials; hop is a quarter of the window."""
+    hann = torch.hann_window(window, device=waves.device)
+    padded = F.pad(waves, (window // 2, window // 2))
+    spectra = torch.stft(padded, window, window // 4, window=hann, center=False, return_complex=True)
+    # A sine of amplitude a peaks at a * sum(hann) / 2. The square root needs a slope at 0.
+    power = spectra.real.square() + spectra.imag.square()
+    amplitudes = (power + (0.1 * _FLOOR * window / 4) ** 2).sqrt() * (4 / window)
+    return (amplitudes.mT @ mel_filters(window, waves.device)).mT
+
+
+def spectral_terms(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """How far mel spectra of waves `[B, N]` are apart, each the mean over all resolutions.
+
+    Returns:
+        The absolute difference of their logarithms in nats, and of the amplitudes relative to the target's mean.
+    """
+    logarithmic, linear = [], []
+    for window in _WINDOWS:
+        found, wanted = mel_spectra(output, window), mel_spectra(target, window)
+        logarithmic.append((found.clamp_min(_FLOOR).log() - wanted.clamp_min(_FLOOR).log()).abs().mean())
+        linear.append((found - wanted).abs().mean() / wanted.mean().clamp_min(_FLOOR))
+    return torch.stack(logarithmic).mean(), torch.stack(linear).mean()
+
+
+def spectral_distance(output: Tensor, target: Tensor) -> float:
+    """Multi-scale spectral distance of waves `[B, N]` in dB: the mean absolute difference of log mel spectra.
+
+    Windows of 128 to 2048 samples, hops of a quarter, down to -70 dB of full scale.
+    """
+    return spectral_terms(output, target)[0].item() * 20 / math.log(10)
+
+
+def si_sdr(output: Tensor, target: Tensor) -> Tensor:
+    """Scale-invariant signal-to-distortion ratio `[B]` in dB of waves `[B, N]` (Le Roux et al. 2019, equation 5)."""
+    gain = (output * target).sum(-1, keepdim=True) / target.square().sum(-1, keepdim=True).clamp_min(1e-12)
+    wanted = gain * target
+    noise = (output - wanted).square().sum(-1).clamp_min(1e-12)
+    return 10 * (wanted.square().sum(-1).clamp_min(1e-12) / noise).log10()
+
+
+# -- the quantiser -----------------------------------------------------------------------------------------------------
+
+
+class ResidualCodes:
+    """Trains the codebooks of an `EncodecModel`: each codes what those before it left.
+
+    Args:
+        model: its quantiser's codebooks `embed` `[V, D]` are written in place.
+    """
+
+    def __init__(self, model: EncodecModel) -> None:
+        self.books: list[Any] = [layer.codebook for layer in model.quantizer.layers]  # pyright: ignore
+        self.averages = [CodeAverages(book.embed) for book in self.books]
+
+    def state_dict(self) -> list[dict[str, Tensor]]:
+        return [average.state_dict() for average in self.averages]
+
+    def load_state_dict(self, saved: list[dict[str, Tensor]]) -> None:
+        for average, state in zip(self.averages, saved, strict=True):
+            average.load_state_dict(state)
+
+    @torch.no_grad()
+    def start(self, latents: Tensor, rng: np.random.Generator) -> None:
+        """Start each codebook as k-means of what is left of latents `[N, D]`."""
+        left = latents
+        for number, book in enumerate(self.books):
+            book.embed.copy_(k_means(left, len(book.embed), rng))
+            self.averages[number] = CodeAverages(book.embed)
+            left = left - book.decode(book.encode(left))
+
+    def quantise(
+        self, latents: Tensor, count: int | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        """Code latents `[B, D, T]` with the first `count` codebooks, None: all.
+
+        Returns:
+            What the decoder reads `[B, D, T]`, with the gradient passed straight through; the commitment, the mean
+            squared distance of what each codebook was given and its codes; and of each codebook what it was given
+            `[N, D]` and the ids `[N]`.
+        """
+        left = latents.mT.flatten(0, 1)  # [N, D]
+        wanted, ids, distances = [], [], []
+        for book in self.books[:count]:
+            chosen = book.encode(left.detach())
+            codes = book.decode(chosen)
+            wanted.append(left.detach())
+            ids.append(chosen)
+            distances.append(F.mse_loss(left, codes))
+            left = left - codes
+        coded = latents - left.view_as(latents.mT).mT.detach()
+        # straight through: the value of the codes, the gradient of the latents
+        return coded, torch.stack(distances).mean(), wanted, ids
+
+    def follow(self, wanted: list[Tensor], ids: list[Tensor], decay: float) -> None:
+        """Move codes towards what they served."""
+        for book, average, vectors, chosen in zip(self.books, self.averages, wanted, ids, strict=False):
+            average.follow(book.embed, vectors, chosen, decay)
+
+    def revive(
+        self, wanted: list[Tensor], ids: list[Tensor], idle_steps: int, rng: np.random.Generator
+    ) -> None:
+        """Move codes that were out of use onto vectors that are badly coded."""
+        for book, average, vectors, chosen in zip(self.books, self.averages, wanted, ids, strict=False):
+            noise = torch.from_numpy(rng.random(len(vectors), dtype=np.float32)).to(vectors.device)
+            average.revive(book.embed, vectors, chosen, idle_steps, noise)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Leave the running sums in the model too, where EnCodec keeps them."""
+        for book, average in zip(self.books, self.averages, strict=True):
+            book.cluster_size.copy_(average.count)
+            book.embed_avg.copy_(average.total)
+
+
+@torch.no_grad()
+def k_means(vectors: Tensor, count: int, rng: np.random.Generator, rounds: int = 10) -> Tensor:
+    """Centres `[count, D]` of vectors `[N, D]`.
+
+    Raises:
+        ValueError: fewer vectors than centres.
+    """
+    if len(vectors) < count:
+        raise ValueError(f"{len(vectors)} latent vectors cannot start {count} codes; pass more clips.")
+    centres = vectors[torch.from_numpy(rng.permutation(len(vectors))[:count]).to(vectors.device)]
+    for _ in range(rounds):
+        closeness = [part @ centres.T - 0.5 * centres.square().sum(-1) for part in vectors.split(8192)]
+        nearest = torch.cat([part.argmax(-1) for part in closeness])
+        served = torch.bincount(nearest, minlength=count)
+        total = torch.zeros_like(centres).index_add_(0, nearest, vectors)
+        centres = torch.where(served[:, None] > 0, total / served[:, None].clamp_min(1), centres)
+    return centres
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def tune_waves(count: int, seed: int) -> np.ndarray:
+    """Waves int16 `[count, NUM_SAMPLES]` of `tunes`: half the memory, and noise at -98 dB."""
+    parts = []
+    for start in range(0, count, 100):
+        waves = sample_dataset(min(100, count - start), seed * 100_003 + start)[1]
+        parts.append(np.rint(waves * 32767).astype(np.int16))
+    return np.concatenate(parts)
+
+
+def to_waves(samples: np.ndarray, device: torch.device) -> Tensor:
+    """int16 `[B, N]` to floats `[B, 1, N]` in [-1, 1]."""
+    return torch.from_numpy(samples).to(device).float()[:, None] / 32767
+
+
+def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, every: int = 250) -> dict:
+    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+
+    It runs where the model is. A run that was interrupted goes on from `out/resume.pt` as if it had not been; the
+    finished run removes it.
+
+    Raises:
+        ValueError: a model of another rate or hop than `tunes` has, or fewer latent vectors than codes to start with.
+    """
+    config = model.config
+    if (config.sampling_rate, config.hop_length, config.audio_channels) != (SAMPLE_RATE, FRAME, 1):
+        raise ValueError(
+            f"a codec of {config.sampling_rate} Hz, {config.hop_length} samples a frame and {config.audio_channels} "
+            f"channels; tunes are {SAMPLE_RATE} Hz, {FRAME} samples a frame, mono."
+        )
+    device = model.device
+    samples = tune_waves(settings.clips, settings.seed)
+    _keep_padding_on_host(model)
+    codes = ResidualCodes(model)
+    parameters = list(model.parameters())
+    optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.8, 0.99), weight_decay=0.0)
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        codes.load_state_dict(saved["codes"])
+        start = saved["step"]
+    model.train()
+    for step in range(start, settings.steps):
+        # One generator per step, so that a resumed run sees what it would have seen.
+        rng = np.random.default_rng((settings.seed, step))
+        target = to_waves(_batch(samples, settings, step, rng), device)
+        if step == settings.continuous_steps:
+            codes.start(_latents(model, samples[:200], settings.bfloat16), rng)
+        for group in optimiser.param_groups:
+            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
+        quantised = step >= settings.continuous_steps
+        count = len(codes.books)
+        if rng.random() < settings.quantiser_dropout:
+            count = int(rng.integers(1, count + 1))
+        output, commitment, wanted, ids = forward(
+            model, codes if quantised else None, target, count, bfloat16=settings.bfloat16
+        )
+        loss = codec_loss(output[:, 0], target[:, 0], settings)
+        optimiser.zero_grad(set_to_none=True)
+        (loss + settings.commitment * commitment).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        if quantised:
+            codes.follow(wanted, ids, settings.average_decay)
+            if step < settings.revive_until * settings.steps and step % 20 == 0:
+                codes.revive(wanted, ids, settings.idle_steps, rng)
+        if step % 50 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 5)))
+        if (step + 1) % every == 0:
+            checkpoint.save(
+                model=model.state_dict(),
+                optimiser=optimiser.state_dict(),
+                codes=codes.state_dict(),
+                step=step + 1,
+            )
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    codes.finish()
+    model.eval()
+    record = {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in parameters),
+        "seconds": round(checkpoint.seconds),
+        **judge(model, settings.held_out_clips),
+        "loss": checkpoint.curve,
+    }
+    model.save_pretrained(out)
+    write_json(out / "training.json", record)
+    checkpoint.path.unlink(missing_ok=True)
+    return record
+
+
+def forward(
+    model: EncodecModel,
+    codes: ResidualCodes | None,
+    waves: Tensor,
+    count: int | None = None,
+    *,
+    bfloat16: bool = False,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Waves `[B, 1, N]` through encoder, codes (None: none) and decoder; with the rest of `ResidualCodes.quantise`."""
+    half = torch.autocast(waves.device.type, torch.bfloat16, enabled=bfloat16)
+    with half:
+        latents = model.encoder(waves)
+    latents = latents.float()  # [B, D, T]
+    commitment, wanted, ids = latents.new_zeros(()), [], []
+    if codes is not None:
+        latents, commitment, wanted, ids = codes.quantise(latents, count)
+    with half:
+        output = model.decoder(latents)
+    return output.float(), commitment, wanted, ids
+
+
+def codec_loss(output: Tensor, target: Tensor, settings: CodecTraining) -> Tensor:
+    """Loss of waves `[B, N]`: see the head of this file."""
+    wave = (output - target).abs().mean() / target.abs().mean().clamp_min(1e-3)
+    logarithmic, linear = spectral_terms(output, target)
+    return settings.wave_weight * wave + settings.spectral_weight * (logarithmic + linear)
+
+
+def _batch(samples: np.ndarray, settings: CodecTraining, step: int, rng: np.random.Generator) -> np.ndarray:
+    """Crops int16 `[B, N]`, cut between frames, because notes begin there; in the end whole clips."""
+    crop, count = settings.crop, settings.batch_size
+    if step >= (1 - settings.whole_clips) * settings.steps:
+        crop, count = NUM_FRAMES, max(1, settings.batch_size * settings.crop // NUM_FRAMES)
+    clips = rng.integers(len(samples), size=count)
+    firsts = rng.integers(NUM_FRAMES - crop + 1, size=count) * FRAME
+    return np.stack([samples[clip, at : at + crop * FRAME] for clip, at in zip(clips, firsts, strict=True)])
+
+
+@torch.no_grad()
+def _latents(model: EncodecModel, samples: np.ndarray, bfloat16: bool) -> Tensor:
+    """Latent vectors `[N, D]` of whole clips."""
+    found = []
+    for start in range(0, len(samples), 10):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+            latents = model.encoder(to_waves(samples[start : start + 10], model.device))
+        found.append(latents.float().mT.flatten(0, 1))
+    return torch.cat(found)
+
+
+def _keep_padding_on_host(model: EncodecModel) -> None:
+    """Keep the sizes that convolutions pad by where Python reads them: each reading would stall a GPU."""
+    for module in model.modules():
+        for name in ("stride", "kernel_size", "padding_total"):
+            if name in module._buffers:
+                setattr(module, name, getattr(module, name).cpu())
+
+
+@torch.no_grad()
+def judge(model: EncodecModel, count: int) -> dict:
+    """What held-out clips sound like after coding.
+
+    Returns:
+        si_sdr_db: mean over clips. spectral_distance_db: see `spectral_distance`. heard: the share of clips of which
+        the parser reads each attribute, and all, as it was meant. codes_used and perplexity: of each codebook.
+    """
+    tunes, waves = sample_dataset(count, 12345, held_out=True)
+    ratios, distances, coded, used = [], [], [], []
+    for part in torch.from_numpy(waves).split(10):
+        target = part.to(model.device)
+        codes = encode_waves(model, target[:, None])
+        output = decode_codes(model, codes)[:, 0]
+        ratios.append(si_sdr(output, target))
+        distances += [spectral_distance(output, target)] * len(part)
+        coded.append(output.clamp(-1, 1).cpu())
+        used.append(codes.transpose(0, 1).flatten(1).cpu())
+    shares = prompt_accuracy(torch.cat(coded).numpy(), tunes)
+    counts = [torch.bincount(ids, minlength=model.config.codebook_size) for ids in torch.cat(used, 1)]
+    laws = [number / number.sum() for number in counts]
+    entropies = [-(law * law.clamp_min(1e-12).log()).sum().item() for law in laws]
+    return {
+        "si_sdr_db": round(torch.cat(ratios).mean().item(), 2),
+        "spectral_distance_db": round(float(np.mean(distances)), 2),
+        "heard": {name: round(share, 3) for name, share in shares.items()},
+        "codes_used": [int((number > 0).sum()) for number in counts],
+        "perplexity": [round(math.exp(entropy), 1) for entropy in entropies],
+    }

@@ -1,0 +1,408 @@
+"""Train the embedded music models and their caption encoder on codec tokens of `tunes`.
+
+Two models of one architecture, transformers' `MusicgenForCausalLM`:
+
+* autoregressive, as MusicGen (Copet et al. 2023): teacher-forced cross entropy over all codebooks in a delay pattern;
+* masked, as MAGNeT (Ziv et al. 2024, section 3): of one codebook, drawn anew for every clip, spans of three frames are
+  hidden and predicted, those before it are known, and those behind it hidden. The share that is hidden is
+  cos(pi u / 2) of a uniform u, as the decoder's schedule, and the loss is that of what is hidden in this codebook.
+
+A tenth of the captions is left out, so that classifier-free guidance works (MusicGen section 2.3).
+
+As in `visual_spec.training.ar`, most codes follow from those before them and the caption is heard in few places, so
+until the last part of an autoregressive run a share of the clips has input steps hidden, most of those all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import EncodecModel, MusicgenForCausalLM
+from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
+
+from visual_spec.data.tunes import (
+    ATTRIBUTES,
+    NUM_FORMS,
+    NUM_FRAMES,
+    VOCABULARY,
+    Tune,
+    caption,
+    sample_dataset,
+)
+from visual_spec.models.caption_encoder import CaptionEncoder, split_words
+from visual_spec.models.encodec import encode_waves
+from visual_spec.models.llamagen import TextCondition
+from visual_spec.models.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+
+KINDS = ("autoregressive", "masked")
+SPAN = 3  # frames that MAGNeT hides together, 60 ms
+
+
+@dataclass(frozen=True)
+class MusicTraining:
+    """Settings of a run.
+
+    `kind` is one of `KINDS`. `hidden_clips`, `wholly_hidden` and `hidden_until` are the shares of clips with hidden
+    steps, of those with all steps hidden, and of the run until which there are any; masked models hide in their own
+    way. `bfloat16` computes the matrix products in it.
+    """
+
+    kind: str = "autoregressive"
+    steps: int = 4000
+    batch_size: int = 32
+    clips: int = 24000
+    held_out_clips: int = 200
+    learning_rate: float = 1.2e-3
+    weight_decay: float = 0.02
+    caption_dropout: float = 0.1
+    hidden_clips: float = 0.3
+    wholly_hidden: float = 0.6
+    hidden_until: float = 0.6
+    reach: int = 5
+    train_text_encoder: bool = True
+    bfloat16: bool = False
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}; pass one of {', '.join(KINDS)}.")
+        for name in ("steps", "batch_size", "clips", "held_out_clips"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
+        for name in ("caption_dropout", "hidden_clips", "wholly_hidden", "hidden_until"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}; pass a share of 0 to 1.")
+
+
+def music_config(
+    vocab_size: int, num_codebooks: int, dim: int = 192, num_layers: int = 4, num_heads: int = 4
+) -> MusicgenDecoderConfig:
+    """MusicGen's decoder at a small size. Without dropout: a procedural data set is as large as one likes."""
+    return MusicgenDecoderConfig(
+        vocab_size=vocab_size,
+        num_codebooks=num_codebooks,
+        hidden_size=dim,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        ffn_dim=4 * dim,
+        max_position_embeddings=512,
+        pad_token_id=vocab_size,
+        bos_token_id=vocab_size,
+        dropout=0.0,
+        is_decoder=True,
+        add_cross_attention=True,
+    )
+
+
+def initialise(model: MusicgenForCausalLM) -> None:
+    """Start code embeddings, and what reads the caption, at a scale of order one.
+
+    With the usual standard deviation of 0.02 the blocks drown the words (see `visual_spec.training.ar.initialise`).
+    """
+    decoder: Any = model.model.decoder
+    for table in decoder.embed_tokens:
+        nn.init.normal_(table.weight, std=0.3)
+    for layer in decoder.layers:
+        for projection in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj):
+            nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+def tunes_vocabulary() -> list[str]:
+    """Every word a `tunes` caption can hold, in any of its forms."""
+    words: Any = {name: VOCABULARY[name][0] for name in ATTRIBUTES}
+    first = Tune(**words, unit=1, notes=())
+    tunes = [replace(first, **{name: value}) for name in ATTRIBUTES for value in VOCABULARY[name]]
+    found = [word for form in range(NUM_FORMS) for tune in tunes for word in split_words(caption(tune, form))]
+    return list(dict.fromkeys(found))
+
+
+@torch.no_grad()
+def tokenize_tunes(
+    codec: EncodecModel,
+    encoder: CaptionEncoder,
+    count: int,
+    seed: int,
+    *,
+    held_out: bool = False,
+    cache: Path | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Word ids `[N, F, T]` of all forms of the captions, and codes int16 `[N, K, NUM_FRAMES]`, of fresh clips.
+
+    They are kept in `cache`, a folder, if one is given.
+
+    Raises:
+        ValueError: `cache` holds the codes of another codec.
+    """
+    books = torch.stack([layer.codebook.embed.cpu() for layer in codec.quantizer.layers])  # pyright: ignore
+    path = cache / f"codes_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    if path and path.exists():
+        saved = torch.load(path, weights_only=True)
+        if not torch.equal(saved["codebooks"], books):
+            raise ValueError(f"{path} holds codes of another codec; pass another --out folder, or remove it.")
+        return saved["words"], saved["codes"]
+    words, codes = [], []
+    for start in range(0, count, 100):
+        tunes, waves = sample_dataset(min(100, count - start), seed * 100_003 + start, held_out=held_out)
+        forms = [encoder.word_ids([caption(tune, form) for tune in tunes]) for form in range(NUM_FORMS)]
+        words.append(torch.stack(forms, 1).cpu())
+        for part in torch.from_numpy(waves).split(20):
+            codes.append(encode_waves(codec, part[:, None]).to("cpu", torch.int16))
+    result = torch.cat(words), torch.cat(codes)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"words": result[0], "codes": result[1], "codebooks": books}, path)
+    return result
+
+
+# -- MAGNeT's masks ----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def span_counts(num_frames: int, span: int = SPAN) -> tuple[int, ...]:
+    """How many spans hide 0, 1, ..., 100 percent of the frames on average.
+
+    u spans that start at different frames, drawn uniformly, overlap and leave a frame alone with probability
+    C(T - span, u) / C(T, u) (MAGNeT, appendix C).
+
+    Raises:
+        ValueError: a clip that is not longer than a span.
+    """
+    if num_frames <= span:
+        raise ValueError(f"{num_frames} frames hold no spans of {span}; pass longer clips.")
+    hidden, left = [0.0], 1.0
+    for already in range(num_frames):
+        left *= max(0, num_frames - span - already) / (num_frames - already)
+        hidden.append(1 - left)
+    return tuple(int(np.searchsorted(hidden, percent / 100)) for percent in range(101))
+
+
+def span_mask(shares: np.ndarray, num_frames: int, rng: np.random.Generator, span: int = SPAN) -> np.ndarray:
+    """Which frames to hide, bool `[B, T]`: overlapping spans, at least one, in about these shares `[B]` of the frames.
+
+    A span that starts near the end is cut off.
+    """
+    counts = np.maximum(1, np.array(span_counts(num_frames, span))[np.rint(100 * shares).astype(int)])
+    starts = rng.random((len(shares), num_frames)).argsort(1) < counts[:, None]
+    mask = starts.copy()
+    for shift in range(1, span):
+        mask[:, shift:] |= starts[:, :-shift]
+    return mask
+
+
+def hidden_codes(stages: Tensor, mask: Tensor, num_codebooks: int) -> Tensor:
+    """Which codes are hidden, bool `[B, K, T]`: those of `mask` `[B, T]` at `stages`, long `[B]`, and all behind."""
+    books = torch.arange(num_codebooks, device=stages.device)[None, :, None]
+    at = stages[:, None, None]
+    return (books > at) | ((books == at) & mask[:, None])
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def autoregressive_losses(
+    model: MusicgenColumnModel, condition: TextCondition, codes: Tensor, dropped: Tensor, hidden_steps: Tensor
+) -> Tensor:
+    """Cross entropy `[B, K, T]` of every code."""
+    logits = model.teacher_forced(codes, condition, dropped, hidden_steps)  # [B, K, T, V]
+    return F.cross_entropy(logits.permute(0, 3, 1, 2), codes, reduction="none")
+
+
+def masked_losses(
+    model: MagnetModel, condition: TextCondition, codes: Tensor, dropped: Tensor, stages: Tensor, mask: Tensor
+) -> Tensor:
+    """Cross entropy `[B, T]` of the codebooks `stages`; what counts are the frames of `mask` `[B, T]`."""
+    hidden = hidden_codes(stages, mask, model.num_codebooks)
+    logits = model.logits(
+        codes.masked_fill(hidden, model.special_id), condition, stages, dropped
+    )  # [B, T, V]
+    wanted = codes[torch.arange(len(codes), device=codes.device), stages]
+    return F.cross_entropy(logits.mT, wanted, reduction="none")
+
+
+def train_music(
+    model: MusicgenForCausalLM,
+    encoder: CaptionEncoder,
+    codec: EncodecModel,
+    settings: MusicTraining,
+    out: Path,
+    *,
+    every: int = 200,
+) -> dict:
+    """Train model and encoder in place, on the device they are on; save them in `out/transformer` and
+    `out/text_encoder`; return the record that is also written to `out/training.json`.
+
+    A run that was interrupted goes on from `out/resume.pt` as if it had not been; the finished run removes it.
+
+    Raises:
+        ValueError: networks that do not fit each other; `out` with codes of another codec.
+    """
+    _check_fit(model, encoder, codec)
+    torch.manual_seed(settings.seed)
+    device = model.device
+    words, codes = tokenize_tunes(codec, encoder, settings.clips, settings.seed + 1, cache=out)
+    modules = nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
+    encoder.requires_grad_(settings.train_text_encoder)
+    trained = [p for p in modules.parameters() if p.requires_grad]
+    matrices = [p for p in model.model.decoder.layers.parameters() if p.ndim == 2]
+    others = [p for p in trained if not any(p is matrix for matrix in matrices)]
+    optimisers = [
+        torch.optim.Muon(
+            matrices,
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    checkpoint = Checkpoint(out / "resume.pt", every)
+    start = 0
+    if saved := checkpoint.load():
+        modules.load_state_dict(saved["modules"])
+        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
+        start = saved["step"]
+    loss_of = _loss(model, encoder, settings)
+    step_loss = torch.compile(loss_of) if settings.compile else loss_of
+    draw = _draw_masked if settings.kind == "masked" else _draw_autoregressive
+    for step in range(start, settings.steps):
+        # One generator per step, so that a resumed run sees what it would have seen.
+        rng = np.random.default_rng((settings.seed, step))
+        chosen = torch.from_numpy(rng.integers(len(codes), size=settings.batch_size))
+        forms = torch.from_numpy(rng.integers(NUM_FORMS, size=settings.batch_size))
+        dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
+        batch = (words[chosen, forms], codes[chosen].long(), dropped, *draw(model, settings, step, rng))
+        loss = step_loss(*(part.to(device) for part in batch))
+        modules.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
+            optimiser.step()
+        if step % 20 == 0:
+            checkpoint.curve.append((step, round(loss.item(), 4)))
+        if (step + 1) % every == 0:
+            checkpoint.save(
+                modules=modules.state_dict(),
+                optimisers=[optimiser.state_dict() for optimiser in optimisers],
+                step=step + 1,
+            )
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
+                flush=True,
+            )
+    modules.eval()
+    record = {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": round(checkpoint.seconds),
+        **held_out_losses(model, encoder, codec, settings),
+        "loss": checkpoint.curve,
+    }
+    model.save_pretrained(out / "transformer")
+    encoder.save_pretrained(out / "text_encoder")
+    write_json(out / "training.json", record)
+    checkpoint.path.unlink(missing_ok=True)
+    return record
+
+
+def _loss(
+    model: MusicgenForCausalLM, encoder: CaptionEncoder, settings: MusicTraining
+) -> Callable[..., Tensor]:
+    """The loss of a batch: words, codes, dropped captions, and what `_draw_masked` or `_draw_autoregressive` drew."""
+    columns = MusicgenColumnModel(model, NUM_FRAMES)
+    magnet = MagnetModel(model, reach=settings.reach)
+    device = model.device.type
+
+    def autoregressive(words: Tensor, codes: Tensor, dropped: Tensor, hidden_steps: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=settings.bfloat16):
+            return autoregressive_losses(columns, encoder(words), codes, dropped, hidden_steps).mean()
+
+    def masked(words: Tensor, codes: Tensor, dropped: Tensor, stages: Tensor, mask: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=settings.bfloat16):
+            losses = masked_losses(magnet, encoder(words), codes, dropped, stages, mask)
+        return (losses * mask).sum() / mask.sum()
+
+    return masked if settings.kind == "masked" else autoregressive
+
+
+def _draw_autoregressive(
+    model: MusicgenForCausalLM, settings: MusicTraining, step: int, rng: np.random.Generator
+) -> tuple[Tensor]:
+    """Input steps to hide, bool `[B, S - 1]`."""
+    count = NUM_FRAMES + model.config.num_codebooks - 2
+    size = (settings.batch_size, 1)
+    hide = rng.random(size) < settings.hidden_clips * (step < settings.hidden_until * settings.steps)
+    rate = rng.uniform(0.3, 1.0, size)
+    rate[rng.random(size) < settings.wholly_hidden] = 1.0
+    return (torch.from_numpy(hide & (rng.random((settings.batch_size, count)) < rate)),)
+
+
+def _draw_masked(
+    model: MusicgenForCausalLM, settings: MusicTraining, step: int, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Stages, long `[B]`, and frames to hide, bool `[B, T]`."""
+    stages = rng.integers(model.config.num_codebooks, size=settings.batch_size)
+    shares = np.cos(0.5 * math.pi * rng.random(settings.batch_size))
+    return torch.from_numpy(stages), torch.from_numpy(span_mask(shares, NUM_FRAMES, rng))
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: MusicgenForCausalLM, encoder: CaptionEncoder, codec: EncodecModel, settings: MusicTraining
+) -> dict:
+    """Cross entropy in nats a code on held-out clips: `held_out_loss`, the mean of `held_out_loss_by_codebook`.
+
+    Of a masked model, of what is hidden at the shares of its schedule.
+    """
+    words, codes = tokenize_tunes(codec, encoder, settings.held_out_clips, 777, held_out=True)
+    columns = MusicgenColumnModel(model, NUM_FRAMES)
+    magnet = MagnetModel(model, reach=settings.reach)
+    by_codebook = []
+    for number, (word_ids, part) in enumerate(zip(words[:, 0].split(20), codes.split(20), strict=True)):
+        word_ids, part = word_ids.to(model.device), part.to(model.device).long()
+        condition, kept = encoder(word_ids), torch.zeros(len(part), dtype=torch.bool, device=model.device)
+        if settings.kind == "autoregressive":
+            nothing = kept[:, None].expand(-1, columns.num_steps - 1)
+            by_codebook.append(autoregressive_losses(columns, condition, part, kept, nothing).mean((0, 2)))
+            continue
+        rng, means = np.random.default_rng(number), []
+        for stage in range(model.config.num_codebooks):
+            shares = np.cos(0.5 * math.pi * (np.arange(len(part)) + 0.5) / len(part))
+            mask = torch.from_numpy(span_mask(shares, NUM_FRAMES, rng)).to(model.device)
+            losses = masked_losses(magnet, condition, part, kept, torch.full_like(part[:, 0, 0], stage), mask)
+            means.append((losses * mask).sum() / mask.sum())
+        by_codebook.append(torch.stack(means))
+    mean = torch.stack(by_codebook).mean(0)
+    return {
+        "held_out_loss": round(mean.mean().item(), 4),
+        "held_out_loss_by_codebook": [round(value, 4) for value in mean.tolist()],
+    }
+
+
+def _check_fit(model: MusicgenForCausalLM, encoder: CaptionEncoder, codec: EncodecModel) -> None:
+    codes = (codec.config.num_quantizers, codec.config.codebook_size)
+    if (model.config.num_codebooks, model.config.vocab_size) != codes:
+        raise ValueError(
+            f"a model of {model.config.num_codebooks} codebooks of {model.config.vocab_size} codes, and a codec of "
+            f"{codes[0]} of {codes[1]}; pass a model made for this codec."
+        )
+    if encoder.config["dim"] != model.config.hidden_size:
+        raise ValueError(
+            f"a caption encoder of width {encoder.config['dim']} and a model of width {model.config.hidden_size}; "
+            "the model reads its features as they are, pass one of the same width."
+        )
