@@ -222,7 +222,7 @@ def test_contours_of_plain_lines() -> None:
 
 def test_onsets_are_not_those_of_vibrato_or_of_the_bass() -> None:
     t = np.arange(NUM_SAMPLES) / SAMPLE_RATE
-    phase = 2 * np.pi * 440 * (t - 0.01 * np.cos(2 * np.pi * 6 * t) / (2 * np.pi * 6))  # 17 cents each way
+    phase = 2 * np.pi * 440 * (t - 0.02 * np.cos(2 * np.pi * 6 * t) / (2 * np.pi * 6))  # 34 cents each way
     steady = sum(np.sin(k * phase) / k for k in range(1, 8)) * np.clip(t / 0.02, 0, 1) * 0.1
     bass = 0.2 * np.sin(2 * np.pi * 82.4 * t) * np.clip(9 * np.sin(2 * np.pi * 2 * t), 0, 1)
     times, _ = find_onsets(without_bass((steady + bass).astype(np.float32)))

@@ -76,8 +76,7 @@ def parse_caption(text: str) -> WantedTune:
 @cache
 def _patterns() -> tuple[re.Pattern[str], ...]:
     def one(name: str, words: Iterable[str]) -> str:
-        # Longer words first, or "E" would stand for "E flat".
-        return f"(?P<{name}>{'|'.join(sorted((word.lower() for word in words), key=len, reverse=True))})"
+        return f"(?P<{name}>{'|'.join(words).lower()})"
 
     word = {name: one(name, words) for name, words in VOCABULARY.items()}
     mood, key = one("mood", MOODS.values()), f"{word['tonic']} {word['mode']}"
