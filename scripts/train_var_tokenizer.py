@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.models.var_vq import MultiscaleVQModel
-from visual_spec.training.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
+from visual_spec.training.var_tokenizer import VarTokenizerTraining, start_from, train_var_tokenizer
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for weights and training.json; resumes if interrupted"
     )
+    parser.add_argument("--start-from", type=Path, metavar="DIR", help="a trained VQModel of the same widths")
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
     parser.add_argument("--continuous-steps", type=int, default=defaults.continuous_steps)
@@ -27,13 +29,13 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=defaults.scenes)
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8, 12, 16])
     parser.add_argument("--codebook-size", type=int, default=1024)
-    parser.add_argument("--code-dim", type=int, default=16)
+    parser.add_argument("--code-dim", type=int, default=8)
     parser.add_argument("--base-channels", type=int, default=8)
     parser.add_argument("--bfloat16", action="store_true", help="compute the networks in bfloat16")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
     parser.add_argument("--seed", type=int, default=defaults.seed)
     arguments = vars(parser.parse_args())
-    out, device = arguments.pop("out"), arguments.pop("device")
+    out, device, known = arguments.pop("out"), arguments.pop("device"), arguments.pop("start_from")
     torch.manual_seed(arguments["seed"])
     model = MultiscaleVQModel(
         base_channels=arguments.pop("base_channels"),
@@ -44,6 +46,8 @@ def main() -> None:
         scales=tuple(arguments.pop("scales")),
         norm_groups=None,
     ).to(device)
+    if known is not None:
+        start_from(model, VQModel.from_pretrained(known, torch_dtype=torch.float32).eval().to(device))
     record = train_var_tokenizer(model, VarTokenizerTraining(**arguments), out)
     print({name: value for name, value in record.items() if name not in ("settings", "loss")})
 

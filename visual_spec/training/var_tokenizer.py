@@ -6,12 +6,16 @@ encoder. Its adversarial and perceptual terms need other networks and are left o
 `visual_spec.training.tokenizer`: codes follow what they code by exponential averages (van den Oord et al. 2017,
 appendix A.1), from k-means on a briefly trained autoencoder, and codes out of use are moved to what is badly coded.
 One term is added: the spread of the latents is held at 1. The distances alone shrink it, faster than codes follow.
+
+From scratch the short run does not start: nothing makes the first latents differ from each other (docs/LOG.md). It goes
+on from the networks of a `VQModel`, whose latents a unit sphere kept apart.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +24,7 @@ from torch import Tensor
 
 from visual_spec.data.shapes import caption, sample_dataset
 from visual_spec.data.shapes_parser import all_correct, score
+from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.models.var_vq import MultiscaleVQModel
 from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
@@ -91,8 +96,63 @@ class CodeAverages:
 
 def initialise(model: MultiscaleVQModel) -> None:
     """Start the smoothing convolutions as the identity, so that a coarse map is drawn as it is."""
-    for layer in model.quantize.quant_resi.qresi_ls:
-        assert isinstance(layer, torch.nn.Conv2d) and layer.bias is not None
+    _as_identity(*model.quantize.quant_resi.qresi_ls)
+
+
+@torch.no_grad()
+def start_from(model: MultiscaleVQModel, trained: VQModel) -> None:
+    """Give the model the two networks of a trained LlamaGen tokenizer.
+
+    The projections around that one's codes are folded into the convolutions beside them, with a shift and a scale that
+    bring the latents to a mean of 0 and a spread of 1. That those latents were normalised each is left to training.
+
+    Raises:
+        ValueError: tokenizers of different widths or norms.
+    """
+    names = ("base_channels", "channel_multipliers", "blocks_per_level", "norm_groups")
+    given = {name: trained.config[name] for name in names} | {"code_dim": trained.config["codebook_dim"]}
+    given["channel_multipliers"] = tuple(
+        given["channel_multipliers"]
+    )  # a list, where it was read from a file
+    wanted = {name: model.config[name] for name in given}
+    wanted["channel_multipliers"] = tuple(wanted["channel_multipliers"])
+    if given != wanted:
+        raise ValueError(f"the trained tokenizer has {given}, the new one {wanted}; make the new one alike.")
+    old: Any = trained
+    new: Any = model
+    for coder, levels in ((new.encoder, new.encoder.down), (new.decoder, reversed(new.decoder.up))):
+        source = old.encoder if coder is new.encoder else old.decoder
+        for level, known in zip(levels, source.conv_blocks, strict=True):
+            level.block.load_state_dict(known.res.state_dict())
+            for name in ("downsample", "upsample"):
+                if hasattr(known, name):
+                    getattr(level, name).load_state_dict(getattr(known, name).state_dict())
+        coder.mid.block_1.load_state_dict(source.mid[0].state_dict())
+        coder.mid.block_2.load_state_dict(source.mid[-1].state_dict())
+        coder.norm_out.load_state_dict(source.norm_out.state_dict())
+    new.encoder.conv_in.load_state_dict(old.encoder.conv_in.state_dict())
+    new.decoder.conv_out.load_state_dict(old.decoder.conv_out.state_dict())
+
+    pictures = to_signed(torch.from_numpy(sample_dataset(100, 7)[1])).to(old.device)
+    latents = torch.cat([old.encode_latents(part) for part in pictures.split(20)])  # [N, D, h, w]
+    mean, spread = latents.mean((0, 2, 3)), latents.var((0, 2, 3)).mean().sqrt()
+    length = latents.norm(dim=1).mean()
+    inward, outward = (
+        old.quant_conv.weight[..., 0, 0],
+        old.post_quant_conv.weight[..., 0, 0],
+    )  # [D, C], [C, D]
+    known = old.encoder.conv_out
+    new.encoder.conv_out.weight.copy_(torch.einsum("dc,cihw->dihw", inward, known.weight) / spread)
+    new.encoder.conv_out.bias.copy_((inward @ known.bias + old.quant_conv.bias - mean) / spread)
+    known = old.decoder.conv_in
+    new.decoder.conv_in.weight.copy_(torch.einsum("ochw,cd->odhw", known.weight, outward) * (spread / length))
+    centre = outward @ (mean / length) + old.post_quant_conv.bias
+    new.decoder.conv_in.bias.copy_(known.bias + known.weight.sum((2, 3)) @ centre)
+    _as_identity(new.quant_conv, new.post_quant_conv)
+
+
+def _as_identity(*layers: Any) -> None:
+    for layer in layers:
         torch.nn.init.dirac_(layer.weight)
         torch.nn.init.zeros_(layer.bias)
 
