@@ -204,6 +204,44 @@ if triton is not None:
             value = tl.minimum(value, 0.999999940395355224609375)
         return value
 
+    @triton.jit
+    def uniform_tile(key, slot, round, start, STREAM: tl.constexpr, BLOCKS: tl.constexpr):
+        """Numbers start, ..., start + 4 * BLOCKS - 1 of a slot as float32 [BLOCKS, 4]. `start`: a multiple of 4."""
+        zero = tl.zeros([BLOCKS], dtype=tl.int64)
+        word0, word1, word2, word3 = tl.philox(
+            key,
+            (zero + slot).to(tl.int32),
+            (zero + start // 4 + tl.arange(0, BLOCKS)).to(tl.int32),
+            (zero + STREAM).to(tl.int32),
+            (zero + round).to(tl.int32),
+        )
+        # The four words of a block side by side, without leaving the thread that made them.
+        words = tl.reshape(tl.join(tl.join(word0, word2), tl.join(word1, word3)), [BLOCKS, 4])
+        return _unit(words, tl.float32)
+
+    @triton.jit
+    def uniform_scalar(key, slot, round, block, STREAM: tl.constexpr):
+        """Number 0 of block `block` of a slot as float32."""
+        zero = tl.zeros([1], dtype=tl.int64)
+        word, _, _, _ = tl.philox(
+            key,
+            (zero + slot).to(tl.int32),
+            (zero + block).to(tl.int32),
+            (zero + STREAM).to(tl.int32),
+            (zero + round).to(tl.int32),
+        )
+        return tl.max(_unit(word, tl.float32))
+
+    @triton.jit
+    def log_exponential(uniform):
+        """log(-log(1 - u)), minus a Gumbel, as `CounterNoise` has it."""
+        # log1p(-u) from a logarithm: the error of rounding 1 - u cancels in the quotient (Kahan). Triton's own
+        # language has no log1p.
+        rest = 1.0 - uniform
+        ratio = tl.where(rest < 1.0, uniform / (1.0 - rest), 1.0)
+        exponential = tl.where(rest < 1.0, -tl.log(rest) * ratio, uniform)
+        return tl.log(exponential)
+
 
 def philox_uniform_triton(
     out: Tensor, keys: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0, first_block: int = 0

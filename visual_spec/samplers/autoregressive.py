@@ -13,8 +13,9 @@ from torch import Tensor
 from visual_spec.models.protocol import NextTokenModel
 from visual_spec.samplers.checks import CheckedLaw, check_request
 from visual_spec.samplers.configuration import register_to_config
+from visual_spec.samplers.fused import draw_tokens
 from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.randomness import CounterNoise, draw_keys
 from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
 
 Callback = Callable[[int, Tensor], Any]
@@ -73,8 +74,7 @@ class AutoregressiveSampler(SchedulerMixin, ConfigMixin):
             if slot:
                 logits = model(state, tokens[:, slot - 1 : slot], slots - 1)
                 watch.lap("model", device)
-            target = checked(logits, slots, law.guided)  # [B, 1, V]
-            tokens[:, slot] = noise.categorical(target, slots, TOKEN)[:, 0]
+            tokens[:, slot] = draw_tokens(checked, noise, logits, slots, law.guided)[:, 0]
             watch.lap("verify", device)
             if callback is not None:
                 callback(slot, lengths + slot + 1)

@@ -78,15 +78,21 @@ class CheckedLaw:
         repeats = logits.shape[0] // slots.shape[0]
         bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
         if self.deferred:
-            at = slots.repeat(repeats, 1).masked_fill(~bad, self.num_tokens)  # [R, W]
-            first = at.amin(1).view(repeats, -1).amin(0)  # [samples looked at]
-            if self._first_bad is None:
-                self._first_bad = torch.full_like(first, self.num_tokens)
-            here = torch.arange(len(first), device=first.device) if self._samples is None else self._samples
-            self._first_bad.scatter_reduce_(0, here, first, "amin")
+            self.remember(bad, slots)
         elif bad.any():
             check_finite(logits.masked_fill(~bad[..., None], 0), slots, allowed, self._samples)
         return self.law(logits, guided, slots)
+
+    def remember(self, bad: Tensor, slots: Tensor) -> None:
+        """Note for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""
+        repeats = bad.shape[0] // slots.shape[0]
+        bad = bad & (slots < self.num_tokens).repeat(repeats, 1)
+        at = slots.repeat(repeats, 1).masked_fill(~bad, self.num_tokens)  # [R, W]
+        first = at.amin(1).view(repeats, -1).amin(0)  # [samples looked at]
+        if self._first_bad is None:
+            self._first_bad = torch.full_like(first, self.num_tokens)
+        here = torch.arange(len(first), device=first.device) if self._samples is None else self._samples
+        self._first_bad.scatter_reduce_(0, here, first, "amin")
 
     def finish(self) -> None:
         """Raise what was held back.

@@ -17,7 +17,9 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
+from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.models.protocol import DecodeState, NextTokenModel
+from visual_spec.samplers import fused
 from visual_spec.samplers.acceptance import (
     EXACT,
     AcceptanceRule,
@@ -35,6 +37,7 @@ from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
+from visual_spec.samplers.window import AUTO, WIDTHS, WindowPolicy, adaptive
 
 COUPLINGS = ("gumbel", "independent", "maximal")
 ACCEPTANCES = ("identical", "exact")
@@ -56,7 +59,7 @@ class JacobiOptions:
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(
-                f"window={self.window!r}; pass an integer of at least 1 (1 is one token a call)."
+                f"window={self.window!r}; pass an integer of at least 1 (1 is one token a call), or 'auto'."
             )
         for name, allowed in (
             ("coupling", COUPLINGS),
@@ -76,6 +79,11 @@ class JacobiOptions:
         """Whether drafts are drawn anew after every call, rather than carried over from verification."""
         return self.acceptance == "exact" and self.coupling != "maximal"
 
+    @property
+    def fusible(self) -> bool:
+        """Whether one kernel can do what follows the model: other rules, and drafts past the window, need the laws."""
+        return self.rule is EXACT and self.initial_draft != LAST_LAW
+
 
 @dataclass
 class JacobiState:
@@ -87,11 +95,14 @@ class JacobiState:
         lengths: long [B], between 1 and L.
         draft_law: [B, W, V] log-probabilities, the law each draft was drawn from; the last column belongs to the
             slot behind the drafts and is -inf, the law of no draft. None under identical acceptance.
+        draft_columns: long [B, W], where `draft_law` is that of the last call, unmoved: which column of it each draft
+            was drawn from, or a constant of `kernels.verify`. None: its own.
         round: index of the last call (the prefill is 0).
         target_calls: long [B].
         commit_call: long [B, L + W], by slot: the last call that had the slot in its window, which for a committed
             slot is the call that committed it.
         meter: what the rule does to the law; None for a lossless one.
+        width: slots that the next call scores, at most the window.
     """
 
     cache: DecodeState
@@ -102,6 +113,8 @@ class JacobiState:
     target_calls: Tensor
     commit_call: Tensor
     meter: DivergenceMeter | None = None
+    draft_columns: Tensor | None = None
+    width: int = 0
 
 
 def prepare(
@@ -114,6 +127,8 @@ def prepare(
     target = law(cache.logits[:, None], slots, cache.guided)  # [B, 1, V]
     tokens = slots.new_zeros(batch_size, model.grid.num_tokens + options.window)
     tokens[:, :1] = noise.categorical(target, slots, TOKEN)
+    if fused.fits(cache.logits):  # drawn as every sampler on this device draws it
+        tokens[:, :1] = fused.draw_tokens(law, noise, cache.logits[:, None], slots, cache.guided)
     state = JacobiState(
         cache=cache,
         tokens=tokens,
@@ -123,6 +138,7 @@ def prepare(
         target_calls=slots.new_ones(batch_size),
         commit_call=torch.zeros_like(tokens),
         meter=None if options.rule.lossless else DivergenceMeter(batch_size, device),
+        width=options.window,
     )
     redraft(model, state, target, slots.new_ones(batch_size), law, noise, options)
     return state
@@ -141,16 +157,24 @@ def step(
     Updates `state`. Commits 1 to W tokens a row; a finished row stays as it is. No host synchronisation on CUDA.
     """
     device = state.tokens.device
-    columns = torch.arange(options.window, device=device)
+    columns = torch.arange(state.width, device=device)
     slots = state.lengths[:, None] + columns  # [B, W], the slots this call scores
     inputs = state.tokens.gather(1, slots - 1)  # the newest committed token, then the drafts
     drafts = inputs[:, 1:]  # [B, W - 1]
     logits = model(state.cache, inputs, slots - 1)  # [R, W, V]
     watch.lap("model", device)
     state.round += 1
-    target = law(logits, slots, state.cache.guided)  # [B, W, V]
+    verdict = _verify_fused(law, noise, logits, slots, drafts, state, options)
+    target = law(logits, slots, state.cache.guided) if verdict is None else verdict.laws  # [B, W, V]
 
-    if state.draft_law is None:
+    if verdict is not None:
+        kept = accepted_prefix(verdict.accept)
+        if options.redraws:
+            refused = kept[:, None]
+            state.tokens.scatter_(1, slots.gather(1, refused), verdict.tokens.gather(1, refused))
+        else:
+            state.tokens.scatter_(1, slots, verdict.tokens)
+    elif state.draft_law is None:
         candidates = noise.categorical(target, slots, TOKEN)  # [B, W]
         kept = accepted_prefix(identical_acceptance(candidates[:, :-1], drafts))
         state.tokens.scatter_(1, slots, candidates)
@@ -184,8 +208,27 @@ def step(
     num_tokens = model.grid.num_tokens
     state.target_calls += state.lengths < num_tokens
     state.lengths = (state.lengths + kept + 1).clamp_(max=num_tokens)
-    redraft(model, state, target, kept + 1, law, noise, options)
+    redraft(model, state, target, kept + 1, law, noise, options, verdict)
     watch.lap("verify", device)
+
+
+def _verify_fused(
+    law: CheckedLaw,
+    noise: CounterNoise,
+    logits: Tensor,
+    slots: Tensor,
+    drafts: Tensor,
+    state: JacobiState,
+    options: JacobiOptions,
+) -> fused.Verdict | None:
+    """What the branches of `step` find out, by one kernel; None where that does not fit."""
+    if not (options.fusible and fused.fits(logits)):
+        return None
+    window = law, noise, logits, slots, drafts, state.cache.guided
+    if state.draft_law is None:
+        return fused.verify_identical(*window)
+    laws = state.draft_law, state.draft_columns
+    return fused.verify_exact(*window, *laws, round=state.round, coupling=options.coupling)
 
 
 def redraft(
@@ -196,6 +239,7 @@ def redraft(
     law: CheckedLaw,
     noise: CounterNoise,
     options: JacobiOptions,
+    verdict: fused.Verdict | None = None,
 ) -> None:
     """Draft the W - 1 slots behind the committed ones, and label each draft with the law it is drawn from.
 
@@ -203,17 +247,24 @@ def redraft(
         target: [B, C, V], the laws of the last call.
         advance: long [B], its columns that were committed. The columns behind them are drafted from their own law,
             and slots the call did not reach get an initial draft.
+        verdict: what a kernel found out about that call. It has drawn the drafts, and the laws stay where they are.
     """
     exact = options.acceptance == "exact"
     last_law = options.initial_draft == LAST_LAW
-    count, vocab_size = target.shape[1:]
+    count = target.shape[1]  # the width of the last call
     offsets = torch.arange(options.window - 1, device=target.device)
     slots = state.lengths[:, None] + offsets  # [B, W - 1]
     source = advance[:, None] + offsets  # the column of `target` that is about the slot
     reached = source < count
+    if (
+        not exact
+    ):  # a wider call before the last one may have scored a slot, too, and its draft needs no label
+        reached = reached | (state.commit_call.gather(1, slots) > 0)
     drafts = state.tokens.gather(1, slots)
-    # Behind the last column its law stands in, which is the last-law initial draft already.
-    label = columns_of(target, source.clamp(max=count - 1)) if exact or last_law else None  # [B, W - 1, V]
+    label = None
+    if verdict is None and (exact or last_law):
+        # Behind the last column its law stands in, which is the last-law initial draft already.
+        label = columns_of(target, source.clamp(max=count - 1))  # [B, W - 1, V]
 
     if label is not None and (options.redraws or last_law):
         # Under Gumbel coupling a slot is always drawn with its own noise, so that laws that differ little give
@@ -221,6 +272,8 @@ def redraft(
         stream, round = (TOKEN, 0) if options.coupling == "gumbel" else (DRAFT, state.round)
         drawn = noise.categorical(label, slots, stream, round)
         drafts = drawn if options.redraws else torch.where(reached, drafts, drawn)
+    if verdict is not None and verdict.drawn is not None:
+        drafts = verdict.drawn.gather(1, source.clamp(max=count - 1))
     if not last_law:
         if options.initial_draft == UNIFORM:
             allowed = law.law.allowed or (0, model.vocab_size)
@@ -234,9 +287,13 @@ def redraft(
         if label is not None and initial.law is not None:
             label = torch.where(reached[..., None], label, initial.law)
     state.tokens.scatter_(1, slots, drafts)
-    if exact and label is not None:
-        none = label.new_full((label.shape[0], 1, vocab_size), -torch.inf)
+    if label is not None and exact:
+        none = label.new_full((label.shape[0], 1, label.shape[-1]), -torch.inf)
         state.draft_law = torch.cat([label, none], 1)  # [B, W, V]
+    elif verdict is not None and exact:
+        initial_law = UNIFORM_LAW if options.initial_draft == UNIFORM else POINT_LAW
+        columns = torch.where(reached, source, initial_law)
+        state.draft_law, state.draft_columns = target, F.pad(columns, (0, 1), value=NO_DRAFT)
 
 
 class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
@@ -252,7 +309,8 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
     (its static variant) and "lantern" (LANTERN, LANTERN++). They fit every coupling, and the trace measures their cost.
 
     Args:
-        window: slots scored by one call, at least 1.
+        window: slots scored by one call, at least 1; or "auto", for acceptance "identical": what commits the most
+            tokens a second on this machine, by the calls that were timed (`visual_spec.samplers.window`).
         coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
             "maximal".
         acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
@@ -271,7 +329,7 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        window: int = 32,
+        window: int | str = 32,
         coupling: str = "gumbel",
         acceptance: str = "identical",
         initial_draft: str = "left",
@@ -290,6 +348,13 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         """The configuration as a checked record. A relaxed acceptance puts its rule in when the tables are made."""
         names = ("window", "coupling", "acceptance", "initial_draft")
         settings = {name: self.config[name] for name in names}
+        if settings["window"] == AUTO:
+            if settings["acceptance"] != "identical":
+                raise ValueError(
+                    f"window='auto' with acceptance={settings['acceptance']!r}: the window would depend on measured "
+                    "times, and with it the tokens of a seed. Pass acceptance='identical', or a number."
+                )
+            settings["window"] = WIDTHS[-1]
         if settings["acceptance"] in RELAXED:
             settings["acceptance"] = "exact"
         return JacobiOptions(**settings)
@@ -338,14 +403,16 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         keys = draw_keys(generator, batch_size)
         num_tokens = model.grid.num_tokens
         watch = Stopwatch()
-        cache = model.prefill(
-            condition, batch_size=batch_size, guided=law.guided, window=self.config["window"]
-        )
+        options = self.options
+        cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=options.window)
         device = cache.logits.device
         watch.lap("prefill", device)
-        options = replace(self.options, rule=relaxation.rule(codebook, device))
+        options = replace(options, rule=relaxation.rule(codebook, device))
         noise = CounterNoise(keys, device)
         checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
         state = prepare(model, cache, checked, noise, options)
         advance = partial(step, model, state, checked, noise, options, watch)
+        if self.config["window"] == AUTO:
+            policy = WindowPolicy.of(model, (batch_size, law.guided, str(device)))
+            advance = adaptive(advance, state, policy, num_tokens)
         return decode(self, state, checked, noise, advance, watch, callback)

@@ -162,6 +162,8 @@ def _least_in_top_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     mass = ordered.softmax(-1).cumsum(-1)
     # A token is in the set when the mass before it falls short of top_p.
     last = (mass[..., :-1] < top_p).sum(-1, keepdim=True)
+    # Rounding can leave the whole sum below a top_p near 1: then all that top-k left is kept, and no more.
+    last = last.clamp(max=top_k - 1)
     return ordered.gather(-1, last)
 
 

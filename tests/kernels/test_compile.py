@@ -1,0 +1,131 @@
+"""For a GPU that need not be there: the kernels compile, without spilling registers, and the operators are traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.laws import window
+from tests.kernels.relaxing import codes, laws
+from tests.kernels.verification import case
+from visual_spec.kernels import draw, masked_sample, neighbour_mass, verify
+from visual_spec.samplers.law import TokenLaw
+
+triton = pytest.importorskip("triton")
+LAW = TokenLaw(guidance_scale=2.0, top_k=20, top_p=0.9, guidance_until=9)
+
+
+class Recorder:
+    """In the place of a kernel: keeps what it is launched with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.args, self.kwargs = args, kwargs
+
+        return launch
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: Any) -> Any:
+    """A kernel as `call` launches it, compiled for an H100 or H200."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, recorder = getattr(module, name), Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, recorder)
+        call()
+    warps = recorder.kwargs.pop("num_warps")
+    names = {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.int64: "i64",
+        torch.int32: "i32",
+        torch.bool: "i1",
+    }
+    signature, constants, attributes = {}, dict(recorder.kwargs), {}
+    for index, (parameter, value) in enumerate(zip(kernel.arg_names, recorder.args, strict=False)):
+        if isinstance(value, Tensor):
+            signature[parameter] = "*" + names[value.dtype]
+            attributes[index,] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
+    signature |= dict.fromkeys(constants, "constexpr")
+    assert list(signature) == kernel.arg_names
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+@pytest.mark.parametrize("name", ["draw", "masked", "verify", "grouped", "clustered", "lantern"])
+def test_compiles_for_hopper(monkeypatch, name):
+    here = window(LAW, dtype=torch.bfloat16)
+    drawing = (here.logits, here.keys, here.slots, torch.tensor(0), 0, here.numbers)
+    relaxed = laws()
+    module, kernel, call = {
+        "draw": (draw, "_draw_kernel", lambda: draw.draw_triton(*drawing)),
+        "masked": (masked_sample, "_masked_kernel", lambda: masked_sample.masked_sample_triton(*drawing)),
+        "verify": (
+            verify,
+            "_verify_kernel",
+            lambda: verify.verify_triton(*case(LAW, dtype=torch.bfloat16).arguments),
+        ),
+        "grouped": (
+            neighbour_mass,
+            "_grouped_kernel",
+            lambda: neighbour_mass.grouped_mass_triton(*relaxed, codes(), 14, 0.15, 0.5),
+        ),
+        "clustered": (
+            neighbour_mass,
+            "_clustered_kernel",
+            lambda: neighbour_mass.clustered_mass_triton(*relaxed, torch.arange(37)),
+        ),
+        "lantern": (
+            neighbour_mass,
+            "_lantern_kernel",
+            lambda: neighbour_mass.lantern_mass_triton(*relaxed, torch.zeros(37, 5).int(), 0.1, True),
+        ),
+    }[name]
+    binary = compiled(monkeypatch, module, kernel, call)
+    # Registers that do not fit go to the stack.
+    assert "cubin" in binary.asm and ".local" not in binary.asm["ptx"]
+
+
+def test_operators_are_known_to_tracers_of_gpu_code():
+    """By shape and dtype, without a launch."""
+    here = case(LAW, dtype=torch.bfloat16)
+    ops, given = torch.ops.visual_spec, here.arguments
+    drawing = (
+        here.window.logits,
+        here.window.keys,
+        here.window.slots,
+        torch.tensor(0),
+        0,
+        *here.window.numbers,
+    )
+    calls = {
+        ops.draw: drawing,
+        ops.masked_sample: drawing,
+        ops.verify: (*given[:-1], *given[-1]),
+        ops.grouped_mass: (*laws(), codes(), 14, 0.15, 0.5),
+        ops.clustered_mass: (*laws(), torch.arange(37)),
+        ops.lantern_mass: (*laws(), torch.zeros(37, 5).int(), 0.1, True),
+    }
+    for op, arguments in calls.items():
+        expected = op(*arguments)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            there = [
+                torch.empty(value.shape, dtype=value.dtype, device="cuda")
+                if isinstance(value, Tensor)
+                else value
+                for value in arguments
+            ]
+            found = op(*there)
+        pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
+        for one, other in pairs:
+            assert one.device.type == "cuda" and one.shape == other.shape and one.dtype == other.dtype

@@ -1,0 +1,137 @@
+"""Drawing from laws in one kernel: the reference against `TokenLaw` and `CounterNoise`, the kernel against both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.laws import LAWS, window
+from visual_spec.kernels.draw import LawNumbers, draw, law_reference
+from visual_spec.kernels.masked_sample import masked_sample
+from visual_spec.samplers.law import TokenLaw, non_finite
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize(("vocab_size", "seed"), [(37, 0), (130, 1)])
+def test_reference_is_the_law_of_the_samplers(name, vocab_size, seed):
+    here = window(LAWS[name], vocab_size=vocab_size, seed=seed)
+    law = law_reference(here.logits, here.slots, here.numbers)
+    assert torch.equal(law.isneginf(), here.target.isneginf())
+    torch.testing.assert_close(law, here.target, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_draws_what_the_samplers_draw(name):
+    here = window(LAWS[name], 3, 5, 130)
+    for stream, round in [(0, 0), (3, 17)]:
+        tokens, finite = draw(here.logits, here.keys, here.slots, here.numbers, stream=stream, round=round)
+        assert torch.equal(tokens, here.noise.categorical(here.target, here.slots, stream, round))
+        assert finite.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_read_as_float32(dtype):
+    here = window(LAWS["both"], dtype=dtype)
+    tokens, _ = draw(here.logits, here.keys, here.slots, here.numbers, stream=0)
+    assert torch.equal(tokens, here.noise.categorical(here.target, here.slots, 0))
+
+
+def test_top_p_near_one_keeps_what_top_k_left():
+    """The float32 sum of the mass can end below top_p; the filter must then not fall back on the whole vocabulary."""
+    law = TokenLaw(top_k=50, top_p=1 - 1e-8)
+    here = window(law, 20, 4, 1000)
+    kept = here.target.isfinite().sum(-1)
+    assert (kept <= 50).all()
+    assert torch.equal(law_reference(here.logits, here.slots, here.numbers).isfinite().sum(-1), kept)
+
+
+def test_says_which_logits_define_no_law():
+    here = window(TokenLaw(guidance_scale=2.0, allowed=(3, 31)), 2, 3)
+    here.logits[0, 0, 5] = torch.nan
+    here.logits[1, 1, 30] = torch.inf
+    here.logits[2, 2, 3:31] = -torch.inf  # an unconditional row
+    here.logits[3, 0, 31:] = torch.nan  # outside the allowed ids
+    tokens, finite = draw(here.logits, here.keys, here.slots, here.numbers, stream=0)
+    assert finite.tolist() == [[False, True, False], [True, False, True]]
+    assert torch.equal(~finite, non_finite(here.logits[..., 3:31]).view(2, 2, 3).any(0))
+    assert ((tokens >= 3) & (tokens < 31)).all()
+
+
+def test_masked_sample_gives_the_probability_of_its_draw():
+    for name in LAWS:
+        here = window(LAWS[name], 2, 4, 130, seed=3)
+        tokens, log_probs, log_kept, finite = masked_sample(
+            here.logits, here.keys, here.slots, here.numbers, stream=1, round=5
+        )
+        assert finite.all()
+        assert torch.equal(tokens, here.noise.categorical(here.target, here.slots, 1, 5))
+        at = tokens[..., None]
+        torch.testing.assert_close(log_probs, here.target.gather(-1, at)[..., 0], rtol=0, atol=2e-6)
+        # The mass that the filters keep: of the law without them.
+        law = here.law
+        open_law = TokenLaw(
+            guidance_scale=law.guidance_scale,
+            temperature=law.temperature,
+            allowed=law.allowed,
+            guidance_until=law.guidance_until,
+        )
+        whole = open_law(here.logits, law.guided, here.slots).exp()
+        kept = (whole * here.target.isfinite()).sum(-1)
+        torch.testing.assert_close(log_kept.exp(), kept, rtol=0, atol=2e-6)
+        if name in ("plain", "guided", "until", "greedy"):
+            assert torch.equal(log_kept.abs() < 1e-6, torch.ones_like(finite))
+
+
+@pytest.mark.parametrize("op", [draw, masked_sample])
+def test_operators_are_opaque_to_the_compiler(op):
+    here = window(LAWS["both"])
+
+    def step(logits, slots):
+        return op(logits * 1.0, here.keys, slots + 0, here.numbers, stream=0, round=2)
+
+    expected = step(here.logits, here.slots)
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(here.logits, here.slots)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_operators_pass_the_checks_of_pytorch():
+    here = window(LAWS["both"])
+    arguments = (here.logits, here.keys, here.slots, torch.tensor(3), 0, *here.numbers)
+    for name in ("draw", "masked_sample"):
+        op = getattr(torch.ops.visual_spec, name).default
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"keys": torch.zeros(3, dtype=torch.long)},
+            ValueError,
+            r"keys have shape \(3,\) and slots \(2, 3\)",
+        ),
+        ({"logits": torch.zeros(2, 3, 37)}, ValueError, r"logits have shape \(2, 3, 37\) for guided slots"),
+        (
+            {"logits": torch.zeros(4, 3, 37).double()},
+            TypeError,
+            "logits are torch.float64; the kernels compute",
+        ),
+        ({"round": torch.zeros(2, dtype=torch.long)}, ValueError, r"round has shape \(2,\); pass an int"),
+        (
+            {"law": LawNumbers(True, 2.0, 1.0, 0, 1.0, 5, 40)},
+            ValueError,
+            r"allowed ids \(5, 40\) are no range",
+        ),
+    ],
+)
+def test_refusals(change, error, message):
+    here = window(LAWS["both"])
+    arguments = dict(logits=here.logits, keys=here.keys, slots=here.slots, law=here.numbers, stream=0)
+    with pytest.raises(error, match=message):
+        draw(**{**arguments, **change})
+
+
+def test_kernels():
+    run_interpreted("interpreted_draw.py")

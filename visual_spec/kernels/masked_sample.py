@@ -1,0 +1,212 @@
+"""What a masked decoder asks of each position, in one kernel: a token drawn from the law, and how likely it was.
+
+Masked decoders (MaskGIT, Chang et al., CVPR 2022; MAGNeT, Ziv et al., ICLR 2024) draw all open positions at every step
+and keep the draws they are most confident of. Guidance, temperature, filters and race are those of `draw`; the mass is
+summed in the pass of the race, so there is one pass more than there, for the largest logit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from visual_spec.kernels.draw import (
+    _TILE,
+    _WARPS,
+    LawNumbers,
+    as_round,
+    check_logits,
+    compiled,
+    draw_reference,
+    finite_reference,
+    kernel_numbers,
+    kernel_switches,
+    law_reference,
+    on_gpu,
+    rows_of_numbers,
+    tiles,
+    triton,
+)
+
+
+def masked_sample(
+    logits: Tensor, keys: Tensor, slots: Tensor, law: LawNumbers, *, stream: int, round: int | Tensor = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens drawn from the laws of some positions, and their log-probabilities.
+
+    Args:
+        as of `draw`; `slots` are the positions.
+
+    Returns:
+        tokens: long [B, W], those of `draw`.
+        log_probs: float32 [B, W], of the tokens under the law.
+        log_kept: float32 [B, W], of the mass that top-k and top-p keep (0 without them). log_probs + log_kept is the
+            log-probability before the filters, which MAGNeT's confidence is.
+        finite: BoolTensor [B, W], as from `draw`.
+        On CUDA by the Triton kernel, elsewhere by `masked_sample_reference`.
+
+    Raises:
+        ValueError, TypeError: as of `draw`.
+    """
+    check_logits(logits, keys, slots, law)
+    return _masked_sample_op(logits, keys, slots, as_round(round, slots), stream, *law)
+
+
+def masked_sample_reference(
+    logits: Tensor, keys: Tensor, slots: Tensor, round: Tensor, stream: int, law: LawNumbers
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The definition of `masked_sample`, in PyTorch, on any device."""
+    tokens, _ = draw_reference(logits, keys, slots, round, stream, law)
+    at = tokens[..., None]
+    log_probs = law_reference(logits, slots, law).gather(-1, at).squeeze(-1)
+    log_kept = torch.zeros_like(log_probs)
+    if law.temperature != 0:
+        whole = law_reference(logits, slots, law._replace(top_k=0, top_p=1.0))
+        log_kept = whole.gather(-1, at).squeeze(-1) - log_probs
+    return tokens, log_probs, log_kept, finite_reference(logits, law)
+
+
+@triton_op("visual_spec::masked_sample", mutates_args=())
+def _masked_sample_op(
+    logits: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    round: Tensor,
+    stream: int,
+    guided: bool,
+    guidance_scale: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    first: int,
+    stop: int,
+    guided_until: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guided_until)
+    by = masked_sample_triton if on_gpu(logits) else masked_sample_reference
+    return by(logits, keys, slots, round, stream, law)
+
+
+@_masked_sample_op.register_fake
+def _masked_sample_outputs(
+    logits: Tensor, keys: Tensor, slots: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like = partial(torch.empty_like, slots)
+    return like(), like(dtype=torch.float32), like(dtype=torch.float32), like(dtype=torch.bool)
+
+
+def masked_sample_triton(
+    logits: Tensor, keys: Tensor, slots: Tensor, round: Tensor, stream: int, law: LawNumbers
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`masked_sample` by the Triton kernel."""
+    slots = slots.contiguous()
+    tokens, log_probs, log_kept, finite = _masked_sample_outputs(logits, keys, slots)
+    if slots.numel() == 0:
+        return tokens, log_probs, log_kept, finite
+    logits = rows_of_numbers(logits)
+    kernel: Any = wrap_triton(_masked_kernel) if compiled(_masked_kernel) else _masked_kernel
+    with torch.cuda.device_of(logits):
+        kernel[(slots.numel(),)](
+            tokens,
+            log_probs,
+            log_kept,
+            finite,
+            logits,
+            keys.contiguous(),
+            slots,
+            round,
+            *slots.shape,
+            logits.stride(0),
+            logits.stride(1),
+            *kernel_numbers(law),
+            STREAM=stream,
+            **kernel_switches(law),
+            TILE=_TILE,
+            TILES=tiles(law, _TILE),
+            num_warps=_WARPS,
+        )
+    return tokens, log_probs, log_kept, finite
+
+
+if triton is not None:
+    import triton.language as tl
+
+    from visual_spec.kernels.draw import filter_law, guided_logits, is_finite, logits_row, race, tile_ids
+    from visual_spec.kernels.philox import uniform_tile
+
+    @triton.jit
+    def _masked_kernel(
+        tokens,
+        log_probs,
+        log_kept,
+        finite,
+        logits,
+        keys,
+        slots,
+        round,
+        batch_size,
+        window,
+        row_stride,
+        column_stride,
+        first,
+        stop,
+        scale,
+        inverse,
+        top_k,
+        top_p,
+        until,
+        STREAM: tl.constexpr,
+        GUIDED: tl.constexpr,
+        GREEDY: tl.constexpr,
+        TOP_K: tl.constexpr,
+        TOP_P: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
+    ):
+        infinity = float("inf")
+        place = tl.program_id(0).to(tl.int64)  # sample * window + column
+        sample = place // window
+        key, slot, at_round = tl.load(keys + sample), tl.load(slots + place), tl.load(round)
+        numbers = (first, stop, scale, inverse, top_k, top_p, until)
+        row = logits_row(
+            logits, sample, place % window, slot, batch_size, row_stride, column_stride, numbers, GUIDED
+        )
+        least, peak, best = filter_law(row, numbers, GUIDED, GREEDY, TOP_K, TOP_P, True, TILE, TILES)
+        BLOCKS: tl.constexpr = TILE // 4
+        seen = tl.full([BLOCKS, 4], -infinity, tl.float32)
+        other = tl.full([BLOCKS, 4], -infinity, tl.float32)
+        kept = tl.zeros([BLOCKS, 4], tl.float32)
+        whole = tl.zeros([BLOCKS, 4], tl.float32)
+        soonest = infinity
+        winner = -1
+        for tile in range(TILES):
+            start = first // 4 * 4 + tile * TILE
+            ids = tile_ids(start, BLOCKS)
+            scores, seen_here, other_here = guided_logits(row, ids, (ids >= first) & (ids < stop), GUIDED)
+            seen, other = tl.maximum(seen, seen_here), tl.maximum(other, other_here)
+            mass = tl.exp(scores - peak)
+            whole += mass
+            if GREEDY:
+                scores = tl.where(ids == best, 0.0, -infinity)
+            else:
+                kept += tl.where(scores >= least, mass, 0.0)
+                scores = tl.where(scores >= least, scores, -infinity)
+            uniform = uniform_tile(key, slot, at_round, start, STREAM, BLOCKS)
+            soonest, winner = race(uniform, scores, ids, soonest, winner, True)
+        token = tl.maximum(winner, first)
+        log_prob = 0.0
+        kept_here = 0.0
+        if not GREEDY:
+            score, _, _ = guided_logits(row, token, winner >= 0, GUIDED)
+            total = tl.log(tl.sum(tl.sum(kept, 1), 0))
+            log_prob = score - peak - total
+            if TOP_K or TOP_P:
+                kept_here = total - tl.log(tl.sum(tl.sum(whole, 1), 0))
+        tl.store(tokens + place, token.to(tl.int64))
+        tl.store(log_probs + place, log_prob)
+        tl.store(log_kept + place, kept_here)
+        tl.store(finite + place, is_finite(seen, other))
