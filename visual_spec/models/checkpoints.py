@@ -29,8 +29,9 @@ from visual_spec.models.llamagen_vq import VQModel
 IMAGE_SIZES = (256, 384, 512)
 CAPTION_LENGTH, CAPTION_DIM, NUM_CLASSES = 120, 2048, 1000
 
-# Where the weights are: DDP training writes "model", DeepSpeed "module", Lightning "state_dict", FSDP a bare dict.
-_CONTAINERS = ("model", "module", "state_dict")
+# Where the weights are: DDP training writes "model", DeepSpeed "module", Lightning "state_dict", FSDP a bare dict, and
+# Infinity's tokenizers are in "vae".
+_CONTAINERS = ("model", "module", "state_dict", "vae")
 # Computed from the grid; a usage counter of training.
 _DROPPED = ("freqs_cis", "quantize.codebook_used")
 
@@ -38,7 +39,8 @@ _DROPPED = ("freqs_cis", "quantize.codebook_used")
 _FOREIGN = {
     ".self_attn.q_proj.": "a transformers language model, such as Janus, Chameleon or Emu3; load its folder with "
     "transformers' from_pretrained",
-    "ada_lin": "VAR; this reader takes LlamaGen only",
+    "ada_lin": "VAR; load it with ScaleImagePipeline.from_official, or alone with load_var_checkpoint of "
+    "visual_spec.models.var, or make a folder of it by `visual-spec convert`",
     "diffloss.": "MAR; this reader takes LlamaGen only",
     "SelfAttention": "T5; pass its folder as text_encoder",
     "encoder.down.": "a VQGAN of taming-transformers; LlamaGen's tokenizers are vq_ds16_*.pt and vq_ds8_*.pt",
@@ -137,6 +139,18 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
             what it is and what to do.
     """
     path = Path(path)
+    return _unpack(path, read_content(path))
+
+
+def read_content(path: Path, keep: str = "{'model': c['model']}") -> Any:
+    """What a file holds, read without running anything that is in it.
+
+    Args:
+        keep: Python for the part of the content `c` that is to be saved anew, where reading the file would need pickle.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError, ValueError: as `read_checkpoint`, but that any content will do.
+    """
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a folder; name the checkpoint file in it, or load a folder that save_pretrained wrote with "
@@ -147,15 +161,13 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     if start.startswith(b"version https://git-lfs"):
         raise ValueError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder.")
     if path.suffix == ".safetensors" or start[8:9] == b"{":
-        content: Any = _load_safetensors(path)
-    elif start.startswith((b"PK\x03\x04", b"\x80")):
-        content = _load_torch(path, mapped=start.startswith(b"PK"))
-    else:
-        raise ValueError(
-            f"{path} is no checkpoint: it begins with {start[:12]!r}, and neither torch.save nor safetensors writes "
-            "that. Pass an official .pt or .pth file; if this one was downloaded, look at it: it may be a web page."
-        )
-    return _unpack(path, content)
+        return _load_safetensors(path)
+    if start.startswith((b"PK\x03\x04", b"\x80")):
+        return _load_torch(path, start.startswith(b"PK"), keep)
+    raise ValueError(
+        f"{path} is no checkpoint: it begins with {start[:12]!r}, and neither torch.save nor safetensors writes "
+        "that. Pass an official .pt or .pth file; if this one was downloaded, look at it: it may be a web page."
+    )
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
@@ -165,7 +177,7 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is truncated or damaged ({error}); copy or download it again.") from error
 
 
-def _load_torch(path: Path, mapped: bool) -> Any:
+def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
     try:
         # Training runs save their argparse.Namespace beside the weights: plain attributes, nothing that runs.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -179,7 +191,7 @@ def _load_torch(path: Path, mapped: bool) -> Any:
                 f"{path} holds {what}, so reading it would need pickle, which can run any code; it is refused. If you "
                 'trust where it comes from, save its tensors alone, and pass the new file: python -c "import torch; '
                 f"c = torch.load({str(path)!r}, map_location='cpu', weights_only=False); "
-                "torch.save({'model': c['model']}, 'weights.pt')\""
+                f"torch.save({keep}, 'weights.pt')\""
             ) from error
         shown = reason[:160].strip() or type(error).__name__
         raise ValueError(
@@ -246,6 +258,11 @@ def recognise(checkpoint: Checkpoint) -> Architecture:
     # Guesses first: where several are as close, the one that was made for the file says more.
     rated = [(Difference.between(checkpoint.weights, a.shapes()), a) for a in guesses + known_architectures()]
     difference, closest = max(rated, key=lambda pair: pair[0].similarity)
+    if any(key.startswith("quantize.quant_resi.") for key in checkpoint.weights):
+        raise ValueError(
+            f"{checkpoint.path} is VAR's multi-scale tokenizer; load it together with its transformer by "
+            "ScaleImagePipeline.from_official, or alone with load_var_vq_checkpoint of visual_spec.models.var_vq."
+        )
     if difference.similarity[1] == 0:
         about = next((text for mark, text in _FOREIGN.items() if mark in " ".join(checkpoint.weights)), None)
         raise ValueError(

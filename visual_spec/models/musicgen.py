@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.patterns import CodebookPattern
-from visual_spec.models.protocol import DecodeState, TokenGrid
+from visual_spec.models.protocol import DecodeState, MaskedState, TokenGrid
 from visual_spec.models.transformers_cache import SlotCache
 
 Padding = Literal["masked", "zeros"]
@@ -427,28 +427,77 @@ class MusicgenColumnModel(MusicgenModules):
 # -- any frame at once -------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class MagnetState(MaskedState):
+    """One batch in the course of masked decoding.
+
+    Attributes:
+        states, seen: from `encoder_states`, of all rows.
+        positions: [T, dim], embeddings of the frames.
+    """
+
+    states: Tensor
+    seen: Tensor
+    positions: Tensor
+
+
 class MagnetModel(MusicgenModules):
     """MAGNeT's network: every frame sees every other one, and hidden codes are predicted where they stand.
 
-    Codebooks are decoded one after the other (section 3.2). While one is decoded, those behind it are hidden: they
-    hold the special id. What the first codebook says may depend on all of the clip; a residual codebook refines what is
-    known of its surroundings, so there a frame sees only those at most `reach` frames away (section 3.3).
+    A `MaskedModel` whose slots are the frames. Codebooks are decoded one after the other (section 3.2). While one is
+    decoded, those behind it are hidden: they hold the special id. What the first codebook says may depend on all of the
+    clip; a residual codebook refines what is known of its surroundings, so there a frame sees only those at most
+    `reach` frames away (section 3.3).
 
     Args:
-        model, padding: see `MusicgenModules`.
-        reach: frames that a stage behind the first looks to either side.
+        model: see `MusicgenModules`.
+        num_frames: T, frames of the clips to decode. Official models are trained for one length. None: whole clips are
+            scored only, by `logits`.
+        reach: frames that a stage behind the first looks to either side; None looks at all of them.
+        padding: see `MusicgenModules`. Official checkpoints were trained with "zeros".
+
+    Raises:
+        TypeError, ValueError: as `MusicgenModules`; a reach below 0, a number of frames below 1.
     """
 
-    def __init__(self, model: Any, *, reach: int = 5, padding: Padding = "masked") -> None:
+    def __init__(
+        self,
+        model: Any,
+        num_frames: int | None = None,
+        *,
+        reach: int | None = 5,
+        padding: Padding = "masked",
+    ) -> None:
         super().__init__(model, padding)
-        if isinstance(reach, bool) or not isinstance(reach, int) or reach < 0:
-            raise ValueError(f"reach={reach!r}; pass an integer of at least 0.")
+        if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
+            raise ValueError(
+                f"reach={reach!r}; pass an integer of at least 0, or None to look at all frames."
+            )
         self.reach = reach
+        self.num_frames = num_frames
+        self._grid = None if num_frames is None else TokenGrid(1, num_frames, codebooks=self.num_codebooks)
+
+    @property
+    def grid(self) -> TokenGrid:
+        """height 1, width T (frames), codebooks K.
+
+        Raises:
+            ValueError: the model was made without a number of frames.
+        """
+        if self._grid is None:
+            raise ValueError("num_frames=None; pass the frames of a clip to MagnetModel to decode one.")
+        return self._grid
+
+    @property
+    def mask_id(self) -> int:
+        """The special id."""
+        return self.special_id
 
     def visible(self, stages: Tensor, num_frames: int) -> Tensor:
         """Which frames each frame sees, bool [B, T, T], at `stages`, long [B]."""
         frames = torch.arange(num_frames, device=stages.device)
-        near = (frames - frames[:, None]).abs() <= self.reach
+        distance = (frames - frames[:, None]).abs()
+        near = distance <= (num_frames if self.reach is None else self.reach)
         return near | (stages == 0)[:, None, None]
 
     def logits(
@@ -466,3 +515,53 @@ class MagnetModel(MusicgenModules):
         embeddings = embeddings + self.position_table(count).to(embeddings)
         scores = self.score(self.run(embeddings, self.visible(stages, count), states, seen))
         return scores[torch.arange(batch, device=codes.device), :, stages]
+
+    @torch.no_grad()
+    def prepare(self, condition: TextCondition, *, batch_size: int, guided: bool) -> MagnetState:
+        """Run the projection of the text. See `MaskedModel`.
+
+        Raises:
+            TypeError, ValueError: as `check_condition`; a condition that gives codes, or a model without a number of
+                frames.
+        """
+        frames = self.grid.width
+        self.check_condition(condition, batch_size)
+        if isinstance(condition, MusicCondition) and condition.codes is not None:
+            raise ValueError(
+                f"the condition gives codes {tuple(condition.codes.shape)}; hand them to the sampler, as "
+                "given=model.given(codes)."
+            )
+        states, seen = self.encoder_states(condition, guided=guided)
+        return MagnetState(guided, self.device, states, seen, self.position_table(frames).to(states))
+
+    @torch.no_grad()
+    def __call__(self, state: MagnetState, tokens: Tensor, stage: int) -> Tensor:
+        """Logits [R, T, V] of codebook `stage` for `tokens` long [B, T, K]. See `MaskedModel`."""
+        rows = tokens.repeat(2, 1, 1) if state.guided else tokens
+        embeddings = self.embed(rows) + state.positions
+        visible = self.visible(torch.full((1,), stage, device=rows.device), rows.shape[1])
+        logits = self.heads[stage](self.run(embeddings, visible, state.states, state.seen))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def given(self, codes: Tensor) -> Tensor:
+        """What the sampler is told of a clip that begins with codes, long [B, K, P]: long [B, T, K], the rest hidden.
+
+        Raises:
+            ValueError: another number of codebooks, no frame left to decode, codes beyond the vocabulary.
+        """
+        frames = self.grid.width
+        if codes.ndim != 3 or codes.shape[1] != self.num_codebooks or not codes.shape[2] < frames:
+            raise ValueError(
+                f"codes {tuple(codes.shape)} given; pass [B, {self.num_codebooks}, P] with P below the clip's "
+                f"{frames} frames."
+            )
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.vocab_size:
+            raise ValueError(
+                f"codes from {int(codes.min())} to {int(codes.max())} given; this model's are 0 to "
+                f"{self.vocab_size - 1}. Encode the clip with the codec that belongs to it."
+            )
+        return F.pad(codes, (0, frames - codes.shape[2]), value=self.mask_id).transpose(1, 2).contiguous()
+
+    def codes(self, tokens: Tensor, condition: TextCondition | None = None) -> Tensor:
+        """Codes [B, K, T] of decoded tokens [B, T, K], as `MusicgenColumnModel.codes`."""
+        return tokens.view(*tokens.shape[:2], -1).transpose(1, 2)

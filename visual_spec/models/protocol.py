@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -192,15 +192,40 @@ class OrderModel(NextTokenModel, Protocol):
 # order: scale k has the slots from sum(n * n for n in scales[:k]) on.
 
 
+# A map's side in tokens, or its (height, width) where they differ.
+Side = int | tuple[int, int]
+
+
+def shape_of(side: Side) -> tuple[int, int]:
+    """Height and width of a map."""
+    return (side, side) if isinstance(side, int) else side
+
+
+def area_of(side: Side) -> int:
+    """Places of a map."""
+    height, width = shape_of(side)
+    return height * width
+
+
+def sides_of(scales: Iterable[Side | Sequence[int]]) -> tuple[Side, ...]:
+    """Sides in their one spelling, by which they can be compared: an int for a square, else a tuple."""
+    pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in scales]
+    return tuple(height if height == width else (height, width) for height, width in pairs)
+
+
 class ScaleTokenizer(Protocol):
     """Pictures as residual token maps of growing size: what is known of a picture is a canvas that each map adds to.
 
-    All canvases of one decode have one shape, [B, D, h, w] with h = w = scales[-1].
+    All canvases of one decode have one shape, [B, D, h, w] with h, w the last map's unless a tokenizer says otherwise.
+
+    A place of a map holds one token, unless the tokenizer has an attribute `tokens_per_place`, T: then it holds T
+    tokens (the bits of a binary code), which are independent of each other, as those of all places are, given the maps
+    before. They follow each other, every one has a slot of its own, and for n * n below read n * n * T.
     """
 
     @property
-    def scales(self) -> tuple[int, ...]:
-        """Tokens per side of each map, coarse to fine."""
+    def scales(self) -> tuple[Side, ...]:
+        """Places per side of each map, coarse to fine."""
         ...
 
     @property
@@ -210,12 +235,12 @@ class ScaleTokenizer(Protocol):
 
     @property
     def codebook_size(self) -> int:
-        """V, the number of codes."""
+        """V, the number of codes: of values that a token takes."""
         ...
 
     @property
     def codebook(self) -> Tensor:
-        """The codes [V, D] by token id."""
+        """The codes [V, D] by token id; [V, D / T] with T tokens a place, whose codes are joined in their order."""
         ...
 
     def begin(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -237,7 +262,7 @@ class ScaleTokenizer(Protocol):
         ...
 
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:
-        """What a model is fed to predict scale `scale`, 1 or later: the canvas averaged down to [B, D, n, n]."""
+        """What a model is fed to predict scale `scale`, 1 or later: the canvas at its size, [B, D, n, n]."""
         ...
 
     def decode_canvas(self, canvas: Tensor) -> Tensor:
@@ -250,8 +275,8 @@ class ScaleState:
     """One batch in the course of next-scale decoding. A model subclasses it with its caches.
 
     Attributes:
-        logits: [R, n * n, V], the prediction of the scale that the prefill ended at. R = B, or 2B when guided: the
-            conditional rows, then the unconditional ones.
+        logits: [R, n * n, V], the prediction of the scale that the prefill ended at; [R, n * n * T, V] over a tokenizer
+            with T tokens a place. R = B, or 2B when guided: the conditional rows, then the unconditional ones.
         guided: whether the unconditional rows are there.
     """
 
@@ -272,8 +297,8 @@ class ScaleModel(Protocol):
     """
 
     @property
-    def scales(self) -> tuple[int, ...]:
-        """Tokens per side of each map, coarse to fine."""
+    def scales(self) -> tuple[Side, ...]:
+        """Places per side of each map, coarse to fine."""
         ...
 
     @property
@@ -376,4 +401,103 @@ class ColumnModel(Protocol):
         Returns:
             logits [R, W, K, V]; column `w` predicts step `steps[b, w] + 1`.
         """
+        ...
+
+
+# -- hidden tokens ---------------------------------------------------------------------------------------------------
+#
+# A masked model sees all slots at once, some of them hidden, and predicts what the hidden ones hold. Several codebooks
+# are decoded one after the other: stage k predicts codebook k, while those behind it are hidden. An image model has one
+# codebook, and one stage.
+
+
+@dataclass
+class MaskedState:
+    """One batch in the course of masked decoding. A model subclasses it with what it keeps of the condition.
+
+    Attributes:
+        guided: whether the unconditional rows are there.
+        device: where tokens are fed and logits come out.
+    """
+
+    guided: bool
+    device: torch.device
+
+
+class MaskedModel(Protocol):
+    """A model that predicts hidden tokens where they stand."""
+
+    @property
+    def grid(self) -> TokenGrid:
+        """L = num_tokens slots of K codebooks."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V, of one codebook, without the mask: a model whose head scores the mask too leaves it out."""
+        ...
+
+    @property
+    def mask_id(self) -> int:
+        """What is fed where a token is hidden. No token has this id."""
+        ...
+
+    def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
+        """Run what depends on the condition only.
+
+        Args:
+            condition: whatever the model is conditioned on, `batch_size` rows of it, or None.
+            guided: also hold unconditional rows.
+
+        Returns:
+            A `MaskedState` (of the model's own subclass).
+        """
+        ...
+
+    def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
+        """Score codebook `stage` at every slot. No host synchronisation, and nothing is kept: tokens may be hidden
+        again.
+
+        Args:
+            state: what `prepare` returned.
+            tokens: long [B, L, K], the mask id where a token is hidden.
+
+        Returns:
+            logits [R, L, V]; R = B, or 2B when guided: the conditional rows, then the unconditional ones.
+        """
+        ...
+
+
+class Rescorer(Protocol):
+    """An autoregressive model that says how probable the tokens of a whole clip are, such as MusicGen."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_frames(self) -> int:
+        """T, frames of its clips."""
+        ...
+
+    @property
+    def special_id(self) -> int:
+        """What is fed where there is no token."""
+        ...
+
+    def teacher_forced(self, codes: Tensor, condition: Any) -> Tensor:
+        """Logits [B, K, T, V] of every code of whole clips, long [B, K, T], given those before it in the model's
+        order."""
+        ...
+
+
+class ClipModel(ColumnModel, Protocol):
+    """A `ColumnModel` that tells which frames its columns make up."""
+
+    @property
+    def num_frames(self) -> int:
+        """T, frames of its clips."""
+        ...
+
+    def codes(self, tokens: Tensor, condition: Any) -> Tensor:
+        """Codes [B, K, T] of decoded columns [B, S, K], those that the condition gives in front."""
         ...

@@ -15,17 +15,20 @@ from typing import Any, Self
 
 import torch
 
+from visual_spec.models.protocol import Side, area_of, shape_of, sides_of
+
 WINDOW = 4  # the observation window: the centres of a grid of 4 x 4 over the newest map
 
 
-def offsets_of(scales: Sequence[int]) -> tuple[int, ...]:
-    """The first slot of each scale, and behind the last one the number of slots."""
-    return (0, *accumulate(side * side for side in scales))
+def offsets_of(scales: Sequence[Side]) -> tuple[int, ...]:
+    """The first place of each scale, and behind the last one the number of places."""
+    return (0, *accumulate(map(area_of, scales)))
 
 
-def window_size(side: int) -> int:
+def window_size(side: Side) -> int:
     """Tokens in the observation window of a map of this side: all of a small one."""
-    return min(side, WINDOW) ** 2
+    height, width = shape_of(side)
+    return min(height, WINDOW) * min(width, WINDOW)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class ScaleBudget:
     """For each scale and layer, how many cached tokens the layer may read there. The map at hand is not counted.
 
     Args:
-        scales: tokens per side of each map, coarse to fine.
+        scales: tokens per side of each map, or (height, width), coarse to fine.
         tokens: [scales][layers]. What a scale may read is what was kept after the scale before it, so entry k is
             applied then. Entry 0 is of no use: there is nothing to read.
         drafters: [scales], the layers that the budget was made for as drafters; empty: none. For reports only.
@@ -43,7 +46,7 @@ class ScaleBudget:
             is always kept: 16 tokens, or the whole map if that is smaller.
     """
 
-    scales: tuple[int, ...]
+    scales: tuple[Side, ...]
     tokens: tuple[tuple[int, ...], ...]
     drafters: tuple[tuple[int, ...], ...] = ()
 
@@ -68,14 +71,14 @@ class ScaleBudget:
                 )
 
     @classmethod
-    def full(cls, scales: Sequence[int], num_layers: int) -> Self:
+    def full(cls, scales: Sequence[Side], num_layers: int) -> Self:
         """The budget that evicts nothing."""
-        return cls(tuple(scales), tuple((first,) * num_layers for first in offsets_of(scales)[:-1]))
+        return cls(sides_of(scales), tuple((first,) * num_layers for first in offsets_of(scales)[:-1]))
 
     @classmethod
     def from_share(
         cls,
-        scales: Sequence[int],
+        scales: Sequence[Side],
         num_layers: int,
         share: float,
         *,
@@ -97,7 +100,7 @@ class ScaleBudget:
             ValueError: a share outside of (0, 1], or so small that the observation window does not fit; a negative
                 decay; drafters that are no layers.
         """
-        scales = tuple(scales)
+        scales = sides_of(scales)
         offsets = offsets_of(scales)
         if not 0 < share <= 1:
             raise ValueError(f"share={share}; pass a part of the full cache above 0 and at most 1.")
@@ -142,7 +145,7 @@ class ScaleBudget:
                 f"a budget without {', '.join(missing)} given; pass what ScaleBudget.to_dict made."
             )
         return cls(
-            tuple(values["scales"]),
+            sides_of(values["scales"]),
             tuple(tuple(row) for row in values["tokens"]),
             tuple(tuple(row) for row in values.get("drafters", ())),
         )
@@ -163,7 +166,7 @@ class ScaleBudget:
         """[scales][layers]: how many cached tokens a layer does read, which is less than it may while there are few."""
         rows = [(0,) * self.num_layers]
         for side, budget in zip(self.scales, self.tokens[1:], strict=False):
-            rows.append(tuple(min(b, kept + side * side) for b, kept in zip(budget, rows[-1], strict=True)))
+            rows.append(tuple(min(b, kept + area_of(side)) for b, kept in zip(budget, rows[-1], strict=True)))
         return tuple(rows)
 
     @property
@@ -234,7 +237,7 @@ def cache_bytes(
     Raises:
         ValueError: a budget for another model.
     """
-    scales, layers = tuple(config["scales"]), config["num_layers"]
+    scales, layers = sides_of(config["scales"]), config["num_layers"]
     stop = len(scales) if stop is None else stop
     if budget is not None:
         check_budget(budget, scales, layers)
@@ -260,7 +263,7 @@ def cache_bytes(
         for layer in range(layers):
             others = sum(now) - now[layer]
             for scale in call:
-                joined = now[layer] + scales[scale] ** 2
+                joined = now[layer] + area_of(scales[scale])
                 kept = held[scale + 1][layer] if scale < stop - 1 else 0
                 copied = kept if kept < joined else 0
                 largest = max(largest, joined)
@@ -271,13 +274,13 @@ def cache_bytes(
     )
 
 
-def check_budget(budget: ScaleBudget, scales: Sequence[int], num_layers: int) -> None:
+def check_budget(budget: ScaleBudget, scales: Sequence[Side], num_layers: int) -> None:
     """Refuse a budget that was made for another model.
 
     Raises:
         ValueError: names both.
     """
-    if (budget.scales, budget.num_layers) != (tuple(scales), num_layers):
+    if (budget.scales, budget.num_layers) != (sides_of(scales), num_layers):
         raise ValueError(
             f"a budget for scales {budget.scales} of {budget.num_layers} layers given, but the model has scales "
             f"{tuple(scales)} and {num_layers} layers; make one for it, with calibrate or ScaleBudget.from_share."

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.models.protocol import ScaleModel, ScaleTokenizer
+from visual_spec.models.protocol import ScaleModel, ScaleTokenizer, Side, area_of, shape_of
 from visual_spec.models.scale_budget import WINDOW, ScaleBudget, check_budget, offsets_of
 
 _POOL = 5
@@ -98,11 +98,15 @@ class StaticCache:
 # -- ScaleKV ---------------------------------------------------------------------------------------------------------
 
 
-def observers(side: int, device: torch.device | None = None) -> Tensor:
+def observers(side: Side, device: torch.device | None = None) -> Tensor:
     """Places, long [n], of the observation window in a map: the centres of a 4 x 4 grid, or all of a small map."""
-    cells = min(side, WINDOW)
-    line = (2 * torch.arange(cells, device=device) + 1) * side // (2 * cells)
-    return (side * line[:, None] + line).flatten()
+
+    def centres(length: int) -> Tensor:
+        cells = min(length, WINDOW)
+        return (2 * torch.arange(cells, device=device) + 1) * length // (2 * cells)
+
+    height, width = shape_of(side)
+    return (width * centres(height)[:, None] + centres(width)).flatten()
 
 
 def most_attended(queries: Tensor, keys: Tensor, newest: Tensor, keep: int) -> Tensor:
@@ -160,7 +164,7 @@ class EvictingCache:
     def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `ScaleCache.attend`."""
         self._token_bytes = 2 * k[:, :, 0].nelement() * k.element_size()
-        sizes = [self._sides[scale] ** 2 for scale in scales]
+        sizes = [area_of(self._sides[scale]) for scale in scales]
         parts = zip(scales, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
         seen = [self._attend(layer, scale, *part) for scale, *part in parts]
         return seen[0] if len(seen) == 1 else torch.cat(seen, 2)
@@ -206,7 +210,7 @@ class CompressedVAR:
         self.model, self.budget = model, budget
 
     @property
-    def scales(self) -> tuple[int, ...]:
+    def scales(self) -> tuple[Side, ...]:
         return tuple(self.model.scales)
 
     @property

@@ -39,6 +39,7 @@ class T5Features(ModelMixin, ConfigMixin):
         max_words: longest caption in tokens, the end token included; also the prefix length of the image model.
         cache_folder: where features are kept, one file per caption; None keeps none. What is cached is found again
             only with the same weights, in the same dtype, for the same tokens.
+        clean: whether captions are cleaned. Those of Infinity are read as they are.
     """
 
     config_name = "features_config.json"
@@ -49,12 +50,13 @@ class T5Features(ModelMixin, ConfigMixin):
         tokenizer: Any,
         max_words: int = MAX_TOKENS,
         cache_folder: str | os.PathLike | None = None,
+        clean: bool = True,
     ):
         super().__init__()
         self.encoder = encoder
         self.tokenizer = tokenizer
         self.cache_folder = None if cache_folder is None else Path(cache_folder)
-        self.register_to_config(max_words=max_words)
+        self.register_to_config(max_words=max_words, clean=clean)
         self._fingerprint: tuple[torch.dtype, str] | None = None
 
     # -- loading and saving --------------------------------------------------------------------------------------------
@@ -67,6 +69,7 @@ class T5Features(ModelMixin, ConfigMixin):
         torch_dtype: torch.dtype | None = None,
         max_words: int | None = None,
         cache_folder: str | os.PathLike | None = None,
+        clean: bool | None = None,
         **loading: Any,
     ) -> Self:
         """Load a folder or Hub id of a T5, or what `save_pretrained` wrote.
@@ -75,6 +78,7 @@ class T5Features(ModelMixin, ConfigMixin):
             torch_dtype: of the weights; None: float32, as diffusers loads.
             max_words: None: as saved, or 120.
             cache_folder: see the class.
+            clean: None: as saved, or true.
             loading: revision, token, cache_dir, local_files_only and device_map are passed on to transformers.
 
         Raises:
@@ -105,10 +109,11 @@ class T5Features(ModelMixin, ConfigMixin):
         saved = os.path.join(folder, cls.config_name)
         kept: dict[str, Any] = json.loads(Path(saved).read_text()) if os.path.exists(saved) else {}
         longest = max_words or kept.get("max_words", MAX_TOKENS)
-        return cls(encoder, tokenizer, longest, cache_folder).eval()
+        cleaned = kept.get("clean", True) if clean is None else clean
+        return cls(encoder, tokenizer, longest, cache_folder, cleaned).eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
-        """Write encoder, tokenizer and `max_words` into one folder."""
+        """Write encoder, tokenizer, `max_words` and `clean` into one folder."""
         known = {name: options[name] for name in ("max_shard_size", "variant") if options.get(name)}
         self.encoder.save_pretrained(save_directory, **known)
         self.tokenizer.save_pretrained(save_directory)
@@ -139,7 +144,7 @@ class T5Features(ModelMixin, ConfigMixin):
         """
         rows = []
         for prompt in prompts:
-            text = clean_caption(clean_caption(prompt))
+            text = clean_caption(clean_caption(prompt)) if self.config["clean"] else prompt.strip()
             if not text:
                 raise ValueError(f"prompt {prompt!r} has no words; give at least one")
             ids = self.tokenizer(text).input_ids

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.protocol import DecodeState, TokenGrid
+from visual_spec.models.protocol import DecodeState, MaskedState, TokenGrid
 
 _LARGEST_TABLE = 2**26
 
@@ -329,6 +329,80 @@ class TabularColumnModel(nn.Module):
                 contexts = (contexts[:, None] * base + token).flatten()
             contexts = contexts % base ** (self.grid.codebooks * self.order)
         return probability
+
+
+@dataclass
+class TabularMaskedState(MaskedState):
+    """The table each row reads: [R]."""
+
+    tables: Tensor
+
+
+class TabularMaskedModel(nn.Module):
+    """A `MaskedModel` as a table: logits for every codebook, slot, and state of all entries, hidden or not.
+
+    Args:
+        grid: geometry of the tokens, with their codebooks.
+        vocab_size: V; the mask is V. There are (V + 1) ** (L * K) contexts.
+        conditions, seed, scale, dtype: as of `TabularModel`.
+
+    Raises:
+        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+    """
+
+    logits: Tensor
+
+    def __init__(
+        self,
+        grid: TokenGrid,
+        vocab_size: int,
+        *,
+        conditions: int = 1,
+        seed: int = 0,
+        scale: float = 1.2,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        if vocab_size < 1 or conditions < 1:
+            raise ValueError(
+                f"vocab_size={vocab_size}, conditions={conditions}; pass vocab_size >= 1 and conditions >= 1."
+            )
+        entries = grid.num_tokens * grid.codebooks
+        shape = (conditions + 1, grid.codebooks, (vocab_size + 1) ** entries, grid.num_tokens, vocab_size)
+        if math.prod(shape) > _LARGEST_TABLE:
+            raise ValueError(
+                f"a table of shape {shape} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
+                "pass a smaller vocabulary or grid."
+            )
+        self.grid = grid
+        self.vocab_size = self.mask_id = vocab_size
+        table = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.register_buffer("logits", table.to(dtype))  # [tables, K, contexts, L, V]
+
+    @property
+    def conditions(self) -> int:
+        """Number of conditional tables."""
+        return self.logits.shape[0] - 1
+
+    def prepare(self, condition: Tensor | None, *, batch_size: int, guided: bool) -> TabularMaskedState:
+        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
+
+        Raises:
+            ValueError: a condition of another shape, dtype or range.
+        """
+        device = self.logits.device
+        tables = _tables_of(condition, batch_size, self.conditions, guided).to(device)
+        return TabularMaskedState(guided, device, tables)
+
+    def forward(self, state: TabularMaskedState, tokens: Tensor, stage: int) -> Tensor:
+        """Logits [R, L, V] of codebook `stage`, given tokens [B, L, K]; see `MaskedModel.__call__`."""
+        context = torch.zeros_like(
+            tokens[:, 0, 0]
+        )  # [B], all entries in base V + 1, the first most significant
+        for entry in tokens.flatten(1).unbind(1):
+            context = context * (self.vocab_size + 1) + entry
+        repeats = len(state.tables) // len(tokens)
+        return self.logits[state.tables, stage, context.repeat(repeats)]
 
 
 def _tables_of(condition: Tensor | None, batch_size: int, conditions: int, guided: bool) -> Tensor:

@@ -21,6 +21,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.checkpoints import Checkpoint, Difference, Source, read_checkpoint
+from visual_spec.models.llamagen import rotate
 from visual_spec.models.protocol import ScaleState
 from visual_spec.models.scale_budget import offsets_of
 from visual_spec.models.scale_cache import ScaleCache, StaticCache, block_causal
@@ -82,20 +83,22 @@ class Attention(nn.Module):
         self.scale_mul_1H11 = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4)))
         self.proj = nn.Linear(dim, dim)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled queries, keys and values `[R, H, W, D]` of `x [R, W, dim]`."""
+    def project(self, x: Tensor, rotation: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled queries, keys and values `[R, H, W, D]` of `x [R, W, dim]`.
+
+        With `rotation [W, D / 2, 2]`, pairs of queries and keys are turned by it (VAR: None).
+        """
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         q, k, v = (
             F.linear(x, self.mat_qkv.weight, bias).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         )
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = self.scale_mul_1H11.to(wide).clamp_max(_LARGEST_SCALE).exp()
+        q, k = F.normalize(q.to(wide), dim=-1) * scale, F.normalize(k.to(wide), dim=-1)
+        if rotation is not None:
+            q, k = (rotate(part.transpose(1, 2), rotation[None]).transpose(1, 2) for part in (q, k))
         # Rounded back to the model's type: a float32 K would double the cache.
-        return (
-            (F.normalize(q.to(wide), dim=-1) * scale).to(x.dtype),
-            F.normalize(k.to(wide), dim=-1).to(x.dtype),
-            v,
-        )
+        return q.to(x.dtype), k.to(x.dtype), v
 
 
 class FeedForward(nn.Module):

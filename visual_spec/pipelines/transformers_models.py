@@ -27,6 +27,7 @@ from visual_spec.models.cached_decoder import CachedDecoder
 from visual_spec.models.transformers_cache import Prompt
 from visual_spec.pipelines.base import wake
 from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.masked import MaskedTrace
 from visual_spec.samplers.trace import DecodeTrace
 
 FAMILIES = {
@@ -104,7 +105,8 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
     if not models:
         raise TypeError(
             f"cannot accelerate a {type(model_or_pipeline).__name__}; pass a visual_spec pipeline, one of "
-            f"transformers' {', '.join(FAMILIES)}, or a diffusers pipeline that holds one of them."
+            f"transformers' {', '.join(FAMILIES)}, or a diffusers pipeline that holds one of them; or a "
+            "MusicgenForConditionalGeneration."
         )
     if not (callable(sampler) and hasattr(sampler, "lossless")):
         raise TypeError(
@@ -240,7 +242,7 @@ def generate_images(
             break
         stage, condition = following
         helper = None if helper is None else helper[0].next_stage(helper[1], result.tokens)
-    model.last_trace = _joined(traces)
+    model.last_trace = joined_traces(traces)
     ids = stage.output(condition, result.tokens)
     if (
         given.get("pixel_values") is not None
@@ -326,11 +328,12 @@ def _prompt(ids: Tensor, mask: Tensor | None, pad: int | None) -> Prompt:
     return Prompt(ids, mask.to(ids.device))
 
 
-def _joined(traces: list[DecodeTrace]) -> DecodeTrace:
+def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
     """One trace of the decodes of several grids, one after the other."""
     first, *others = traces
     for trace in others:
-        calls = int(first.target_calls.max())
+        # Of the batch: no sample begins a grid before all end the last one.
+        calls = int(first.commit_call.max()) + 1
         phases = {
             name: first.phase_seconds.get(name, 0.0) + trace.phase_seconds.get(name, 0.0)
             for name in {**first.phase_seconds, **trace.phase_seconds}
@@ -348,5 +351,8 @@ def _joined(traces: list[DecodeTrace]) -> DecodeTrace:
             merged["divergence"] = (first.divergence * sizes[0] + trace.divergence * sizes[1]) / sum(sizes)
         if first.moved_mass is not None and trace.moved_mass is not None:
             merged["moved_mass"] = first.moved_mass + trace.moved_mass
+        if isinstance(first, MaskedTrace) and isinstance(trace, MaskedTrace):
+            later = torch.where(trace.entry_call < 0, -1, trace.entry_call + calls)
+            merged["entry_call"] = torch.cat([first.entry_call, later], 1)
         first = dataclasses.replace(first, **merged)
     return first

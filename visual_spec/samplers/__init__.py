@@ -7,45 +7,60 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
+    from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+    from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
     from visual_spec.samplers.law import TokenLaw
+    from visual_spec.samplers.masked import MaskedSampler
+    from visual_spec.samplers.masked_hybrid import hybrid_decode
     from visual_spec.samplers.multiscale import MultiscaleSampler
     from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
     from visual_spec.samplers.proactive import ProactiveJacobiSampler
     from visual_spec.samplers.randomness import CounterNoise
     from visual_spec.samplers.rows import ZipARSampler
+    from visual_spec.samplers.scales import ScaleWiseSampler
     from visual_spec.samplers.trace import DecodeTrace, SampleResult
     from visual_spec.samplers.tree import TreeSampler
 
 _HOME = {
     "AutoregressiveSampler": "autoregressive",
+    "ColumnAutoregressiveSampler": "columns",
+    "ColumnJacobiSampler": "columns_jacobi",
     "CounterNoise": "randomness",
     "DecodeTrace": "trace",
     "DraftedSampler": "drafted",
+    "MaskedSampler": "masked",
     "MultiscaleSampler": "multiscale",
     "ParallelJacobiSampler": "parallel_jacobi",
     "ProactiveJacobiSampler": "proactive",
     "SampleResult": "trace",
+    "ScaleWiseSampler": "scales",
     "SpeculativeJacobiSampler": "jacobi",
     "TokenLaw": "law",
     "TreeSampler": "tree",
     "ZipARSampler": "rows",
+    "hybrid_decode": "masked_hybrid",
 }
 
 __all__ = [
     "AutoregressiveSampler",
+    "ColumnAutoregressiveSampler",
+    "ColumnJacobiSampler",
     "CounterNoise",
     "DecodeTrace",
     "DraftedSampler",
+    "MaskedSampler",
     "MultiscaleSampler",
     "ParallelJacobiSampler",
     "ProactiveJacobiSampler",
     "SampleResult",
+    "ScaleWiseSampler",
     "SpeculativeJacobiSampler",
     "TokenLaw",
     "TreeSampler",
     "ZipARSampler",
+    "hybrid_decode",
 ]
 
 

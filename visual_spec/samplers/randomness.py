@@ -22,6 +22,7 @@ ACCEPT: Final = 2  # accept or reject a draft
 RESIDUAL: Final = 3  # the replacement of a rejected draft
 PROPOSAL: Final = 4  # tries at the residual of a whole column (`product_residual`)
 MIXTURE: Final = 5  # and what each try is drawn from
+CHOICE: Final = 6  # which tokens of a masked decode are kept
 
 # Scalar draws use a block of the counter that no vocabulary reaches (it would need 2**34 tokens), so that a
 # uniform and a Gumbel row of the same stream never share bits.

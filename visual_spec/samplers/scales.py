@@ -1,8 +1,9 @@
 """Next-scale sampling: VAR with one model, collaborative decoding with several.
 
-VAR (Tian et al. 2024, section 3.2) draws all tokens of a scale at once, given the scales before it. CoDe (Chen et al.
-2025, section 3.2) has a large model draw the small scales, which decide what the picture shows, and a small model the
-large ones, which cost most: it starts from the input maps so far, by one prefill that builds its own cache.
+VAR (Tian et al. 2024, section 3.2) draws all tokens of a scale at once, given the scales before it. Infinity (Han et
+al. 2024, section 3) draws the bits of all its tokens at once, each for itself. CoDe (Chen et al. 2025, section 3.2)
+has a large model draw the small scales, which decide what the picture shows, and a small model the large ones, which
+cost most: it starts from the input maps so far, by one prefill that builds its own cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import ScaleModel, ScaleTokenizer
+from visual_spec.models.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
 from visual_spec.samplers.checks import CheckedLaw, check_allowed, check_batch_size
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.law import TokenLaw
@@ -218,7 +219,9 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
         """
         sides = tokenizer.scales
         count = len(sides)
-        starts = [0, *accumulate(side * side for side in sides)]
+        # n * n below is n * n * T where a place has T tokens, each with its slot.
+        sizes = [area_of(side) * getattr(tokenizer, "tokens_per_place", 1) for side in sides]
+        starts = [0, *accumulate(sizes)]
         stages = list(model) if isinstance(model, Sequence) else [Stage(model, range(count))]
         self._check(stages, tokenizer, law, batch_size)
         runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
@@ -260,8 +263,9 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
                     gumbel = noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
                     shares = mixture(target, gumbel, ratio)
                     parts.append(shares.argmax(-1))
-                    codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook  # [B, n * n, D]
-                    codes = codes.mT.unflatten(2, (sides[scale], sides[scale]))
+                    codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook
+                    codes = codes.reshape(batch_size, area_of(sides[scale]), -1)  # [B, n * n, D]
+                    codes = codes.mT.unflatten(2, shape_of(sides[scale]))
                     canvas = tokenizer.accumulate_codes(canvas, scale, codes)
                 else:
                     parts.append(noise.categorical(target, slots, TOKEN))
@@ -280,13 +284,12 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
         # A model with a compressed cache draws from a law of its own.
         exact = len(runs) == 1 and getattr(runs[0][0].model, "lossless", True)
         others = starts[-1] - starts[runs[0][-1].scales.stop]  # slots behind the first model's stages
-        sizes = torch.tensor([side * side for side in sides])
         trace = ScaleTrace(
             sampler=type(self).__name__,
             lossless=self.lossless and exact,
             identical=self.identical and exact,
             target_calls=torch.full((batch_size,), count),
-            commit_call=torch.arange(count).repeat_interleave(sizes).repeat(batch_size, 1),
+            commit_call=torch.arange(count).repeat_interleave(torch.tensor(sizes)).repeat(batch_size, 1),
             seconds=seconds,
             phase_seconds=phase_seconds,
             peak_memory=watch.peak_memory(device),

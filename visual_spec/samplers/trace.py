@@ -44,23 +44,22 @@ class DecodeTrace:
         """Committed tokens over target calls, bonus tokens included: float [B]."""
         return self.commit_call.shape[1] / self.target_calls.float()
 
+    @property
+    def output_law(self) -> str:
+        """What the output law is, in words."""
+        if self.identical:
+            return "same tokens as autoregressive sampling"
+        if self.lossless:
+            return "lossless"
+        return "lossy" if self.divergence is None else f"lossy, measured divergence {self.divergence:.4f}"
+
     def summary(self) -> str:
         """One line: tokens, calls, tokens per call, time, and what the output law is."""
-        if self.identical:
-            law = "same tokens as autoregressive sampling"
-        elif self.lossless:
-            law = "lossless"
-        else:
-            law = (
-                f"lossy, measured divergence {self.divergence:.4f}"
-                if self.divergence is not None
-                else "lossy"
-            )
         samples, length = self.commit_call.shape
         memory = "" if self.peak_memory is None else f", {self.peak_memory / 2**20:.0f} MiB peak"
         return (
             f"{self.sampler}: {samples} x {length} tokens, {self.target_calls.float().mean():.1f} target calls "
-            f"({self.tokens_per_call.mean():.2f} tokens per call), {self.seconds:.2f} s{memory}, {law}"
+            f"({self.tokens_per_call.mean():.2f} tokens per call), {self.seconds:.2f} s{memory}, {self.output_law}"
         )
 
 

@@ -1,0 +1,384 @@
+"""The exact law of what the masked sampler returns: the real sampler on every outcome of its draws, against a second
+writing of the algorithm in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.exactness.plain_masking import Plain, Tokens
+from tests.exactness.test_statistics import LEAST_P, p_value
+from visual_spec.models.protocol import TokenGrid
+from visual_spec.models.tabular import TabularMaskedModel
+from visual_spec.samplers import masked, masking
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.randomness import CHOICE, TOKEN, CounterNoise
+
+
+class ForcedNoise:
+    """Row i makes the i-th choice of all outcomes, and is weighted by the probability of them.
+
+    Outcomes that no one looks at (slots that are known) are drawn as well: their weights add up to 1.
+    """
+
+    def __init__(self, rows: int, chance: Any = None) -> None:
+        self.digits = torch.arange(rows)
+        self.weight = torch.ones(rows, dtype=torch.float64)
+        self.used: set[tuple[int, int, int]] = set()
+        self.chance = chance  # scores [B, U] of a step's draws over their noise
+        self.score = torch.zeros(0)
+
+    def _digit(self, base: int) -> Tensor:
+        found, self.digits = self.digits % base, self.digits // base
+        return found
+
+    def _once(self, slots: Tensor, stream: int, round: int) -> None:
+        for slot in slots[0].tolist():
+            assert (slot, stream, round) not in self.used, "noise is used twice"
+            self.used.add((slot, stream, round))
+
+    def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int) -> Tensor:
+        assert stream == TOKEN
+        self._once(slots, stream, round)
+        outcome = torch.stack([self._digit(log_probs.shape[-1]) for _ in range(slots.shape[1])], 1)
+        picked = log_probs.gather(-1, outcome[..., None])[..., 0]
+        self.weight = self.weight * picked.exp().prod(1)
+        if self.chance is not None:
+            self.score = self.chance(picked, round)
+        return outcome
+
+    def _ranking(self, count: int) -> Tensor:
+        orders = torch.tensor(list(itertools.permutations(range(count))))
+        return orders[self._digit(len(orders))]  # [B, U], the units, largest first
+
+    def gumbel(self, slots: Tensor, size: int, stream: int, round: int, dtype: torch.dtype) -> Tensor:
+        assert stream == CHOICE and size == 1
+        self._once(slots, stream, round)
+        ranking = self._ranking(slots.shape[1])
+        score = self.score.gather(1, ranking)
+        rest = score.flip(1).logcumsumexp(1).flip(1)
+        self.weight = self.weight * (score - rest).sum(1).exp()
+        # So far apart that the scores do not matter any more.
+        height = torch.arange(ranking.shape[1], 0, -1, dtype=dtype).expand_as(ranking) * 1e9
+        return torch.zeros_like(height).scatter(1, ranking, height)[..., None]
+
+    def uniform(self, slots: Tensor, stream: int) -> Tensor:
+        assert stream == CHOICE
+        self._once(slots, stream, 0)
+        if slots.shape[1] == 1:  # where an order begins
+            count = self.rolls
+            self.weight = self.weight / count
+            return (self._digit(count)[:, None] + 0.5) / count
+        ranking = self._ranking(slots.shape[1])
+        self.weight = self.weight / math.factorial(slots.shape[1])
+        height = torch.arange(ranking.shape[1], 0, -1, dtype=torch.float32).expand_as(ranking)
+        return torch.zeros_like(height).scatter(1, ranking, height) / (ranking.shape[1] + 1)
+
+    rolls = 0
+
+
+def law_of_sampler(
+    monkeypatch,
+    sampler: MaskedSampler,
+    model: TabularMaskedModel,
+    law: TokenLaw,
+    noise: ForcedNoise,
+    **options,
+) -> dict[Tokens, float]:
+    rows = len(noise.weight)
+    monkeypatch.setattr(masked, "CounterNoise", lambda keys, device: noise)
+    monkeypatch.setattr(masked, "draw_keys", lambda generator, batch_size: None)
+    given = options.pop("given", None)
+    if given is not None:
+        shape = (model.grid.num_tokens, model.grid.codebooks)
+        options["given"] = torch.tensor(given).view(shape).expand(rows, -1, -1)
+    result = sampler(model, None, law=law, batch_size=rows, **options)
+    assert (noise.digits == 0).all(), "there are no more rows than outcomes"
+    tokens = result.tokens.flatten(1)
+    assert (tokens >= 0).all() and (tokens < model.vocab_size).all()
+    codes = (tokens * model.vocab_size ** torch.arange(tokens.shape[1])).sum(1)
+    values, inverse = codes.unique(return_inverse=True)
+    mass = torch.zeros(len(values), dtype=torch.float64).index_add_(0, inverse, noise.weight)
+    first = torch.zeros(len(values), dtype=torch.long).scatter_(0, inverse, torch.arange(rows))
+    return {tuple(tokens[i].tolist()): p for i, p in zip(first.tolist(), mass.tolist(), strict=True)}
+
+
+def distance(found: dict[Tokens, float], wanted: dict[Tokens, float]) -> float:
+    assert sum(found.values()) == pytest.approx(1, abs=1e-10)
+    assert sum(wanted.values()) == pytest.approx(1, abs=1e-10)
+    return sum(abs(found.get(key, 0) - wanted.get(key, 0)) for key in {*found, *wanted}) / 2
+
+
+def table(length: int, vocab: int, books: int = 1, seed: int = 0) -> TabularMaskedModel:
+    return TabularMaskedModel(TokenGrid(1, length, codebooks=books), vocab, seed=seed)
+
+
+def check(
+    monkeypatch,
+    model: TabularMaskedModel,
+    settings: dict[str, Any],
+    law: TokenLaw | None = None,
+    given: Tokens | None = None,
+    rolls: int = 0,
+    **plain: Any,
+) -> float:
+    """Total variation between both laws."""
+    law = law or TokenLaw()
+    length, books, vocab = model.grid.num_tokens, model.grid.codebooks, model.vocab_size
+    counts = settings["steps"]
+    counts = [counts] * books if isinstance(counts, int) else list(counts)
+    units = -(-length // settings.get("span", 1))
+    noise, score = settings.get("choice_temperature", 0.0), settings.get("score", "log_probability")
+    rows = vocab ** (length * sum(counts))
+    if noise:
+        rows *= math.factorial(units) ** (sum(counts) - books)
+    if score == "random":
+        rows *= math.factorial(units) ** books
+    if score == "rolled_halton":
+        rows *= rolls**books
+
+    def chance(picked: Tensor, step: int) -> Tensor:
+        left = 1 - (step + 1) / counts[0]
+        # In the last step no noise is drawn.
+        return (picked if score == "log_probability" else picked.exp()) / (noise * max(left, 1e-3))
+
+    forced = ForcedNoise(rows, chance if noise else None)
+    forced.rolls = rolls
+    options: dict[str, Any] = {} if given is None else {"given": given}
+    if "rescorer" in plain:
+        rescorer = options["rescorer"] = plain.pop("rescorer")
+        plain["other"] = rescorer.probabilities
+    found = law_of_sampler(monkeypatch, MaskedSampler(**settings), model, law, forced, **options)
+    names = dict(choice_temperature="noise", rescorer_share="share")
+    others = {names.get(k, k): v for k, v in settings.items() if k not in ("steps", "temperature", "score")}
+    if plain.get("orders") is None:
+        others["score"] = score
+    falling = settings.get("temperature") == "falling"
+    second = Plain(
+        model,
+        counts,
+        **others,
+        falling_temperature=falling,
+        scale=law.guidance_scale,
+        temperature=law.temperature,
+        top_p=law.top_p,
+        given=given,
+        **plain,
+    )
+    return distance(found, second.law())
+
+
+WARM = TokenLaw(guidance_scale=3.0, temperature=1.7, top_p=0.8)
+
+
+@pytest.mark.parametrize(
+    "settings, law",
+    [
+        (dict(steps=3), TokenLaw()),
+        (dict(steps=3, schedule="linear"), TokenLaw(temperature=0.7)),
+        (dict(steps=3, schedule="arccos"), TokenLaw(guidance_scale=2.0)),
+        (dict(steps=3, schedule="root", guidance="rising"), TokenLaw(guidance_scale=2.5)),
+        (dict(steps=3, clock="magnet", temperature="falling", guidance="falling"), WARM),
+        (dict(steps=3, clock="magnet", schedule="cubic", guidance="falling", least_guidance=1.5), WARM),
+        (dict(steps=3, schedule="square", filtered_score=True), WARM),
+        (dict(steps=3, score="entropy", temperature="falling"), WARM),
+        (dict(steps=1), WARM),
+    ],
+    ids=lambda value: ",".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_law_of_single_tokens(monkeypatch, settings, law):
+    assert check(monkeypatch, table(4, 2), settings, law) < 1e-10
+
+
+@pytest.mark.parametrize("score", ["log_probability", "probability"])
+def test_law_of_three_tokens_a_slot(monkeypatch, score):
+    assert check(monkeypatch, table(4, 3), dict(steps=2, score=score)) < 1e-10
+
+
+@pytest.mark.parametrize("score", ["log_probability", "probability"])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_law_with_noise_on_the_choice(monkeypatch, score, steps):
+    """Against the closed form of Plackett and Luce."""
+    settings = dict(steps=steps, score=score, choice_temperature=1.3)
+    assert check(monkeypatch, table(3, 2), settings) < 1e-10
+
+
+@pytest.mark.parametrize("span_score", ["max", "sum"])
+@pytest.mark.parametrize("length", [3, 4])
+def test_law_of_magnet(monkeypatch, span_score, length):
+    """Two codebooks one after the other, spans (the last one cut off), falling temperature and guidance, top-p."""
+    settings: dict[str, Any] = dict(
+        steps=(2, 2), clock="magnet", span=2, span_score=span_score, temperature="falling", guidance="falling"
+    )
+    assert check(monkeypatch, table(length, 2, books=2), settings, WARM) < 1e-10
+
+
+def test_law_of_more_steps_for_the_first_codebook(monkeypatch):
+    assert check(monkeypatch, table(3, 2, books=2), dict(steps=(3, 1), span=2, clock="magnet")) < 1e-10
+
+
+def test_law_beside_given_tokens(monkeypatch):
+    given = (1, 0, 2, 2, 2, 1, 2, 2)  # codebooks of a slot beside each other, 2 is the mask
+    settings = dict(steps=(2, 1), span=2, clock="magnet")
+    assert check(monkeypatch, table(4, 2, books=2), settings, given=given) < 1e-10
+
+
+def test_a_codebook_that_is_given_whole_costs_no_call(monkeypatch):
+    given = (1, 2, 0, 2, 1, 2)
+    model = table(3, 2, books=2)
+    noise = ForcedNoise(2 ** (3 * 2))
+    sampler = MaskedSampler((3, 2))
+    found = law_of_sampler(monkeypatch, sampler, model, TokenLaw(), noise, given=given)
+    assert distance(found, Plain(model, [0, 2], given=given).law()) < 1e-10
+
+
+def test_law_in_fixed_orders(monkeypatch):
+    model = table(4, 2)
+    halton = [0, 2, 1, 3]  # 0, 1/2, 1/4, 3/4
+    settings = dict(steps=3, score="halton")
+    assert check(monkeypatch, model, settings, orders=[halton]) < 1e-10
+    rolled = [halton[-shift:] + halton[:-shift] for shift in range(4)]
+    settings = dict(steps=2, score="rolled_halton", schedule="arccos")
+    assert check(monkeypatch, model, settings, rolls=4, orders=rolled) < 1e-10
+    every = [list(order) for order in itertools.permutations(range(3))]
+    assert check(monkeypatch, table(3, 2), dict(steps=3, score="random"), orders=every) < 1e-10
+
+
+class TableRescorer:
+    """Seeded logits for every clip, codebook and frame, and every state of all codes."""
+
+    def __init__(self, length: int, vocab: int, books: int) -> None:
+        self.vocab_size, self.special_id, self.num_frames = vocab, vocab + 5, length
+        size = ((vocab + 1) ** (length * books), books, length, vocab)
+        self.logits = 1.5 * torch.randn(size, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+    def teacher_forced(self, codes: Tensor, condition: Any) -> Tensor:
+        context = torch.zeros_like(codes[:, 0, 0])
+        for entry in codes.transpose(1, 2).flatten(1).unbind(1):
+            entry = torch.where(entry == self.special_id, self.vocab_size, entry)
+            assert (entry <= self.vocab_size).all()
+            context = context * (self.vocab_size + 1) + entry
+        return self.logits[context]
+
+    def probabilities(self, draft: Tokens, stage: int) -> list[list[float]]:
+        context = 0
+        for entry in draft:
+            context = context * (self.vocab_size + 1) + entry
+        return self.logits[context, stage].softmax(-1).tolist()
+
+
+@pytest.mark.parametrize("score", ["log_probability", "probability"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_law_with_rescoring(monkeypatch, score, share):
+    """The convex combination of both models' probabilities ranks the spans; what is drawn stays the masked model's."""
+    settings: dict[str, Any] = dict(
+        steps=(2, 2), clock="magnet", span=2, score=score, temperature="falling", rescorer_share=share
+    )
+    rescorer = TableRescorer(3, 2, 2)
+    assert check(monkeypatch, table(3, 2, books=2), settings, WARM, rescorer=rescorer) < 1e-10
+
+
+@pytest.mark.parametrize("score", ["log_probability", "probability"])
+def test_law_with_rescoring_of_single_tokens(monkeypatch, score):
+    """Here the shares of both models matter, not only that there are two."""
+    model, rescorer = table(4, 2), TableRescorer(4, 2, 1)
+    settings = dict(steps=3, score=score, rescorer_share=0.15)
+    assert check(monkeypatch, model, settings, rescorer=rescorer) < 1e-10
+    laws = [
+        Plain(model, [3], score=score, other=rescorer.probabilities, share=share).law()
+        for share in (0.15, 0.5, 0.85, 1.0)
+    ]
+    assert all(distance(laws[0], other) > 1e-3 for other in laws[1:])
+
+
+# ----------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_catches_a_schedule_that_is_a_step_behind(monkeypatch):
+    def behind(*given):
+        counts = masking.hidden_counts(*given)
+        return [counts[0], *counts[:-1]]
+
+    monkeypatch.setattr(masked, "hidden_counts", behind)
+    assert check(monkeypatch, table(4, 2), dict(steps=3)) > 1e-3
+
+
+def test_catches_the_surest_hidden_again(monkeypatch):
+    monkeypatch.setattr(masked, "least_sure", lambda score, *given: masking.least_sure(-score, *given))
+    assert check(monkeypatch, table(4, 2), dict(steps=3)) > 1e-2
+
+
+def test_catches_the_score_of_the_filtered_law(monkeypatch):
+    monkeypatch.setattr(MaskedSampler, "_scored_law", lambda self, target, logits, law: target)
+    settings = dict(steps=3, clock="magnet", temperature="falling")
+    assert check(monkeypatch, table(4, 3), dict(steps=2), TokenLaw(top_p=0.7)) > 1e-3
+    monkeypatch.undo()
+    assert check(monkeypatch, table(3, 3), settings, TokenLaw(top_p=0.7)) < 1e-10
+
+
+def test_catches_noise_on_the_choice_that_does_not_fall(monkeypatch):
+    whole = ForcedNoise.gumbel
+    settings = dict(steps=3, choice_temperature=1.3)
+
+    def steady(self, slots, size, stream, round, dtype):
+        self.score = self.score * (1 - (round + 1) / 3)
+        return whole(self, slots, size, stream, round, dtype)
+
+    monkeypatch.setattr(ForcedNoise, "gumbel", steady)
+    assert check(monkeypatch, table(3, 2), settings) > 1e-3
+
+
+# --------------------------------------------------------------------------------------------------- the noise itself
+
+
+STATISTIC = dict(steps=3, choice_temperature=1.0)
+
+
+def observed(model: TabularMaskedModel, monkeypatch, rows: int = 50_000, chunks: int = 3) -> Tensor:
+    """How often each sequence comes out, with the real noise."""
+
+    def keys(generator: torch.Generator, batch_size: int) -> Tensor:
+        return torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator)
+
+    monkeypatch.setattr(masked, "draw_keys", keys)
+    generator = torch.Generator().manual_seed(3)
+    length = model.grid.num_tokens
+    powers = model.vocab_size ** torch.arange(length - 1, -1, -1)
+    total = torch.zeros(model.vocab_size**length, dtype=torch.long)
+    for _ in range(chunks):
+        sampler = MaskedSampler(**STATISTIC)  # pyright: ignore[reportArgumentType]
+        tokens = sampler(model, None, law=TokenLaw(), generator=generator, batch_size=rows).tokens
+        total += torch.bincount(tokens @ powers, minlength=len(total))
+    return total
+
+
+def wanted(model: TabularMaskedModel) -> Tensor:
+    length = model.grid.num_tokens
+    law = Plain(model, [3], noise=1.0).law()
+    every = itertools.product(range(model.vocab_size), repeat=length)
+    return torch.tensor([law.get(tokens, 0.0) for tokens in every], dtype=torch.float64)
+
+
+def test_real_noise_follows_the_law(monkeypatch):
+    model = table(3, 3)
+    assert p_value(observed(model, monkeypatch), wanted(model)) > LEAST_P
+
+
+@pytest.mark.parametrize("method", ["categorical", "gumbel"])
+def test_catches_noise_that_is_not_renewed(monkeypatch, method):
+    fresh = getattr(CounterNoise, method)
+
+    def stale(self, *given):
+        arguments = list(given)
+        arguments[3] = 0  # the round
+        return fresh(self, *arguments)
+
+    monkeypatch.setattr(CounterNoise, method, stale)
+    model = table(3, 3)
+    assert p_value(observed(model, monkeypatch), wanted(model)) < LEAST_P

@@ -1,0 +1,113 @@
+"""Hybrid decoding: the beginning of a clip is drawn column by column, the rest masked.
+
+Ziv et al., "Masked audio generation using a single non-autoregressive transformer" (MAGNeT), ICLR 2024: a MusicGen
+decides how a clip begins, and MAGNeT goes on from there. The released code takes a prompt, but has no such decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.protocol import ClipModel, MaskedModel
+from visual_spec.samplers.autoregressive import Callback
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.masked import MaskedSampler, MaskedTrace
+from visual_spec.samplers.randomness import draw_keys
+from visual_spec.samplers.trace import SampleResult
+
+
+def hybrid_decode(
+    sampler: MaskedSampler,
+    model: MaskedModel,
+    condition: Any,
+    *,
+    law: TokenLaw,
+    first: ClipModel,
+    first_sampler: Any,
+    first_law: TokenLaw,
+    first_condition: Any = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    batch_size: int = 1,
+    callback: Callback | None = None,
+    **options: Any,
+) -> SampleResult:
+    """Decode the beginning of clips column by column, and the rest masked (MAGNeT's hybrid).
+
+    Args:
+        sampler, model, condition, law: of the masked part.
+        first: predicts the columns of the beginning: its clips are as long as that, P frames.
+        first_sampler: draws them, such as a `ColumnAutoregressiveSampler` or `ColumnJacobiSampler`.
+        first_law, first_condition: of the beginning; without a condition it has that of the masked part.
+        generator, batch_size: as of the samplers. Each sample's key seeds the keys of both parts.
+        callback: called after every target call of both parts, its index going on from one to the other. The numbers
+            are the columns of the beginning, then what `MaskedSampler` says.
+        options: the other arguments of `MaskedSampler.__call__`, but `given`.
+
+    Returns:
+        As `MaskedSampler`; the trace covers both parts.
+
+    Raises:
+        ValueError, TypeError: as the samplers; a beginning that leaves nothing to decode, or of other codes.
+    """
+    grid = model.grid
+    if first.grid.codebooks != grid.codebooks or first.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the first model has {first.grid.codebooks} codebooks of {first.vocab_size} codes, and the masked one "
+            f"{grid.codebooks} of {model.vocab_size}; pass two models of the same codec."
+        )
+    count = first.num_frames
+    if count >= grid.num_tokens:
+        raise ValueError(
+            f"the first model decodes {count} frames of clips of {grid.num_tokens}; pass one made for fewer frames, so "
+            "that some are left to the masked model."
+        )
+    # A key each, from which both parts draw theirs: so that a sample does not depend on the batch.
+    keys = draw_keys(generator, batch_size).tolist()
+    generators = [torch.Generator().manual_seed(key & (2**63 - 1)) for key in keys]
+    own = condition if first_condition is None else first_condition
+    beginning = first_sampler(
+        first, own, law=first_law, generator=generators, batch_size=batch_size, callback=callback
+    )
+    codes = first.codes(beginning.tokens, own)  # [B, K, P]
+    given = torch.full((batch_size, grid.num_tokens, grid.codebooks), model.mask_id, device=codes.device)
+    given[:, :count] = codes.transpose(1, 2)
+    calls = beginning.trace.target_calls
+    offset = int(calls.max())
+
+    def later(call: int, lengths: Tensor) -> None:
+        assert callback is not None
+        callback(offset + call, lengths)
+
+    result = sampler(
+        model,
+        condition,
+        law=law,
+        generator=generators,
+        batch_size=batch_size,
+        callback=None if callback is None else later,
+        given=given,
+        **options,
+    )
+    trace = result.trace
+    assert isinstance(trace, MaskedTrace)
+    # Columns to frames, as codes are; what does not follow the calls was given.
+    by_column = beginning.trace.commit_call[..., None].expand(-1, -1, grid.codebooks)
+    found, moved = (first.codes(by_column + shift, own).transpose(1, 2).cpu() for shift in (0, 1))
+    entry_call = torch.where(trace.entry_call < 0, -1, trace.entry_call + calls[:, None, None])
+    entry_call[:, :count] = torch.where(moved > found, found, -1)
+    phases = {f"first {name}": seconds for name, seconds in beginning.trace.phase_seconds.items()}
+    trace = replace(
+        trace,
+        target_calls=trace.target_calls + calls,
+        commit_call=entry_call.amax(-1).clamp(min=0),
+        seconds=trace.seconds + beginning.trace.seconds,
+        phase_seconds=phases | trace.phase_seconds,
+        entry_call=entry_call,
+        first_calls=calls,
+    )
+    return SampleResult(result.tokens, trace)
