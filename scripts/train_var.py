@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from visual_spec.data.shapes_classes import CLASSES, class_accuracy
 from visual_spec.models.var import VARTransformer
 from visual_spec.models.var_vq import MultiscaleVQModel
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages
 from visual_spec.training.loop import write_json
-from visual_spec.training.var import CLASSES, VarTraining, class_accuracy, initialise, train_var
+from visual_spec.training.var import VarTraining, initialise, train_var
+from visual_spec.training.var_tokenizer import to_pixels
 
 SIZES: dict[str, dict[str, Any]] = {
     "large": {"dim": 256, "num_layers": 8, "num_heads": 4},
@@ -46,7 +48,8 @@ def accuracy_of_draws(
         )
         with torch.no_grad():
             found.append(vq_model.decode_canvas(result.canvas).cpu())
-    return {"pictures": count, "guidance_scale": guidance, **class_accuracy(torch.cat(found), labels)}
+    accuracy = class_accuracy(to_pixels(torch.cat(found)), labels.tolist())
+    return {"pictures": count, "guidance_scale": guidance, **accuracy}
 
 
 def main() -> None:

@@ -12,27 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.data.shapes import (
-    SHAPES,
-    Scene,
-    ShapeObject,
-    caption,
-    is_held_out,
-    render,
-    sample_dataset,
-)
+from visual_spec.data.shapes import render, sample_dataset
+from visual_spec.data.shapes_classes import class_of, object_slots, sample_one_object_scenes
 from visual_spec.models.var import VARTransformer
 from visual_spec.models.var_vq import MultiscaleVQModel
 from visual_spec.training import var, var_tokenizer
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 from visual_spec.training.var import (
-    CLASSES,
     VarTraining,
-    class_accuracy,
-    class_of,
     held_out_losses,
     initialise,
-    sample_one_object_scenes,
     slot_losses,
     slot_weights,
     tokenize_classes,
@@ -239,42 +228,7 @@ def test_the_tokenizer_must_be_for_pictures_of_the_data_set(tmp_path):
         train_var_tokenizer(model, TOKENIZER, tmp_path)
 
 
-# -- classes ----------------------------------------------------------------------------------------------------------
-
-
-def scene_of(colour: str, shape: str, *more: ShapeObject) -> Scene:
-    return Scene((ShapeObject(shape, colour, "large", 64, 64), *more), "grey", "plain")
-
-
-def test_a_class_is_a_colour_and_a_shape():
-    assert len(CLASSES) == len(set(CLASSES)) == 48
-    for number, (colour, shape) in enumerate(CLASSES):
-        assert class_of(scene_of(colour, shape)) == number
-    with pytest.raises(ValueError, match="of 2 objects has no class"):
-        class_of(scene_of("red", "star", ShapeObject("star", "red", "small", 24, 24)))
-
-
-@pytest.mark.parametrize(("held_out", "count"), [(False, 150), (True, 20)])
-def test_scenes_have_one_object_and_respect_the_held_out_tenth(held_out: bool, count: int):
-    scenes = sample_one_object_scenes(count, 3, held_out=held_out)
-    assert len(scenes) == count and {len(scene.objects) for scene in scenes} == {1}
-    assert {is_held_out(caption(scene)) for scene in scenes} == {held_out}
-    assert scenes == sample_one_object_scenes(count, 3, held_out=held_out)
-    assert scenes != sample_one_object_scenes(count, 4, held_out=held_out)
-    assert len({class_of(scene) for scene in scenes}) > 0.27 * count
-
-
-def test_class_accuracy_is_what_the_pictures_show():
-    drawn = [scene_of("red", shape) for shape in SHAPES]
-    drawn.append(scene_of("blue", "circle", ShapeObject("star", "white", "small", 24, 24)))
-    pictures = to_signed(np.stack([render(scene) for scene in drawn]))
-    wanted = [("red", shape) for shape in SHAPES] + [("blue", "circle")]
-    wanted[0] = ("green", SHAPES[0])
-    wanted[1] = ("red", SHAPES[2])
-    labels = torch.tensor([CLASSES.index(pair) for pair in wanted])
-    found = class_accuracy(pictures, labels)
-    expected = {"one_object": 6 / 7, "colour": 5 / 7, "shape": 5 / 7, "class": 4 / 7}
-    assert found == {name: pytest.approx(value, abs=1e-4) for name, value in expected.items()}
+# -- pictures as tokens -----------------------------------------------------------------------------------------------
 
 
 def test_tokens_of_classes_are_those_of_their_pictures(vq_model, tmp_path):
@@ -355,15 +309,20 @@ def test_the_null_class_is_learned_as_often_as_labels_are_dropped(vq_model, tmp_
 @pytest.mark.parametrize("earlier_weight", [0.0, 0.5])
 def test_the_loss_counts_slots_by_their_weights(vq_model, tmp_path, earlier_weight: float):
     settings = replace(
-        TRANSFORMER, steps=1, scenes=1, label_dropout=0.0, scales_from=1, earlier_weight=earlier_weight
-    )
+        TRANSFORMER, steps=1, scenes=1, label_dropout=0.0, scales_from=1, earlier_weight=earlier_weight,
+        object_weight=4.0,
+    )  # fmt: skip
     model = tiny_model()
     model.head.weight.data.mul_(40)  # laws far from uniform, so that the scales' losses differ
     labels, tokens = tokenize_classes(vq_model, 1, settings.seed + 1)
     with torch.no_grad():
         losses = slot_losses(model.teacher_forced(vq_model.maps_of(tokens.long()), labels), tokens.long())[0]
     record = train_var(model, vq_model, settings, tmp_path)
-    expected = (earlier_weight * losses[0] + losses[1:].sum()) / (earlier_weight + 20)
+    shown = object_slots(sample_one_object_scenes(1, settings.seed + 1), model.scales)[0]
+    weights = torch.tensor([4.0 if slot else 1.0 for slot in shown])
+    weights[0] *= earlier_weight
+    expected = (weights * losses).sum() / weights.sum()
+    assert 0 < shown.sum() < len(shown)
     assert abs(losses.mean() - expected) > 0.01
     assert record["loss"][0][1] == pytest.approx(expected.item(), abs=1e-3)
 

@@ -3,9 +3,7 @@
 Cross entropy of all tokens of all scales under teacher forcing; a tenth of the classes is replaced by the null class,
 so that guidance works (Tian et al. 2024, section 4; Ho and Salimans 2022).
 
-The pictures are scenes of one object, and a class is its colour and shape: what a parser reads back most surely, and
-few enough classes that each is seen often. Size, place, background and texture are left to the model, so that there is
-something to draw in every class.
+The pictures and their classes are those of `visual_spec.data.shapes_classes`.
 
 For CoDe (Chen et al. 2025, section 3.3) a drafter goes on with the scales below N only, by cross entropy, and a refiner
 learns the large model's laws: first those of all scales, then more and more those from N on only.
@@ -22,24 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.data.shapes import (
-    OBJECT_COLOURS,
-    SHAPES,
-    Scene,
-    caption,
-    is_held_out,
-    render,
-    sample_scene,
-)
-from visual_spec.data.shapes_parser import parse_picture
+from visual_spec.data.shapes import render
+from visual_spec.data.shapes_classes import CLASSES, class_of, object_slots, sample_one_object_scenes
 from visual_spec.models.var import VARTransformer
 from visual_spec.models.var_vq import MultiscaleVQModel
 from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
 from visual_spec.training.tokenizer import to_signed
-from visual_spec.training.var_tokenizer import to_pixels
-
-# Class c is the c-th of these pairs.
-CLASSES: tuple[tuple[str, str], ...] = tuple((colour, shape) for colour in OBJECT_COLOURS for shape in SHAPES)
 
 
 @dataclass(frozen=True)
@@ -47,6 +33,7 @@ class VarTraining:
     """Settings of a run.
 
     Attributes:
+        object_weight: weight in the loss of slots that show part of the object; the others have 1.
         scales_from: the first scale that counts in the loss to the end.
         scales_until: the first scale that is neither fed nor trained; None: all are.
         earlier_weight: weight of the scales before `scales_from` at the first step; it falls linearly to 0 at half of
@@ -60,6 +47,7 @@ class VarTraining:
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
     label_dropout: float = 0.1
+    object_weight: float = 3.0
     scales_from: int = 0
     scales_until: int | None = None
     earlier_weight: float = 0.0
@@ -76,10 +64,10 @@ class VarTraining:
                 f"scales_from={self.scales_from} and scales_until={self.scales_until} leave no scale to train; pass "
                 "0 <= scales_from < scales_until."
             )
-        if not 0 <= self.label_dropout <= 1 or self.earlier_weight < 0:
+        if not 0 <= self.label_dropout <= 1 or min(self.earlier_weight, self.object_weight) < 0:
             raise ValueError(
-                f"label_dropout={self.label_dropout}, earlier_weight={self.earlier_weight}; pass a share of 0 to 1, "
-                "and a weight of at least 0."
+                f"label_dropout={self.label_dropout}, earlier_weight={self.earlier_weight}, "
+                f"object_weight={self.object_weight}; pass a share of 0 to 1, and weights of at least 0."
             )
 
     def trained_scales(self, count: int) -> int:
@@ -87,47 +75,7 @@ class VarTraining:
         return count if self.scales_until is None else self.scales_until
 
 
-# -- classes and their pictures ---------------------------------------------------------------------------------------
-
-
-def class_of(scene: Scene) -> int:
-    """The class of a scene of one object: its place in `CLASSES`.
-
-    Raises:
-        ValueError: a scene of several objects.
-    """
-    if len(scene.objects) != 1:
-        raise ValueError(f"a scene of {len(scene.objects)} objects has no class; pass scenes of one object.")
-    return CLASSES.index((scene.objects[0].colour, scene.objects[0].shape))
-
-
-def sample_one_object_scenes(count: int, seed: int, *, held_out: bool = False) -> list[Scene]:
-    """Scenes of one object; their captions are all inside or all outside the held-out tenth."""
-    rng = np.random.default_rng(seed)
-    scenes: list[Scene] = []
-    while len(scenes) < count:
-        scene = sample_scene(rng)
-        if len(scene.objects) == 1 and is_held_out(caption(scene)) == held_out:
-            scenes.append(scene)
-    return scenes
-
-
-def class_accuracy(pictures: Tensor, labels: Tensor) -> dict[str, float]:
-    """How often pictures `[N, 3, H, W]` in [-1, 1] show their classes, long `[N]`, as the parser reads them.
-
-    Returns:
-        Shares of pictures. one_object: that show exactly one object. colour, shape: the same, and it is right. class:
-        one object of the right colour and shape.
-    """
-    hits: dict[str, list[bool]] = {"one_object": [], "colour": [], "shape": [], "class": []}
-    for picture, label in zip(to_pixels(pictures), labels.tolist(), strict=True):
-        colour, shape = CLASSES[label]
-        found = parse_picture(picture).objects
-        alone = len(found) == 1
-        right = {"colour": alone and found[0].colour == colour, "shape": alone and found[0].shape == shape}
-        for name, hit in {"one_object": alone, **right, "class": all(right.values())}.items():
-            hits[name].append(hit)
-    return {name: round(float(np.mean(values)), 4) for name, values in hits.items()}
+# -- pictures as tokens -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -225,20 +173,30 @@ def train_var(
     vq_model.eval().to(device)  # pyright: ignore[reportArgumentType]
     torch.manual_seed(settings.seed)
     labels, tokens = tokenize_classes(vq_model, settings.scenes, settings.seed + 1, cache=out)
+    scenes = sample_one_object_scenes(settings.scenes, settings.seed + 1)
+    objects = torch.from_numpy(object_slots(scenes, model.scales))  # [N, L]
     if teacher is not None:
         teacher.eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
     model.train()
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim == 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim != 2], "weight_decay": 0.0},
+    # Muon for the matrices of the blocks, as in `visual_spec.training.ar`.
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in parameters if not any(p is matrix for matrix in matrices)]
+    optimisers = [
+        torch.optim.Muon(
+            matrices,
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
     checkpoint = Checkpoint(out / "resume.pt", every)
     start = 0
     if saved := checkpoint.load():
         model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
+        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
         start = saved["step"]
 
     def loss_of(
@@ -260,7 +218,9 @@ def train_var(
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
         dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.label_dropout).to(device)
-        weights = slot_weights(model.scales, settings, step).to(device)  # [L]
+        weights = slot_weights(model.scales, settings, step)  # [L]
+        weights = weights * (1 + (settings.object_weight - 1) * objects[chosen, : len(weights)])  # [B, L]
+        weights = weights.to(device)
         token_ids, label_ids = tokens[chosen].to(device).long(), labels[chosen].to(device)
         with torch.no_grad():
             maps = vq_model.maps_of(token_ids)[: settings.trained_scales(len(model.scales)) - 1]
@@ -268,17 +228,22 @@ def train_var(
             if teacher is not None:
                 with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
                     teacher_logits = teacher.teacher_forced(maps, label_ids, dropped).float()
-        loss = step_loss(maps, token_ids[:, : len(weights)], label_ids, dropped, weights, teacher_logits)
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
-        optimiser.zero_grad(set_to_none=True)
+        loss = step_loss(maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, teacher_logits)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
+            optimiser.step()
         if step % 20 == 0:
             checkpoint.curve.append((step, round(loss.item(), 4)))
         if (step + 1) % every == 0:
-            checkpoint.save(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
+            checkpoint.save(
+                model=model.state_dict(),
+                optimisers=[optimiser.state_dict() for optimiser in optimisers],
+                step=step + 1,
+            )
             print(
                 f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
                 flush=True,
