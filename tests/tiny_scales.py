@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from visual_spec.models.protocol import ScaleState
 from visual_spec.models.var import VARTransformer
+from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.samplers.scales import ScaleWiseSampler
 
 
 class FormulaTokenizer:
@@ -119,3 +122,27 @@ def tiny_var(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) 
         spread = 0.3 if parameter.ndim == 2 and name not in ("word_embed.weight", "lvl_embed.weight") else 0.7
         parameter.data = torch.randn_like(parameter) * spread
     return model
+
+
+SIDES = (1, 2, 3, 4)
+TINY_VQ: dict[str, Any] = dict(
+    base_channels=4, channel_multipliers=(1, 1), blocks_per_level=1, codebook_size=12, code_dim=2, norm_groups=None
+)  # fmt: skip
+
+
+def tiny_var_vq(**changes: Any) -> MultiscaleVQModel:
+    """The tokenizer of `tiny_var`, for pictures of 8 x 8 pixels."""
+    torch.manual_seed(1)
+    model = MultiscaleVQModel(**{**TINY_VQ, "scales": SIDES, **changes})
+    model.quantize.embedding.weight.data.normal_()
+    return model.eval()
+
+
+def tiny_scale_pipeline(*, pair: bool = True, num_classes: int = 5, **parts: Any) -> ScaleImagePipeline:
+    """A silent pipeline of tiny random models; `pair`: with a refiner of one layer."""
+    large = tiny_var(0, torch.float32, num_classes=num_classes)
+    small = tiny_var(7, torch.float32, num_layers=1, num_classes=num_classes) if pair else None
+    settings = {"sampler": ScaleWiseSampler(), "refiner": small, **parts}
+    pipe = ScaleImagePipeline(transformer=large, vq_model=tiny_var_vq(), **settings)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

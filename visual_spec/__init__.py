@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from visual_spec.models.protocol import TokenGrid
     from visual_spec.pipelines.accelerate import accelerate, restore, summary
+    from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.pipelines.infinity import InfinityPipeline
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
+    from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+    from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
     from visual_spec.samplers.law import TokenLaw
+    from visual_spec.samplers.masked import MaskedSampler
     from visual_spec.samplers.multiscale import MultiscaleSampler
     from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
     from visual_spec.samplers.proactive import ProactiveJacobiSampler
@@ -29,10 +34,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AudioPipeline": "visual_spec.pipelines.audio",
     "AutoregressiveSampler": "visual_spec.samplers.autoregressive",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
+    "ColumnAutoregressiveSampler": "visual_spec.samplers.columns",
+    "ColumnJacobiSampler": "visual_spec.samplers.columns_jacobi",
     "DraftedSampler": "visual_spec.samplers.drafted",
     "ImagePipeline": "visual_spec.pipelines.image",
+    "InfinityPipeline": "visual_spec.pipelines.infinity",
+    "MaskedSampler": "visual_spec.samplers.masked",
     "MultiscaleSampler": "visual_spec.samplers.multiscale",
     "ParallelJacobiSampler": "visual_spec.samplers.parallel_jacobi",
     "ProactiveJacobiSampler": "visual_spec.samplers.proactive",
@@ -51,10 +61,15 @@ _HOME = {
 }
 
 __all__ = [
+    "AudioPipeline",
     "AutoregressiveSampler",
     "ClassImagePipeline",
+    "ColumnAutoregressiveSampler",
+    "ColumnJacobiSampler",
     "DraftedSampler",
     "ImagePipeline",
+    "InfinityPipeline",
+    "MaskedSampler",
     "MultiscaleSampler",
     "ParallelJacobiSampler",
     "ProactiveJacobiSampler",

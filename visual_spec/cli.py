@@ -38,10 +38,12 @@ def build_parser() -> argparse.ArgumentParser:
         dest="command", required=True, metavar="generate | convert | models | bench | eval | report"
     )
 
-    generate = commands.add_parser("generate", help="draw pictures from prompts")
-    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="(for class models: class numbers)")
+    generate = commands.add_parser("generate", help="draw pictures, or play music, from prompts")
     generate.add_argument(
-        "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
+        "prompts", nargs="+", metavar="PROMPT", help="(for class models: class names or numbers)"
+    )
+    generate.add_argument(
+        "--model", help="embedded name, folder, or Hub id (default: shapes, of music: tunes)"
     )
     generate.add_argument("--out", type=Path, default=Path("visual-spec-out"), metavar="DIR")
     generate.add_argument("--overwrite", action="store_true", help="replace files that are already there")
@@ -63,13 +65,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--json", action="store_true", help="print a JSON document as the last line")
 
+    music = generate.add_argument_group("music")
+    music.add_argument("--music", action="store_true", help="play the prompts: write sound files")
+    music.add_argument("--seconds", type=float, metavar="S", help="length (default: that of the training)")
+    music.add_argument(
+        "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"
+    )
+    music.add_argument("--format", choices=("wav", "flac", "ogg"), default="wav", help="(default: wav)")
+
     sampler = generate.add_argument_group("sampler")
     sampler.add_argument(
         "--sampler",
-        default="speculative-jacobi",
         metavar="NAME",
-        help="speculative-jacobi (default) | autoregressive | proactive-jacobi | tree | zipar | ...; settings may "
-        "follow, such as tree:depth=4,width=6",
+        help="speculative-jacobi | autoregressive | proactive-jacobi | tree | zipar | scale-wise | ... (default: the "
+        "fast one of the model); settings may follow, such as tree:depth=4,width=6, or "
+        "scale-wise:num_draft_scales=6,cache_share=0.1",
     )
     sampler.add_argument(
         "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
@@ -91,13 +101,15 @@ def build_parser() -> argparse.ArgumentParser:
     law.add_argument("--top-p", type=float, metavar="P", help="1: off")
     generate.set_defaults(run=_generate)
 
-    convert = commands.add_parser("convert", help="make a folder of official LlamaGen checkpoint files")
+    convert = commands.add_parser(
+        "convert", help="make a folder of official LlamaGen or VAR checkpoint files"
+    )
     convert.add_argument(
         "files",
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="a transformer, its tokenizer, or both in any order",
+        help="a transformer, its tokenizer, or both in any order; of VAR also a smaller transformer, for CoDe",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(
@@ -167,21 +179,23 @@ def _models(args: argparse.Namespace) -> int:
         [
             fact["name"],
             fact["pipeline"],
-            str(fact["image_size"] or "-"),
+            f"{fact['sampling_rate'] / 1000:g} kHz"
+            if fact["sampling_rate"]
+            else str(fact["image_size"] or "-"),
             ", ".join(f"{name} {count / 1e6:.1f}M" for name, count in fact["parameters"].items()),
             f"{fact['bytes'] / 1e6:.1f}",
         ]
         for fact in facts
     ]
-    print(format_table(["model", "pipeline", "pixels", "parameters", "MB"], lines))
+    print(format_table(["model", "pipeline", "pixels or rate", "parameters", "MB"], lines))
 
-    print("\nOfficial weights (GB: weights and cache of one picture with guidance)")
+    print("\nOfficial weights (GB: weights and cache of one picture or clip with guidance)")
     lines = [
         [
             model.name,
             model.weights or "none released",
             model.load,
-            str(model.pixels),
+            str(model.pixels or "-"),
             str(model.tokens),
             f"{model.parameters / 1e6:.0f}M",
             f"{model.memory(4) / 1e9:.1f}",
@@ -199,9 +213,11 @@ def _models(args: argparse.Namespace) -> int:
     print(f"On top, in parameters: {extras}.")
 
     print("\nSamplers x models")
-    families = {"embedded": catalogue.RASTER_TREE_ORDER}
+    families = {fact["name"]: catalogue.PIPELINES.get(fact["pipeline"], ()) for fact in facts}
     families |= {
-        "LlamaGen" if m.name.startswith("LlamaGen") else m.name.split(",")[0]: m.calls
+        m.name.split("-")[0]
+        if m.name.startswith(("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity"))
+        else m.name.split(",")[0]: m.calls
         for m in catalogue.MODELS
     }
     families |= {name.split(",")[0]: catalogue.RASTER_TREE_ORDER for name in catalogue.OTHER_MODELS}
@@ -248,6 +264,13 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    args.model = args.model or ("tunes" if args.music else "shapes")
+    if args.music:
+        from visual_spec.cli_music import play
+
+        return play(args)
+    if args.seconds is not None or args.extend_stride is not None:
+        raise ValueError("--seconds and --extend-stride are of music; pass --music too, or leave them out.")
     # One job per picture: a picture's seed is its own, so that the same picture can be drawn again alone.
     prompts = [prompt for prompt in args.prompts for _ in range(args.num_images)]
     jobs = [(prompt, args.seed + index) for index, prompt in enumerate(prompts)]
@@ -260,31 +283,61 @@ def _generate(args: argparse.Namespace) -> int:
     for path in (*pictures, *report):
         refuse_existing(path, args.overwrite)
 
-    from visual_spec.pipelines.accelerate import make_sampler, parse_sampler
+    from visual_spec.pipelines.accelerate import make_row, parse_sampler
     from visual_spec.samplers.law import TokenLaw
 
-    name, settings = parse_sampler(args.sampler)
-    for flag in _SAMPLER_SETTINGS:
-        if (value := getattr(args, flag)) is not None:
-            settings[flag] = value
-    sampler = make_sampler(name, **settings)
+    def read(text: str) -> tuple[str, Any, Any]:
+        name, settings = parse_sampler(text)
+        for flag in _SAMPLER_SETTINGS:
+            if (value := getattr(args, flag)) is not None:
+                settings[flag] = value
+        return (name, *make_row(name, **settings))
+
+    asked = None if args.sampler is None else read(args.sampler)
     TokenLaw(**_law(args))  # refuses values out of range before the model is loaded
     pipe = _load(args)
+    if hasattr(pipe, "sampling_rate"):
+        raise ValueError(f"{args.model} plays music; pass --music too.")
+    name, sampler, plan = asked or read(pipe.fast_sampler)
+    if asked is None and name == "scale-wise":
+        sampler = pipe.sampler  # as it was saved: models differ in how their guidance grows
+    _check_row(args, pipe, sampler, plan)
     pipe.check_inputs(args.prompts)
     document: dict[str, Any] = {
         "model": args.model,
         "device": str(pipe.device),
         "sampler": {"name": name}
-        | {key: value for key, value in sampler.config.items() if not key.startswith("_")},
+        | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
+        | plan.describe(),
         **{name: getattr(args, name) for name in _LAW_SETTINGS if getattr(args, name) is not None},
     }
     if args.compare:
-        status = _compare(args, pipe, sampler, jobs, pictures, report, document)
+        status = _compare(args, pipe, (sampler, plan), jobs, pictures, report, document)
     else:
-        status = _draw(args, pipe, sampler, jobs, pictures, document)
+        with plan.on(pipe):
+            status = _draw(args, pipe, sampler, jobs, pictures, document)
     if args.json:
         print(json.dumps(document))
     return status
+
+
+def _check_row(args: Any, pipe: Any, sampler: Any, plan: Any) -> None:
+    """Refuse, before anything is drawn, a sampler, a plan or a law that the pipeline has no use of."""
+    before = pipe.sampler
+    pipe.sampler = sampler
+    try:
+        pipe.check_sampler()
+        with plan.on(pipe):
+            pass
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        pipe.sampler = before
+    if args.guidance_until is not None and pipe.fast_sampler == "scale-wise":
+        raise ValueError(
+            "--guidance-until counts the tokens of a next-token model; this one decodes scale by scale, and its "
+            "guidance grows from scale to scale. Leave it out."
+        )
 
 
 def _draw(args: Any, pipe: Any, sampler: Any, jobs: list, pictures: list[Path], document: dict) -> int:
@@ -336,7 +389,7 @@ def _draw(args: Any, pipe: Any, sampler: Any, jobs: list, pictures: list[Path], 
 def _compare(
     args: Any,
     pipe: Any,
-    sampler: Any,
+    row_of: tuple[Any, Any],
     jobs: list,
     pictures: list[Path],
     report: list[Path],
@@ -347,13 +400,14 @@ def _compare(
     from visual_spec.eval.report import contact_sheet, write_html
 
     pipe.set_progress_bar_config(disable=True)  # drawing a bar would count as decoding time
-    rows = compare(pipe, sampler, jobs, _law(args))
+    sampler, plan = row_of
+    rows = compare(pipe, sampler, jobs, _law(args), plan=plan)
     for path, row in zip(pictures, rows, strict=True):
         write_atomically(path, _png(row.fast_image), overwrite=args.overwrite)
     sheet_path, page_path, json_path = report
     write_atomically(sheet_path, _png(contact_sheet(rows)), overwrite=args.overwrite)
     write_html(rows, page_path, facts=_facts(document), overwrite=args.overwrite)
-    num_tokens = pipe.transformer.grid.num_tokens
+    num_tokens = rows[0].grid.num_tokens
     document["comparison"] = [
         {
             "prompt": row.prompt,
@@ -374,12 +428,17 @@ def _compare(
     print(f"wrote {sheet_path}, {page_path}, {json_path} and {len(pictures)} pictures")
     if all(row.identical for row in rows):
         print("Every picture is the same, pixel for pixel.")
-    elif sampler.identical:
+    elif any(row.promised and not row.identical for row in rows):
         print(
             "visual-spec: error: this sampler promises the plain tokens, and did not give them",
             file=sys.stderr,
         )
         return 1
+    elif pipe.fast_sampler == "scale-wise":
+        print(
+            "These are pictures of other laws than plain VAR's: several models, another one, or a compressed cache "
+            "promise neither the same tokens nor the same law. How far they are off, visual-spec eval measures."
+        )
     else:
         print(
             "This sampler draws from the same law where it is lossless, but not the same tokens for one seed."
@@ -422,10 +481,12 @@ def format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def _load(args: argparse.Namespace) -> Any:
     import torch
     from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from visual_spec.pipelines.loading import load_drafter, load_pipeline
 
     logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
@@ -457,8 +518,8 @@ def _png(image: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _slug(prompt: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].strip("-") or "picture"
+def _slug(prompt: str, otherwise: str = "picture") -> str:
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].strip("-") or otherwise
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:

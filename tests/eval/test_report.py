@@ -4,6 +4,7 @@ import base64
 import io
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,16 @@ from PIL import Image, ImageChops
 
 from tests.tiny import tiny_pipeline
 from visual_spec.eval import files
-from visual_spec.eval.drawing import MAP_GROUND, RUN_COLOURS
-from visual_spec.eval.report import ComparisonRow, acceptance_map, contact_sheet, paid_slots, write_html
+from visual_spec.eval.drawing import MAP_GROUND, PAPER, RUN_COLOURS
+from visual_spec.eval.report import (
+    ComparisonRow,
+    ScaleComparisonRow,
+    acceptance_map,
+    contact_sheet,
+    paid_slots,
+    scale_map,
+    write_html,
+)
 from visual_spec.models.protocol import TokenGrid
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -238,3 +247,56 @@ def test_no_rows_and_impossible_counts_are_refused(tmp_path):
         write_html([], tmp_path / "page.html")
     with pytest.raises(ValueError, match="fast_calls=0; a decode has at least 1 call"):
         row(fast_calls=0)
+
+
+# -- next-scale models ------------------------------------------------------------------------------------------------
+
+
+def scale_row(**changes) -> ScaleComparisonRow:
+    picture = Image.new("RGB", (8, 8), (200, 30, 30))
+    settings = dict(
+        plain_image=picture, fast_image=Image.new("RGB", (8, 8)), grid=TokenGrid(1, 30), sides=(1, 2, 3, 4), drafted=2,
+        commit_call=torch.arange(4).repeat_interleave(torch.tensor([1, 4, 9, 16])), plain_calls=4, fast_calls=4,
+        plain_seconds=3.0, fast_seconds=2.0, plain_cache=4096, fast_cache=1024, identical=False,
+    )  # fmt: skip
+    return ScaleComparisonRow(prompt="red circle", **{**settings, **changes})
+
+
+@pytest.mark.parametrize("drafted", [0, 1, 3, 4])
+def test_the_map_of_scales_has_every_cell_in_the_colour_of_its_model(drafted):
+    sides = (1, 2, 3, 4)
+    drawn = scale_map(sides, drafted, 200)
+    # Lines of 8 cells: 1, 2 and 3 with one between them, then 4; 3 + 1 + 4 rows.
+    places = [(0, 0), (2, 0), (5, 0), (0, 4)]
+    assert drawn.size == (200, 200)
+    cell, inside = 25, set()
+    for index, (side, (left, top)) in enumerate(zip(sides, places, strict=True)):
+        light, dark = RUN_COLOURS[0 if index < drafted else 1]
+        for x in range(side):
+            for y in range(side):
+                inside.add((left + x, top + y))
+                centre = ((left + x) * cell + cell // 2, (top + y) * cell + cell // 2)
+                assert drawn.getpixel(centre) == light
+                edge: Any = drawn.getpixel((centre[0], (top + y) * cell))
+                assert sum(abs(a - b) for a, b in zip(edge, dark, strict=True)) < 200
+    for x in range(8):
+        for y in range(8):
+            if (x, y) not in inside:
+                assert drawn.getpixel((x * cell + cell // 2, y * cell + cell // 2)) == PAPER
+    with pytest.raises(ValueError, match="no maps to draw"):
+        scale_map((), 0, 200)
+    with pytest.raises(ValueError, match="leaves 1.2 pixels for each of 8 x 8 cells"):
+        scale_map(sides, 0, 10)
+
+
+def test_rows_of_scales_on_the_sheet_and_on_the_page(tmp_path):
+    rows = [scale_row(), scale_row(plain_seconds=0.0, fast_seconds=0.0)]
+    assert rows[0].headline == ("1.50x", "as fast") and rows[1].headline == ("1", "KiB of cache")
+    assert rows[0].map_caption == "2 of 4 scales; cache 4 -> 1 KiB" and rows[0].verdict == "tokens differ"
+    sheet = contact_sheet(rows)
+    assert sheet.width == 1000
+    drawn = sheet.crop((744, 62, 974, 292))
+    assert ImageChops.difference(drawn, rows[0].draw_map(230)).getbbox() is None
+    page = write_html(rows, tmp_path / "page.html").read_text()
+    assert page.count("who drew which scale</b> &middot; 2 of 4 scales; cache 4 -&gt; 1 KiB") == 2
+    assert "tokens per call" not in page and "Every model call draws one map of tokens" in page

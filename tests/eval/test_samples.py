@@ -20,6 +20,7 @@ from visual_spec.eval.samples import (
 )
 from visual_spec.models.eagle import EagleDrafter
 from visual_spec.models.shapes_features import ShapesFeatures
+from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
 
@@ -48,7 +49,7 @@ def test_a_row_as_it_is_written():
 def test_values_of_all_kinds(monkeypatch):
     found = {}
     monkeypatch.setattr(
-        "visual_spec.eval.samples.make_sampler", lambda name, **settings: found.update(settings)
+        "visual_spec.eval.samples.make_row", lambda name, **settings: (found.update(settings), ScalePlan())
     )
     parse_setting("x:a=3,b=-0.5,c=true,d=None,e=word,f=4/2/2,g=4/,h=1e-3,i=a/2.5", LAW, 0)
     assert found == {

@@ -6,13 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ChameleonConfig, ChameleonModel, Emu3Config, GlmImageConfig, T5Config, T5EncoderModel
+from transformers import (
+    ChameleonConfig,
+    ChameleonModel,
+    Emu3Config,
+    GlmImageConfig,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
+    T5Config,
+    T5EncoderModel,
+)
 from transformers.models.emu3.modeling_emu3 import Emu3TextModel
 from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
 
-from visual_spec.models import catalogue
+from visual_spec.models import catalogue, infinity, var
 from visual_spec.models.checkpoints import known_architectures
+from visual_spec.models.infinity import InfinityTransformer
+from visual_spec.models.infinity_scales import scales_for
 from visual_spec.models.llamagen import PRESETS
+from visual_spec.models.patterns import CodebookPattern
+from visual_spec.models.scale_budget import cache_bytes
+from visual_spec.models.var import VARTransformer
+from visual_spec.models.var_vq import MultiscaleVQModel
 
 SAMPLERS = Path(__file__).parents[2] / "visual_spec" / "samplers"
 
@@ -57,7 +72,8 @@ def test_sizes_of_the_models_of_transformers():
             "Emu3-Gen": (Emu3TextModel(emu3), emu3, emu3.vocab_size),
             "GLM-Image, its token stage": (GlmImageTextModel(glm), glm, glm.vision_vocab_size),
         }
-    others = {model.name: model for model in catalogue.MODELS if "LlamaGen" not in model.name}
+    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity")
+    others = {model.name: model for model in catalogue.MODELS if not model.name.startswith(own)}
     assert set(others) == set(found)
     for name, (module, config, head) in found.items():
         assert others[name].parameters == parameters(module) + head * config.hidden_size, name
@@ -65,17 +81,77 @@ def test_sizes_of_the_models_of_transformers():
         assert others[name].cached == 2 * config.num_hidden_layers * width, name
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+def test_sizes_of_musicgen(channels):
+    """The published sizes of the decoder, what lies between the text encoder and it included."""
+    for size, layers, width, heads in [
+        ("small", 24, 1024, 16),
+        ("medium", 48, 1536, 24),
+        ("large", 48, 2048, 32),
+    ]:
+        config = MusicgenDecoderConfig(
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            ffn_dim=4 * width,
+            audio_channels=channels,
+            num_codebooks=4 * channels,
+        )
+        with torch.device("meta"):
+            decoder, between = MusicgenForCausalLM(config), torch.nn.Linear(768, width)
+        name = f"MusicGen-{size}{' stereo' if channels == 2 else ''} 30 s"
+        (model,) = (model for model in catalogue.MODELS if model.name == name)
+        assert model.parameters == parameters(decoder) + parameters(between)
+        assert model.cached == 2 * layers * width
+        assert model.tokens == CodebookPattern.delay([0, 1, 2, 3]).steps(1500)
+        # MAGNeT has the same modules.
+        same = [m for m in catalogue.MODELS if m.name.startswith(f"MAGNeT-{size} ")] if channels == 1 else []
+        assert all(m.parameters == model.parameters for m in same)
+        assert sorted(m.tokens for m in same) == ([500, 1500] if same else [])
+
+
+@pytest.mark.parametrize("name", ["Infinity-2B", "Infinity-8B", "Infinity-8B 512"])
+def test_sizes_of_infinity(name):
+    (model,) = (model for model in catalogue.MODELS if model.name == name)
+    scales = scales_for(model.pixels)
+    with torch.device("meta"):
+        network = InfinityTransformer(**infinity.PRESETS["2b" if "2B" in name else "8b"], scales=scales)
+    width, layers = network.config["dim"], network.config["num_layers"]
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.uncached) == (sum(n * n for n in scales), scales[-1] ** 2)
+    assert (model.cached, model.calls) == (2 * layers * width, (catalogue.SCALES,))
+
+
+@pytest.mark.parametrize("name", var.PRESETS)
+def test_sizes_of_var(name):
+    with torch.device("meta"):
+        network = VARTransformer(**var.PRESETS[name])
+    (model,) = (model for model in catalogue.MODELS if model.name.startswith(f"VAR-{name} "))
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.prefix) == (network.offsets[-1], 0)
+    assert var.SCALES[model.pixels] == network.scales and model.calls == (catalogue.SCALES,)
+    # Weights and the cache that decoding allocates.
+    cache = cache_bytes(dict(network.config), None, 3, True, torch.bfloat16).held
+    assert model.memory(2, batch_size=3) == 2 * model.parameters + cache
+
+
 def test_sizes_of_what_comes_on_top(architectures):
     sizes: dict[str, Any] = dict(
         vocab_size=32128, d_model=2048, d_kv=64, d_ff=5120, num_layers=24, num_heads=32,
         feed_forward_proj="gated-gelu", tie_word_embeddings=False,
     )  # fmt: skip
+    base: dict[str, Any] = dict(
+        vocab_size=32128, d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12
+    )
     with torch.device("meta"):
-        encoder = T5EncoderModel(T5Config(**sizes))
+        encoder, small = T5EncoderModel(T5Config(**sizes)), T5EncoderModel(T5Config(**base))
+        vq = MultiscaleVQModel()
     assert catalogue.EXTRAS == {
         "VQ-16 tokenizer": architectures["LlamaGen's tokenizer vq-16"],
         "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
+        "VAR tokenizer": parameters(vq),
         "flan-t5-xl encoder": parameters(encoder),
+        "t5-base encoder": parameters(small),
     }
 
 

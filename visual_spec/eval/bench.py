@@ -4,7 +4,9 @@ Without `--curve` it times: in every round the plain sampler and all others deco
 seeds one after the other, so that a drift of the machine hits all of them, and speed-ups are taken within a round.
 With `--curve` it counts calls only, over windows, guidance scales and couplings. Only token decoding is timed; turning
 tokens into pixels costs every sampler the same, and is given once. With `--random-weights` it times the calls of a
-LlamaGen of official size, and states the acceptance instead of measuring it (`visual_spec.eval.true_size`).
+LlamaGen of official size, and states the acceptance instead of measuring it (`visual_spec.eval.true_size`). Next-scale
+models, embedded or of official size, have rows of their own (`visual_spec.eval.scale_bench`), and so has music
+(`visual_spec.eval.music_bench`).
 
 The last line of the output is one JSON document with the raw seconds.
 """
@@ -36,16 +38,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--curve", action="store_true", help="count calls over windows x guidance x methods; no timing"
     )
     parser.add_argument(
-        "--windows", type=int, nargs="+", metavar="W", help="(default: 16 32 64; curve: 4 8 16 32 64)"
+        "--windows",
+        type=int,
+        nargs="+",
+        metavar="W",
+        help="(default: 16 32 64; curve: 4 8 16 32 64; music: 8 16 32)",
     )
     parser.add_argument(
-        "--guidance-scales", type=float, nargs="+", metavar="S", help="1: without (default: 1; curve: 1 3 5)"
+        "--guidance-scales",
+        type=float,
+        nargs="+",
+        metavar="S",
+        help="1: without (default: 1; curve: 1 3 5; music: the model's)",
     )
     parser.add_argument(
         "--methods",
         nargs="+",
         metavar="M",
-        help=f"coupling+acceptance, of {', '.join(METHODS)} (default: gumbel+identical maximal+exact; curve: all)",
+        help=f"coupling+acceptance, of {', '.join(METHODS)} (default: gumbel+identical maximal+exact; curve: all); for "
+        "next-scale models rows such as scale-wise:num_draft_scales=6,cache_share=0.1 (default: all it has); for music "
+        "also unit+coupling+acceptance, such as column+maximal+exact, and rows such as masked:steps=20 (default: all)",
+    )
+    parser.add_argument(
+        "--masked",
+        metavar="MODEL",
+        help="of music: a masked model of the same codec, for rows beside --model's own",
     )
     parser.add_argument("--initial-draft", metavar="NAME", help="guess for a slot that was never scored")
     parser.add_argument(
@@ -63,17 +80,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-no-cache", action="store_true", help="leave out the row that decodes with no cache"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="(default: 1, of music the model's own)"
+    )
     parser.add_argument(
         "--top-k", type=int, metavar="K", help="0: off (default: 0; with --random-weights the model's own)"
     )
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
+    parser.add_argument("--top-p", type=float, metavar="P", help="1: off (default: 1, or the model's own)")
     parser.add_argument("--seed", type=int, default=0, help="of the first sample; sample i has seed + i")
     sizes = parser.add_argument_group("official sizes without their weights")
     sizes.add_argument(
         "--random-weights",
         action="store_true",
-        help="--model names a size, such as llamagen-xxl or llamagen-xl-t2i; acceptance is stated, not measured",
+        help="--model names a size, such as llamagen-xxl or llamagen-xl-t2i, whose acceptance is stated, not "
+        "measured; or var-d16, or var-d30+var-d16 for CoDe",
+    )
+    sizes.add_argument(
+        "--count-only", action="store_true", help="next-scale models: count arithmetic and bytes, run nothing"
     )
     sizes.add_argument(
         "--accept-probability",
@@ -82,7 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="stated: every draft is accepted with this probability (default: 0.75)",
     )
-    sizes.add_argument("--image-size", type=int, metavar="N", help="pixels (default: 384, and 512 for -t2i)")
+    sizes.add_argument(
+        "--image-size", type=int, metavar="N", help="pixels (default: 384, and 512 for -t2i and var-d36)"
+    )
     sizes.add_argument(
         "--slots", type=int, default=32, metavar="N", help="slots decoded in a timed round (default: 32)"
     )
@@ -111,22 +136,32 @@ def run(args: argparse.Namespace) -> int:
         ValueError: an option out of range; before anything is loaded.
         FileExistsError: `--out` exists and `--overwrite` is not given; before anything is loaded.
     """
-    for name, value in (_CURVE if args.curve else _TRUE_SIZE if args.random_weights else _BENCH).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
     _check(args)
     from visual_spec.eval.files import refuse_existing, write_atomically
 
     if args.out is not None:
         refuse_existing(args.out, args.overwrite)
 
-    from visual_spec.eval import timing
+    rows = None
+    if not args.random_weights:
+        from visual_spec.eval.rows import rows_of_masked, rows_of_model
 
-    samplers = timing.make_samplers(args.methods, args.windows, args.initial_draft)
-    if args.random_weights:
-        document, text = _true_size(args, samplers)
+        rows = rows_of_model(args.model)
+        rows_of_masked(args.masked, rows)  # refuses one that does not fit
+    elif args.masked is not None:
+        raise ValueError("--masked is for music models that are there; leave it out, or --random-weights")
+    if rows is not None and rows.plays:
+        from visual_spec.eval import music_bench
+
+        document, text = music_bench.run(args, _progress)
+    elif rows.by_scales if rows is not None else args.model.startswith("var-"):
+        from visual_spec.eval import scale_bench
+
+        args.temperature = 1.0 if args.temperature is None else args.temperature
+        document, text = scale_bench.run(args, _progress)
     else:
-        document, text = _measure(args, samplers)
+        args.temperature = 1.0 if args.temperature is None else args.temperature
+        document, text = _next_token(args)
     print(environment_line(document["environment"]))
     print()
     print(text)
@@ -136,6 +171,25 @@ def run(args: argparse.Namespace) -> int:
         write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=args.overwrite)
     print(line)
     return 0
+
+
+def _next_token(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Document and table of a next-token model."""
+    for name, value in (_CURVE if args.curve else _TRUE_SIZE if args.random_weights else _BENCH).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.top_p = 1.0 if args.top_p is None else args.top_p
+    for method in args.methods:
+        if method not in METHODS:
+            raise ValueError(f"--methods {method} given; allowed are {', '.join(METHODS)}")
+    if args.count_only:
+        raise ValueError(
+            "--count-only is for next-scale models; pass --model var-d16 or the like, or leave it out"
+        )
+    from visual_spec.eval import timing
+
+    samplers = timing.make_samplers(args.methods, args.windows, args.initial_draft)
+    return _true_size(args, samplers) if args.random_weights else _measure(args, samplers)
 
 
 def _measure(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], str]:
@@ -151,7 +205,7 @@ def _measure(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], 
     prompts = bench_prompts(pipe, args.prompts)
     document: dict[str, Any] = {
         "kind": "curve" if args.curve else "bench",
-        "settings": _settings(args),
+        "settings": settings_of(args),
         "environment": timing.environment_of(pipe),
     }
     if args.curve:
@@ -238,7 +292,7 @@ def _true_size(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any]
     timing.add_floors(rows, environment["copy_bandwidth"])
     document = {
         "kind": "random-weights",
-        "settings": _settings(args),
+        "settings": settings_of(args),
         "environment": environment,
         "architecture": chosen.name,
         "needed_bytes": needed,
@@ -248,7 +302,8 @@ def _true_size(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any]
     return document, true_size.size_table(rows, args.accept_probability)
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options, for the document."""
     plain = {
         name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list, bool))
     }
@@ -271,13 +326,16 @@ def _check(args: argparse.Namespace) -> None:
         )
     if min(args.batch_sizes) < 1:
         raise ValueError(f"--batch-sizes {min(args.batch_sizes)} given; a batch has at least 1 sample")
-    for method in args.methods:
-        if method not in METHODS:
-            raise ValueError(f"--methods {method} given; allowed are {', '.join(METHODS)}")
 
 
-def load(model: str, device: str | None, dtype: str, threads: int | None) -> TokenImagePipeline:
-    """A silent pipeline for measuring, on `device` (default: a GPU if there is one), with weights of `dtype`."""
+def load(
+    model: str, device: str | None, dtype: str, threads: int | None, masked: str | None = None
+) -> TokenImagePipeline:
+    """A silent pipeline for measuring, on `device` (default: a GPU if there is one), with weights of `dtype`.
+
+    Args:
+        masked: a masked model of music beside it: the two come as a `MusicPair`.
+    """
     import torch
     from diffusers.utils import logging
 
@@ -288,7 +346,12 @@ def load(model: str, device: str | None, dtype: str, threads: int | None) -> Tok
     logging.disable_progress_bar()
     pipe = load_pipeline(model).to(choose_device(device), getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
-    return pipe
+    if masked is None:
+        return pipe
+    from visual_spec.eval.music import MusicPair
+
+    pair: Any = MusicPair(pipe, load(masked, device, dtype, threads))
+    return pair
 
 
 def choose_device(name: str | None) -> Any:
@@ -327,6 +390,8 @@ def environment_line(environment: dict[str, Any]) -> str:
             parts.append("peak memory is that of the process so far")
         if "picture_ms" in environment:
             parts.append(f"tokens to pixels {environment['picture_ms']:.1f} ms per image")
+        if "clip_ms" in environment:
+            parts.append(f"codes to waves {environment['clip_ms']:.0f} ms per clip")
     return ", ".join(parts)
 
 
@@ -368,8 +433,8 @@ def bench_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(header, lines)
 
 
-def curve_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: tokens per call, one line per guidance and method, one column per window."""
+def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:
+    """Markdown: tokens, or `unit`, per call, one line per guidance and method, one column per window."""
     windows = sorted({row["window"] for row in rows})
     cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in rows}
     lines = []
@@ -377,16 +442,16 @@ def curve_table(rows: Sequence[dict[str, Any]]) -> str:
         row = [cells[scale, name, window] for window in windows]
         same = [cell["identical_samples"] for cell in row]
         counted = "-" if same[0] is None else f"{sum(same)} of {sum(cell['samples'] for cell in row)}"
-        values = [f"{cell['tokens_per_call']:.2f} +- {cell['standard_error']:.2f}" for cell in row]
+        values = [f"{cell[f'{unit}_per_call']:.2f} +- {cell['standard_error']:.2f}" for cell in row]
         lines.append([f"{scale:g}", name, *values, counted])
-    header = ["guidance", "tokens per call", *(f"W={window}" for window in windows), "same as plain"]
+    header = ["guidance", f"{unit} per call", *(f"W={window}" for window in windows), "same as plain"]
     return markdown(header, lines)
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns, words to the left and numbers to the right."""
     widths = [max(3, *(len(line[i]) for line in [header, *lines])) for i in range(len(header))]
-    words = [name in ("sampler", "tokens per call", "accuracy of") for name in header]
+    words = [name in ("sampler", "tokens per call", "columns per call", "accuracy of") for name in header]
 
     def join(cells: Sequence[str]) -> str:
         padded = [c.ljust(w) if left else c.rjust(w) for c, w, left in zip(cells, widths, words, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -41,11 +42,19 @@ def draw_bar(draw: ImageDraw.ImageDraw, left, top, right, bottom, fill, *, squar
         draw.rectangle((x0, top, x1, bottom), fill=fill)
 
 
+def keyed_strip(width: int, entries: Sequence[tuple[tuple[int, int, int], str]]) -> Image.Image:
+    """A strip of (colour, text) pairs, each with a square of its colour."""
+    symbols = [
+        (Image.new("RGB", (18 * SUPERSAMPLE, 18 * SUPERSAMPLE), colour), text) for colour, text in entries
+    ]
+    return _strip(width, symbols)
+
+
 def legend_strip(width: int, paid: int | None = None, free: int | None = None) -> Image.Image:
     """A strip that says what bead, bar and colour mean, on as many lines of 24 pixels as the width asks for."""
     count_paid = "" if paid is None else f"{paid} "
     count_free = "" if free is None else f"{free} "
-    size, unit, scale, gap = 14, 18, SUPERSAMPLE, 26
+    unit, scale = 18, SUPERSAMPLE
     big = unit * scale
     bead, bar, hues = (Image.new("RGB", (cells * big, big), PAPER) for cells in (1, 3, 3))
     light, dark = RUN_COLOURS[0]
@@ -59,6 +68,12 @@ def legend_strip(width: int, paid: int | None = None, free: int | None = None) -
         (bar, f"{count_free}free: accepted drafts"),
         (hues, "one colour: one call"),
     )
+    return _strip(width, entries)
+
+
+def _strip(width: int, entries: Sequence[tuple[Image.Image, str]]) -> Image.Image:
+    """Symbols, `SUPERSAMPLE` times as large as shown, with their texts, on as many lines as the width asks for."""
+    size, unit, scale, gap = 14, 18, SUPERSAMPLE, 26
     places, x, y = [], 0, 9
     for symbol, text in entries:
         needed = symbol.width // scale + 8 + text_width(text, size)

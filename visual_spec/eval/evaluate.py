@@ -3,6 +3,8 @@
 For every sampler setting pictures are drawn for held-out prompts, scored against their prompts by the parser of the
 data, and compared as a set with true scenes and with the pictures of plain decoding. Plain decoding is always there,
 and so is plain decoding at a lower temperature: what a lossy sampler may gain in score, it must gain against that.
+Music is measured alike, clips for pictures and true tunes for scenes; a masked model of the same codec stands beside
+the model of columns with `--masked`.
 
 Settings are drawn block by block in turn, so a drift of the machine hits all of them alike, and every block that is
 done is kept. Under `torchrun`, or with `--rank` and `--shards`, processes share the blocks; whichever finds that
@@ -26,17 +28,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+    from visual_spec.eval.rows import Rows
     from visual_spec.eval.samples import Judge, Setting
+    from visual_spec.samplers.law import TokenLaw
 
-PLAIN = "autoregressive"
-# Plain decoding with less noise, and once more with other seeds, which says how far apart two sets from one law are.
-CONTROLS = (f"{PLAIN}:temperature=0.9", f"{PLAIN}:seed=1000000")
 Report = Callable[[str], Any]
 
 
 @dataclass
 class Task:
-    """What is asked for: prompts, and for each the true picture, uint8 [N, H, W, 3]."""
+    """What is asked for: prompts, and for each the true picture, uint8 [N, H, W, 3], or clip, float32 [N, samples]."""
 
     prompts: list[str]
     pictures: np.ndarray
@@ -48,6 +49,56 @@ def shapes_task(count: int, image_size: int) -> Task:
 
     scenes, pictures = sample_dataset(count, 0, held_out=True, size=image_size)
     return Task([caption(scene) for scene in scenes], pictures)
+
+
+def classes_task(count: int, image_size: int) -> Task:
+    """The classes of `shapes` in turn, and for each a scene of the law that class models are trained on."""
+    import numpy as np
+
+    from visual_spec.data.shapes import render
+    from visual_spec.data.shapes_classes import CLASS_NAMES, class_of, sample_scenes_by_class
+
+    scenes = sample_scenes_by_class(count, 1_000_003)
+    pictures = np.stack([render(scene, image_size) for scene in scenes])
+    return Task([CLASS_NAMES[class_of(scene)] for scene in scenes], pictures)
+
+
+def tunes_task(count: int) -> Task:
+    """The captions of `tunes` that no trainer sees, those of `held_out_prompts`, and the clips they describe."""
+    from visual_spec.data.tunes import caption, sample_dataset
+
+    tunes, waves = sample_dataset(count, 0, held_out=True)
+    return Task([caption(tune) for tune in tunes], waves)
+
+
+def task_of(pipe: Any, count: int) -> tuple[Task, Callable[..., dict[str, bool]]]:
+    """What a pipeline is asked for, and what scores it: captions, or classes where it draws those of `shapes`.
+
+    Raises:
+        ValueError: a pipeline that draws or plays something else.
+    """
+    from visual_spec.data import shapes_classes, shapes_parser, tunes, tunes_parser
+    from visual_spec.eval.music import plays
+
+    if plays(pipe):
+        if (pipe.sampling_rate, pipe.max_frames * pipe.samples_per_frame) != (
+            tunes.SAMPLE_RATE,
+            tunes.NUM_SAMPLES,
+        ):
+            raise ValueError(
+                f"this model plays {pipe.max_frames * pipe.samples_per_frame} samples at {pipe.sampling_rate} Hz, and "
+                f"the tunes that the parser reads have {tunes.NUM_SAMPLES} at {tunes.SAMPLE_RATE} Hz; pass a model "
+                "such as tunes."
+            )
+        return tunes_task(count), tunes_parser.score
+    if getattr(pipe, "num_classes", None) is None:
+        return shapes_task(count, pipe.image_size[0]), shapes_parser.score
+    if tuple(pipe.config.get("id2label") or ()) != shapes_classes.CLASS_NAMES:
+        raise ValueError(
+            "this model draws other classes than those of `shapes`, which no parser reads; pass a model such as "
+            "shapes_var. (Models of official size are timed by visual-spec bench.)"
+        )
+    return classes_task(count, pipe.image_size[0]), shapes_classes.score_class
 
 
 def evaluate(
@@ -88,11 +139,13 @@ def evaluate(
     from visual_spec.eval.figures import picture_sheet, rows_of
     from visual_spec.eval.files import write_atomically
     from visual_spec.eval.measure import environment
+    from visual_spec.eval.music import mel_thumbnails, plays
 
-    if samples < 2 or batch_size < 1 or alone < 0 or not 0 <= rank < shards:
+    least = 3 if plays(pipe) else 2  # so few have an interval
+    if samples < least or batch_size < 1 or alone < 0 or not 0 <= rank < shards:
         raise ValueError(
-            f"samples={samples}, batch_size={batch_size}, alone={alone}, rank={rank} of {shards}; pass at least 2 "
-            "samples, a batch of at least 1, and a rank from 0 to shards - 1"
+            f"samples={samples}, batch_size={batch_size}, alone={alone}, rank={rank} of {shards}; pass at least "
+            f"{least} samples, a batch of at least 1, and a rank from 0 to shards - 1"
         )
     blocks = [(first, min(first + batch_size, samples)) for first in range(0, samples, batch_size)]
     if len(task.prompts) < len(blocks) * batch_size:
@@ -108,6 +161,8 @@ def evaluate(
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         "device": pipe.device.type,
     }
+    if plays(pipe):
+        shared["sampling_rate"] = pipe.sampling_rate
     check_samplers(pipe, settings)
     folders = [
         store.SampleFolder(folder / folder_name(setting.text), {**shared, **setting.describe()})
@@ -169,9 +224,11 @@ def evaluate(
         ),
     }
     shown = min(samples, 8)
-    sheet = {"true scenes": task.pictures[:shown]}
+    sheet = {"true clips" if plays(pipe) else "true scenes": task.pictures[:shown]}
     for title, found in zip(["tokenizer alone", *texts], [encoded, *drawn], strict=True):
-        sheet[title] = store.pictures_of(pipe, found.tokens[:shown])
+        sheet[title] = store.shown_by(pipe, found.tokens[:shown])
+    if plays(pipe):
+        sheet = {title: mel_thumbnails(clips, pipe.sampling_rate) for title, clips in sheet.items()}
     write_atomically(folder / "pictures.png", png_bytes(picture_sheet(sheet)), overwrite=True)
     write_atomically(folder / "results.json", json.dumps(document, indent=1) + "\n", overwrite=True)
     return document
@@ -193,11 +250,14 @@ def check_samplers(pipe: Any, settings: Sequence[Setting]) -> None:
     """Refuse a sampler that the pipeline cannot run, before any of them is run.
 
     Raises:
-        TypeError, ValueError: as `VisualPipeline.check_sampler` and `load_drafter`.
+        ValueError: as `VisualPipeline.check_sampler`, `load_drafter` and `ScalePlan.on`.
     """
     for setting in settings:
-        with setting.on(pipe):
-            pipe.check_sampler()
+        try:
+            with setting.on(pipe):
+                pass
+        except TypeError as error:
+            raise ValueError(f"{setting.text}: {error}") from error
 
 
 def folder_name(text: str) -> str:
@@ -244,24 +304,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samplers",
         nargs="+",
-        default=["speculative-jacobi"],
         metavar="S",
-        help="name or name:setting=value,..., such as speculative-jacobi:window=32,coupling=maximal,acceptance=exact; "
-        "temperature, top_k, top_p, guidance_scale, seed and drafter may be set too",
+        help="name or name:setting=value,..., such as speculative-jacobi:window=32,coupling=maximal,acceptance=exact, "
+        "or scale-wise:num_draft_scales=6,cache_share=0.1,refiner=FOLDER, or column-jacobi:unit=codebook,"
+        "acceptance=exact; temperature, top_k, top_p, guidance_scale, seed and drafter may be set too (default: "
+        "speculative-jacobi, for next-scale models all that it has, for music the couplings and relaxed tests)",
+    )
+    parser.add_argument(
+        "--masked",
+        metavar="MODEL",
+        help="of music: a masked model of the same codec, for rows beside --model's own",
     )
     parser.add_argument(
         "--controls",
         nargs="*",
-        default=list(CONTROLS),
         metavar="S",
-        help=f"further rows beside plain decoding (default: {' '.join(CONTROLS)})",
+        help="further rows beside plain decoding (default: plain decoding at temperature 0.9, and with other seeds)",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="samples and results; goes on if there"
     )
-    parser.add_argument(
-        "--samples", type=int, default=2000, metavar="N", help="held-out prompts (default: 2000)"
-    )
+    parser.add_argument("--samples", type=int, default=2000, metavar="N", help="prompts (default: 2000)")
     parser.add_argument(
         "--batch-size", type=int, default=50, metavar="B", help="pictures decoded together (default: 50)"
     )
@@ -273,10 +336,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pictures timed at batch 1 too (default: 8; 0: none)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of sample 0; sample i has seed + i")
-    parser.add_argument("--guidance-scale", type=float, default=3.0, metavar="S", help="(default: 3)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0: off")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: off")
+    parser.add_argument(
+        "--guidance-scale",
+        type=float,
+        metavar="S",
+        help="(default: 3; as the next three, for next-scale models and music that of the model)",
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="0: off (default)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="1: off (default)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="(default: 1)")
     parser.add_argument(
         "--inception",
         type=Path,
@@ -305,23 +373,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(parser.parse_args(argv))
 
 
-def read_settings(args: argparse.Namespace) -> list[Setting]:
+def read_settings(args: argparse.Namespace, rows: Rows, beside: Rows | None = None) -> list[Setting]:
     """Plain decoding, the controls and the samplers that the options name, each once.
+
+    Args:
+        rows: those of the model.
+        beside: those of the masked model beside it; `masked` rows have its law.
 
     Raises:
         ValueError: a setting that cannot be read, or a law out of range.
     """
     from visual_spec.eval.samples import parse_setting
-    from visual_spec.samplers.law import TokenLaw
 
-    law = TokenLaw(
-        guidance_scale=args.guidance_scale, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p
-    )
+    law = law_of(args, rows)
+    masked_law = law if beside is None else law_of(args, beside)
+    controls = rows.controls if args.controls is None else args.controls
+    samplers = rows.others if args.samplers is None else args.samplers
+    more = () if beside is None else (beside.plain, *(beside.others if args.samplers is None else ()))
     found: dict[str, Setting] = {}
-    for text in (PLAIN, *args.controls, *args.samplers):
-        setting = parse_setting(text, law, args.seed)
+    for text in (rows.plain, *controls, *samplers, *more):
+        setting = parse_setting(text, masked_law if text.strip().startswith("masked") else law, args.seed)
         found.setdefault(json.dumps(setting.describe(), sort_keys=True), setting)
     return list(found.values())
+
+
+def law_of(args: argparse.Namespace, rows: Rows) -> TokenLaw:
+    """The law of a model's rows: its own, but for what the options say.
+
+    Raises:
+        ValueError: a law out of range.
+    """
+    from visual_spec.samplers.law import TokenLaw
+
+    known = {"temperature": 1.0, **rows.law}
+    asked = {name: value for name in known if (value := getattr(args, name, None)) is not None}
+    return TokenLaw(**{**known, **asked})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -330,15 +416,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: bad input; names it.
     """
-    settings = read_settings(args)  # refuses what cannot be read before anything is loaded
+    from visual_spec.eval.rows import rows_of_masked, rows_of_model
+
+    rows = rows_of_model(args.model)
+    beside = rows_of_masked(args.masked, rows)
+    settings = read_settings(args, rows, beside)  # refuses what cannot be read before anything is loaded
     if args.samples < 2 or args.batch_size < 1:
         raise ValueError(
             f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 2 samples and a batch of 1"
         )
-    from visual_spec.data.shapes_parser import score
     from visual_spec.eval.accuracy import accuracy_table
     from visual_spec.eval.bench import environment_line, load
-    from visual_spec.eval.features import InceptionFeatures, find_inception, load_shapes_features
+    from visual_spec.eval.features import extractors_of
     from visual_spec.eval.figures import quality_table
     from visual_spec.eval.samples import Judge
 
@@ -349,16 +438,14 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
-    pipe = load(args.model, device, args.dtype, args.threads)
-    network: Any = load_shapes_features()
-    extractors: dict[str, Any] = {"shapes": network.to(pipe.device)}
-    if (weights := args.inception or find_inception()) is not None:
-        extractors["inception"] = InceptionFeatures(weights).to(pipe.device)
+    pipe = load(args.model, device, args.dtype, args.threads, args.masked)
+    extractors = extractors_of(pipe, args.inception)
     rounded = -(-args.samples // args.batch_size) * args.batch_size
+    task, score = task_of(pipe, rounded)
     document = evaluate(
         pipe,
         settings,
-        shapes_task(rounded, pipe.image_size[0]),
+        task,
         Judge(score, extractors),
         args.out,
         samples=args.samples,

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,13 +71,31 @@ class InceptionFeatures(nn.Module):
         return self.network(pictures).flatten(1)
 
 
+def extractors_of(pipe: Any, inception: Path | None = None) -> dict[str, Any]:
+    """Networks whose features are compared: of pictures of `shapes`, and Inception; of clips mel statistics.
+
+    Args:
+        inception: its weights; None: those in the cache, if they are there.
+    """
+    from visual_spec.eval.music import MelStatistics, plays
+
+    if plays(pipe):
+        return {"mel": MelStatistics(pipe.sampling_rate).to(pipe.device)}
+    network: Any = load_shapes_features()
+    extractors = {"shapes": network.to(pipe.device)}
+    if (weights := inception or find_inception()) is not None:
+        extractors["inception"] = InceptionFeatures(weights).to(pipe.device)
+    return extractors
+
+
 @torch.no_grad()
 def features_of(network: nn.Module, pictures: np.ndarray, *, chunk: int = 50) -> Tensor:
-    """Features float32 [N, D] on the CPU of pictures uint8 [N, H, W, 3]."""
-    device = next(iter(network.parameters())).device
+    """Features float32 [N, D] on the CPU of pictures uint8 [N, H, W, 3], or of clips float32 [N, samples]."""
+    device = next(iter(network.state_dict().values())).device
     parts = []
     for start in range(0, len(pictures), chunk):
-        part = torch.from_numpy(np.ascontiguousarray(pictures[start : start + chunk])).permute(0, 3, 1, 2)
+        part = torch.from_numpy(np.ascontiguousarray(pictures[start : start + chunk]))
+        part = part.permute(0, 3, 1, 2) if part.ndim == 4 else part
         parts.append(network(part.to(device)).float().cpu())
     return torch.cat(parts)
 

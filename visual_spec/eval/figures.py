@@ -10,11 +10,12 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from visual_spec.eval.accuracy import per_cent, summarise
+from visual_spec.eval.audio import kernel_figure
 from visual_spec.eval.bench import markdown
 from visual_spec.eval.drawing import INK, PAPER, draw_text, fit_square, wrap_text
 from visual_spec.eval.features import features_of
 from visual_spec.eval.intervals import mean_figure, ratio_figure
-from visual_spec.eval.measure import quantiles
+from visual_spec.eval.measure import quantiles, sampler_settings
 from visual_spec.eval.quality import density_coverage, frechet_figure, precision_recall
 from visual_spec.eval.samples import Judge, Samples, Setting
 
@@ -34,19 +35,22 @@ def rows_of(
     """The figures of all settings, each as {value, low, high} with a 95 % interval.
 
     Returns:
-        rows, one a setting: name, kind, sampler, law, seed, lossless, identical, samples; tokens_per_call: all tokens
-        over all calls; speed_up_calls: plain calls over the row's; accuracy (see `accuracy.summarise`); features,
-        {extractor: frechet_to_real, frechet_to_plain, precision, recall, density, coverage}, against the true scenes of
-        the same prompts; divergence and moved_mass: what `DivergenceMeter` measures a tested token and a picture, means
-        over batches and over samples, None for a sampler that has none; identical_samples: how many have the tokens of
-        plain decoding, None where not promised; wall_clock: {batch_size, seconds_per_picture and speed_up at that
-        batch, alone_seconds and alone_speed_up at batch 1 or None}, quantiles p20, p50 and p80, the speed-ups those of
-        one block or round; processor_time: the same in seconds of the processor, which others on the machine do not
-        change, None unless `on_processor` says that the model ran there.
+        rows, one a setting: name, kind, sampler, law, seed, lossless, identical, samples; tokens_per_call: all tokens,
+        or columns of clips, over all calls; speed_up_calls: plain calls over the row's; accuracy (see
+        `accuracy.summarise`); features, {extractor: frechet_to_real, frechet_to_plain, precision, recall, density,
+        coverage}, against the true scenes of the same prompts, and of clips kernel_to_real, kernel_to_plain (see
+        `audio.kernel_figure`); divergence and moved_mass: what `DivergenceMeter` measures a tested token and a picture,
+        means over batches and over samples, None for a sampler that has none; identical_samples: how many have the
+        tokens of plain decoding, None where not promised; wall_clock: {batch_size, seconds_per_picture and speed_up at
+        that batch, alone_seconds and alone_speed_up at batch 1 or None}, quantiles p20, p50 and p80, the speed-ups
+        those of one block or round; processor_time: the same in seconds of the processor, which others on the machine
+        do not change, None unless `on_processor` says that the model ran there. cache: of a next-scale pipeline, bytes
+        of keys and values a picture, {held, peak: with the copies that attention makes, share: held over plain
+        decoding's}, else None. peak_memory: the most bytes that PyTorch held on a GPU in a batch, else None.
         references: {tokenizer: accuracy and features of true scenes that the tokenizer encoded and decoded}.
     """
     real = {name: features_of(network, pictures) for name, network in judge.extractors.items()}
-    plain, rows = drawn[0], []
+    plain, rows, clips = drawn[0], [], pictures.ndim == 2
 
     def clocked(kind: str, index: int) -> dict[str, Any]:
         found, name = drawn[index], f"batch_{kind}"
@@ -57,60 +61,99 @@ def rows_of(
         )
 
     for index, (setting, found) in enumerate(zip(settings, drawn, strict=True)):
-        length = found.tokens.shape[1]
+        length = found.length
         measured = [value for value in found.batch_divergence if not np.isnan(value)]
         moved = found.moved_mass[~np.isnan(found.moved_mass)]
-        promised = setting.sampler.identical and (setting.law, setting.seed) == (
-            settings[0].law,
-            settings[0].seed,
-        )
+        exact = setting.sampler.identical and setting.plan.same_model and all(found.batch_lossless)
+        promised = exact and (setting.law, setting.seed) == (settings[0].law, settings[0].seed)
         rows.append(
             {
                 "name": setting.text,
-                "kind": kind_of(setting, settings[0]),
+                "kind": kind_of(setting, settings[0], all(found.batch_lossless)),
                 **setting.describe(),
-                "lossless": bool(setting.sampler.lossless),
-                "identical": bool(setting.sampler.identical),
+                "lossless": bool(setting.sampler.lossless) and all(found.batch_lossless),
+                "identical": bool(setting.sampler.identical) and all(found.batch_lossless),
                 "samples": len(found.calls),
                 "tokens_per_call": ratio_figure([length] * len(found.calls), found.calls.tolist()),
                 "speed_up_calls": ratio_figure(plain.calls.tolist(), found.calls.tolist()),
                 "accuracy": summarise(found.hits),
                 "features": {
-                    name: compare_features(real[name], found.features[name], plain.features[name])
+                    name: compare_features(
+                        real[name], found.features[name], plain.features[name], kernel=clips
+                    )
                     for name in real
                 },
                 "divergence": mean_figure(measured) if measured else None,
                 "moved_mass": mean_figure(moved.tolist()) if len(moved) else None,
-                "identical_samples": int((found.tokens == plain.tokens).all(1).sum()) if promised else None,
+                "identical_samples": same_samples(found.tokens, plain.tokens) if promised else None,
                 "wall_clock": clocked("seconds", index),
                 "processor_time": clocked("processor_seconds", index) if on_processor else None,
+                "cache": cache_figures(found, plain),
+                "peak_memory": max(found.batch_peak_memory, default=None),
             }
         )
     reference = {
         "accuracy": summarise(tokenizer.hits),
-        "features": {name: compare_features(real[name], tokenizer.features[name]) for name in real},
+        "features": {
+            name: compare_features(real[name], tokenizer.features[name], kernel=clips) for name in real
+        },
     }
     return {"references": {"tokenizer": reference}, "rows": rows}
 
 
-def kind_of(setting: Setting, plain: Setting) -> str:
+def same_samples(tokens: np.ndarray, others: np.ndarray) -> int:
+    """How many samples of [N, ...] are equal, token for token."""
+    return int((tokens == others).reshape(len(tokens), -1).all(1).sum())
+
+
+def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
     """`plain`: the row all others are compared with. `lossy`: its law is not the model's. `control`: plain decoding
-    otherwise, or a lossless sampler of another law. `lossless`: the law of `plain`."""
+    otherwise, or a lossless sampler of another law. `lossless`: the law of `plain`.
+
+    Args:
+        exact: whether the trace says that the model's own law was drawn from, where a sampler alone does not tell.
+    """
     if setting is plain:
         return "plain"
-    if not setting.sampler.lossless:
+    if not plain.sampler.lossless and sampler_settings(setting.sampler) == sampler_settings(plain.sampler):
+        return "control"  # of a masked model, whose law is that of its own decoding
+    if not (setting.sampler.lossless and setting.plan.same_model and exact):
         return "lossy"
-    same_class = type(setting.sampler) is type(plain.sampler)
-    return "control" if same_class or setting.law != plain.law else "lossless"
+    same = type(setting.sampler) is type(plain.sampler) and setting.plan == plain.plan
+    return "control" if same or setting.law != plain.law else "lossless"
 
 
-def compare_features(real: Tensor, drawn: Tensor, plain: Tensor | None = None) -> dict[str, Any]:
-    """Distances of the features `[N, D]` of drawn pictures to those of the true scenes and of plain decoding."""
+def cache_figures(found: Samples, plain: Samples) -> dict[str, float] | None:
+    """Bytes of keys and values a picture, at most over batches; see `rows_of`."""
+    if not found.batch_cache_held:
+        return None
+
+    def largest(samples: Samples, values: list[int]) -> float:
+        return max(value / size for value, size in zip(values, samples.batch_sizes, strict=True))
+
+    held = largest(found, found.batch_cache_held)
+    whole = largest(plain, plain.batch_cache_held)
+    peak = largest(found, found.batch_cache_peak)
+    return {"held": held, "peak": peak, "share": held / whole if whole else 1.0}
+
+
+def compare_features(
+    real: Tensor, drawn: Tensor, plain: Tensor | None = None, *, kernel: bool = False
+) -> dict[str, Any]:
+    """Distances of the features `[N, D]` of drawn pictures to those of the true scenes and of plain decoding.
+
+    Args:
+        kernel: kernel audio distances too.
+    """
     # A resample of wide features takes seconds; few of them give a rougher interval.
     resamples = _RESAMPLES if real.shape[1] <= 256 else 10
     found: dict[str, Any] = {"frechet_to_real": frechet_figure(drawn, real, resamples=resamples)}
     if plain is not None:
         found["frechet_to_plain"] = frechet_figure(drawn, plain, resamples=resamples)
+    if kernel:
+        found["kernel_to_real"] = kernel_figure(real, drawn)
+        if plain is not None:
+            found["kernel_to_plain"] = kernel_figure(plain, drawn)
     most = len(real) - 1
     return (
         found
@@ -177,11 +220,21 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
     def times(figure: dict[str, float] | None) -> str:
         return "-" if figure is None else f"{figure['p50']:.2f}x ({figure['p20']:.2f}-{figure['p80']:.2f})"
 
+    def cached(figure: dict[str, float]) -> str:
+        return f"{figure['held'] / 2**10:.0f} ({100 * figure['share']:.0f} %)"
+
     clock = "wall_clock" if document["rows"][0]["processor_time"] is None else "processor_time"
     unit = "wall clock" if clock == "wall_clock" else "processor time"
     batch = document["settings"]["batch_size"]
-    header = ["sampler", "kind", "tokens/call", f"{unit}, batch 1", f"batch {batch}", "attributes %"]
-    header += ["whole prompt %", "Frechet to real", "to plain", "precision", "recall", "divergence"]
+    by_scales = document["rows"][0].get("cache") is not None
+    music = "sampling_rate" in document["settings"]
+    seconds = "alone_seconds" if document["rows"][0][clock]["alone_seconds"] else "seconds_per_picture"
+    header = ["sampler", "kind", "cache KiB" if by_scales else "columns/call" if music else "tokens/call"]
+    header += ["s/clip"] if music else []
+    header += [f"{unit}, batch 1", f"batch {batch}", "attributes %"]
+    header += ["class %" if by_scales else "whole prompt %"]
+    header += ["Frechet to real", "to plain", *(["kernel to real"] if music else [])]
+    header += ["precision", "recall", "divergence"]
     lines = []
     for row in document["rows"]:
         far, wall = row["features"][extractor], row[clock]
@@ -189,13 +242,15 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
             [
                 row["name"],
                 row["kind"],
-                cell(row["tokens_per_call"]),
+                cached(row["cache"]) if by_scales else cell(row["tokens_per_call"]),
+                *([f"{wall[seconds]['p50']:.2f}"] if music else []),
                 times(wall["alone_speed_up"]),
                 times(wall["speed_up"]),
                 per_cent(row["accuracy"]["mean_attribute"]),
                 per_cent(row["accuracy"]["all_correct"]),
                 cell(far["frechet_to_real"]),
                 cell(far["frechet_to_plain"]),
+                *([cell(far["kernel_to_real"])] if music else []),
                 cell(far["precision"], 3),
                 cell(far["recall"], 3),
                 cell(row["divergence"], 4),
@@ -204,6 +259,8 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
     for name, reference in document["references"].items():
         far = reference["features"][extractor]
         rates = [per_cent(reference["accuracy"][key]) for key in ("mean_attribute", "all_correct")]
-        distances = [cell(far["frechet_to_real"]), "-", cell(far["precision"], 3), cell(far["recall"], 3)]
-        lines.append([f"({name} alone)", "reference", "-", "-", "-", *rates, *distances, "-"])
+        distances = [cell(far["frechet_to_real"]), "-", *([cell(far["kernel_to_real"])] if music else [])]
+        distances += [cell(far["precision"], 3), cell(far["recall"], 3)]
+        none = ["-"] * (4 if music else 3)
+        lines.append([f"({name} alone)", "reference", *none, *rates, *distances, "-"])
     return markdown(header, lines)

@@ -70,6 +70,11 @@ def _calls(row: Row, plain: Row) -> tuple[float, float, float]:
     return figure["value"], figure["low"], figure["high"]
 
 
+def _cache(row: Row, plain: Row) -> tuple[float, float, float] | None:
+    held, whole = row["cache"]["held"], plain["cache"]["held"]
+    return None if not held or not whole else (whole / held,) * 3
+
+
 def _clock(clock: str, key: str) -> Callable[[Row, Row], tuple[float, float, float] | None]:
     def read(row: Row, plain: Row) -> tuple[float, float, float] | None:
         figure = row[clock] and row[clock][key]
@@ -92,8 +97,11 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     def frechet(row: Row) -> Row:
         return row["features"][extractor]["frechet_to_real"]
 
+    by_scales = document["rows"][0].get("cache") is not None
+    music = "sampling_rate" in document["settings"]
+
     def accuracy(row: Row) -> Row:
-        return row["accuracy"]["mean_attribute"]
+        return row["accuracy"]["all_correct" if by_scales else "mean_attribute"]
 
     # On a processor its own seconds: the clock also counts what others did there meanwhile.
     first = document["rows"][0]
@@ -102,7 +110,8 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     alone = first[clock]["alone_speed_up"] is not None
     batch = 1 if alone else first[clock]["batch_size"]
     across = [
-        Axis("speed-up in model calls", _calls),
+        # All rows of a next-scale model take one call a scale: what differs is how large models and caches are.
+        Axis("times less cache", _cache) if by_scales else Axis("speed-up in model calls", _calls),
         Axis(
             f"speed-up in {unit}, batch {batch} (bars: p20 to p80)",
             _clock(clock, "alone_speed_up" if alone else "speed_up"),
@@ -110,13 +119,13 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     ]
     up = [
         Axis(
-            "prompt accuracy, plain = 1",
+            f"{'class' if by_scales else 'prompt'} accuracy, plain = 1",
             _relative(accuracy),
             lambda row: 100 * accuracy(row)["value"],
-            "attributes right, %",
+            "classes right, %" if by_scales else "attributes right, %",
         ),
         Axis(
-            "Frechet distance to true scenes, plain = 1",
+            f"Frechet distance to true {'clips' if music else 'scenes'}, plain = 1",
             _relative(frechet),
             lambda row: frechet(row)["value"],
             f"Frechet distance ({extractor} features), low is good",
@@ -126,8 +135,11 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     return across, up
 
 
-def draw_frontier(document: dict[str, Any], extractor: str = "shapes") -> Any:
+def draw_frontier(document: dict[str, Any], extractor: str | None = None) -> Any:
     """The charts of one evaluation as a matplotlib figure: two speed-ups by two qualities, better is up and right.
+
+    Args:
+        extractor: whose features measure distances; None: the first one.
 
     Raises:
         ImportError: matplotlib is missing (extra `eval`).
@@ -138,7 +150,7 @@ def draw_frontier(document: dict[str, Any], extractor: str = "shapes") -> Any:
         raise ImportError("charts need matplotlib: install visual-spec[eval]") from error
 
     rows = document["rows"]
-    across, up = axes_of(document, extractor)
+    across, up = axes_of(document, extractor or next(iter(rows[0]["features"])))
     lines = -(-len(rows) // _KEY_COLUMNS)
     figure = Figure(figsize=(12.4, 9.6 + 0.26 * lines), layout="constrained")
     panels = figure.subplots(

@@ -2,6 +2,8 @@
 
 A *call* is one forward of the target model. Each call commits a run of slots: the drafts it accepted, then one token
 it drew itself. So the last slot of a run is what the call was *paid* for, and the slots before it came *free*.
+
+Of a next-scale model every call commits a whole map of tokens; there the map shows which model drew which.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from visual_spec.eval.drawing import (
     draw_bar,
     draw_text,
     fit_square,
+    keyed_strip,
     legend_strip,
     text_width,
     wrap_text,
@@ -42,7 +45,8 @@ class ComparisonRow:
     """One prompt decoded plainly and accelerated.
 
     `commit_call` `[L]` long: the call at which each slot of the accelerated picture was committed. `*_calls`: target
-    calls of one sample, `*_seconds`: wall clock of its decoding. `identical`: the tokens of both are the same.
+    calls of one sample, `*_seconds`: wall clock of its decoding. `identical`: the tokens of both are the same;
+    `promised`: the sampler says that they are.
 
     Raises:
         ValueError: if `commit_call` does not have one non-negative entry for each slot of `grid`, or a count is < 1.
@@ -58,6 +62,9 @@ class ComparisonRow:
     plain_seconds: float
     fast_seconds: float
     identical: bool
+    promised: bool = False
+
+    map_title = "what cost a model call"
 
     def __post_init__(self) -> None:
         _check_commit_call(self.commit_call, self.grid)
@@ -88,6 +95,106 @@ class ComparisonRow:
             if self.plain_seconds > 0 and self.fast_seconds > 0
             else 0.0
         )
+
+    @property
+    def headline(self) -> tuple[str, str]:
+        """The figure that matters most, and what it is."""
+        return f"{self.tokens_per_call:.2f}", "tokens per call"
+
+    @property
+    def map_caption(self) -> str:
+        """What the map shows, in numbers."""
+        paid = int(paid_slots(self.commit_call).sum())
+        return f"{paid} paid, {self.grid.num_tokens - paid} free"
+
+    def draw_map(self, size: int) -> Image.Image:
+        """The map beside the pictures, `size` pixels on its longer side, without a legend."""
+        return acceptance_map(self.commit_call, self.grid, size, legend=False)
+
+    def draw_legend(self, width: int) -> Image.Image:
+        """A strip that explains the map."""
+        return legend_strip(width)
+
+
+@dataclass
+class ScaleComparisonRow(ComparisonRow):
+    """One class drawn scale by scale: plainly by one model, and by several, or with another cache.
+
+    `sides`: tokens per side of each map; `grid` is all of their slots in a row. `drafted`: how many of the maps the
+    first model drew. `*_cache`: bytes of keys and values that were held, at most.
+    """
+
+    sides: tuple[int, ...] = ()
+    drafted: int = 0
+    plain_cache: int = 0
+    fast_cache: int = 0
+
+    map_title = "who drew which scale"
+
+    @property
+    def headline(self) -> tuple[str, str]:
+        """The speed-up; the cache, where the decoding was not timed."""
+        if self.speed_up:
+            return f"{self.speed_up:.2f}x", "as fast"
+        return f"{self.fast_cache / 2**10:.0f}", "KiB of cache"
+
+    @property
+    def map_caption(self) -> str:
+        """How many scales the first model drew, and the sizes of the caches."""
+        cache = f"cache {self.plain_cache / 2**10:.0f} -> {self.fast_cache / 2**10:.0f} KiB"
+        return f"{self.drafted} of {len(self.sides)} scales; {cache}"
+
+    def draw_map(self, size: int) -> Image.Image:
+        """All token maps in the order they were drawn in, coloured by their model."""
+        return scale_map(self.sides, self.drafted, size)
+
+    def draw_legend(self, width: int) -> Image.Image:
+        """A strip that explains the colours."""
+        return keyed_strip(width, [(RUN_COLOURS[0][0], "first model"), (RUN_COLOURS[1][0], "second model")])
+
+
+def scale_map(sides: Sequence[int], drafted: int, size: int) -> Image.Image:
+    """Draw token maps of growing size one behind the other, cell by cell, those from `drafted` on in another colour.
+
+    Args:
+        sides: tokens per side of each map.
+        drafted: the number of maps that the first model drew.
+        size: pixels of the longer side.
+
+    Raises:
+        ValueError: no maps, or a size that leaves less than 2 pixels for a cell.
+    """
+    if not sides:
+        raise ValueError("no maps to draw; pass the sides of at least one")
+    # As many columns as make the picture most square: maps go into lines, in cells with one between two maps.
+    widths = range(max(sides), sum(sides) + len(sides))
+    columns = min(widths, key=lambda width: max(width, _lay_out(sides, width)[1]))
+    places, rows = _lay_out(sides, columns)
+    cell = size / max(columns, rows)
+    if cell < 2:
+        raise ValueError(f"size={size} leaves {cell:.1f} pixels for each of {columns} x {rows} cells")
+    unit = cell * SUPERSAMPLE
+    canvas = Image.new("RGB", (round(columns * unit), round(rows * unit)), PAPER)
+    draw = ImageDraw.Draw(canvas)
+    for index, (side, (left, top)) in enumerate(zip(sides, places, strict=True)):
+        light, dark = RUN_COLOURS[0 if index < drafted else 1]
+        for y in range(side):
+            for x in range(side):
+                corner = ((left + x) * unit, (top + y) * unit)
+                box = (corner[0], corner[1], corner[0] + unit, corner[1] + unit)
+                draw.rectangle(box, fill=light, outline=dark, width=max(1, round(unit / 12)))
+    return canvas.resize((round(columns * cell), round(rows * cell)), Image.Resampling.LANCZOS)
+
+
+def _lay_out(sides: Sequence[int], columns: int) -> tuple[list[tuple[int, int]], int]:
+    """Left and top cell of squares that are set in lines like words, and the number of rows this takes."""
+    places, left, top, line = [], 0, 0, 0
+    for side in sides:
+        if left and left + side > columns:
+            left, top, line = 0, top + line + 1, 0
+        places.append((left, top))
+        left, line = left + side + 1, max(line, side)
+    return places, top + line
 
 
 def paid_slots(commit_call: torch.Tensor) -> torch.Tensor:
@@ -175,7 +282,7 @@ def contact_sheet(rows: Sequence[ComparisonRow]) -> Image.Image:
     sheet = Image.new("RGB", (_SHEET_WIDTH, header + row_height * len(rows) + footer), PAPER)
     draw = ImageDraw.Draw(sheet)
     columns = [margin + side + gap + i * (panel + gap) for i in range(3)]
-    for x, title in zip(columns, ("plain", "accelerated", "what cost a model call"), strict=True):
+    for x, title in zip(columns, ("plain", "accelerated", rows[0].map_title), strict=True):
         draw_text(draw, (x, 24), title, 18, INK, bold=True)
     for index, row in enumerate(rows):
         top = header + index * row_height
@@ -185,24 +292,23 @@ def contact_sheet(rows: Sequence[ComparisonRow]) -> Image.Image:
         for line in wrap_text(row.prompt, 18, side):
             draw_text(draw, (margin, y), line, 18, INK)
             y += 24
-        number = f"{row.tokens_per_call:.2f}"
+        number, unit = row.headline
         draw_text(draw, (margin, top + panel - 92), number, 44, INK, bold=True)
-        draw_text(draw, (margin + text_width(number, 44) + 9, top + panel - 66), "tokens per call", 16, MUTED)
+        draw_text(draw, (margin + text_width(number, 44) + 9, top + panel - 66), unit, 16, MUTED)
         verdict, colour = row.verdict, GOOD if row.identical else MUTED
         draw_text(draw, (margin, top + panel - 22), verdict, 16, colour)
         for x, picture in zip(columns, (row.plain_image, row.fast_image), strict=False):
             sheet.paste(fit_square(picture, panel), (x, top))
-        drawn = acceptance_map(row.commit_call, row.grid, panel, legend=False)
+        drawn = row.draw_map(panel)
         sheet.paste(drawn, (columns[2] + (panel - drawn.width) // 2, top + (panel - drawn.height) // 2))
-        paid = int(paid_slots(row.commit_call).sum())
         captions = (
             _measured(row.plain_calls, row.plain_seconds),
             _measured(row.fast_calls, row.fast_seconds) + (f" ({row.speed_up:.2f}x)" if row.speed_up else ""),
-            f"{paid} paid, {row.grid.num_tokens - paid} free",
+            row.map_caption,
         )
         for x, text in zip(columns, captions, strict=True):
             draw_text(draw, (x, top + panel + 5), text, 15, MUTED)
-    legend = legend_strip(3 * panel + 2 * gap)
+    legend = rows[0].draw_legend(3 * panel + 2 * gap)
     sheet.paste(legend, (columns[0], sheet.height - footer + 6))
     return sheet
 
@@ -238,23 +344,18 @@ def write_html(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    scale_wise = isinstance(rows[0], ScaleComparisonRow)
     sections = []
     for row in rows:
-        paid = int(paid_slots(row.commit_call).sum())
-        drawn = acceptance_map(
-            row.commit_call,
-            row.grid,
-            24 * max(row.grid.width * row.grid.frames, row.grid.height),
-            legend=False,
-        )
+        # Of one slot 24 pixels, or of all scales together as many as a large picture has.
+        size = 480 if scale_wise else 24 * max(row.grid.width * row.grid.frames, row.grid.height)
+        drawn = row.draw_map(size)
         sections.append(
             {
                 "row": row,
                 "plain": _data_url(row.plain_image),
                 "fast": _data_url(row.fast_image),
                 "map": _data_url(drawn),
-                "paid": paid,
-                "free": row.grid.num_tokens - paid,
             }
         )
     plain_seconds, fast_seconds = (
@@ -269,7 +370,12 @@ def write_html(
         "identical": sum(row.identical for row in rows),
     }
     page = environment.get_template("report.html.jinja").render(
-        title=title, facts=dict(facts or {}), sections=sections, totals=totals, colours=RUN_COLOURS[0]
+        title=title,
+        facts=dict(facts or {}),
+        sections=sections,
+        totals=totals,
+        colours=RUN_COLOURS[:2],
+        scale_wise=scale_wise,
     )
     return write_atomically(path, page, overwrite=overwrite)
 

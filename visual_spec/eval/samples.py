@@ -1,5 +1,7 @@
 """Samples drawn for an evaluation, and what was read off their pictures, kept so that nothing is done twice.
 
+Of a music pipeline the samples are clips; read clip for picture below.
+
 Sample i has prompt i and seed `seed + i`, so it depends on nothing else: neither on the batch, nor on how many
 processes share the work, nor on interruptions. A folder holds the samples of one setting in two kinds of files, both
 complete or absent: `draws-<first>-<end>.npz` (tokens, calls, divergence, seconds of a batch), which took the time, and
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,13 @@ from torch import Tensor, nn
 from visual_spec.eval.features import features_of, fingerprint
 from visual_spec.eval.files import write_atomically
 from visual_spec.eval.measure import sampler_settings
-from visual_spec.pipelines.accelerate import make_sampler, parse_sampler
+from visual_spec.eval.music import clips_of, codes_of, plays
+from visual_spec.models.scale_budget import CacheBytes, cache_bytes
+from visual_spec.pipelines.accelerate import make_row, parse_sampler
 from visual_spec.pipelines.loading import load_drafter
+from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.scales import ScaleTrace, ScaleWiseSampler, Stage
 
 _LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
@@ -38,7 +45,7 @@ _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
 class Setting:
     """A row: a sampler, the law it draws from, the seed of sample 0, and the drafter, None for the pipeline's own.
 
-    `text` is the row as it was written.
+    `text` is the row as it was written, `plan` who draws which scales, where a pipeline decodes by scales.
     """
 
     text: str
@@ -46,6 +53,7 @@ class Setting:
     law: TokenLaw
     seed: int
     drafter: str | None = None
+    plan: ScalePlan = ScalePlan()
 
     @property
     def pipeline_law(self) -> dict[str, Any]:
@@ -55,17 +63,28 @@ class Setting:
     def describe(self) -> dict[str, Any]:
         """All that fixes the samples, but for the model and the prompts; JSON types only."""
         facts = {"sampler": sampler_settings(self.sampler), "law": self.pipeline_law, "seed": self.seed}
-        return facts if self.drafter is None else {**facts, "drafter": self.drafter}
+        if self.drafter is not None:
+            facts["drafter"] = self.drafter
+        return facts | ({"plan": self.plan.describe()} if self.plan.describe() else {})
 
     @contextmanager
-    def on(self, pipe: Any) -> Iterator[None]:
-        """Within, `pipe` has this sampler and drafter; afterwards its own again."""
+    def on(self, pipe: Any, *, calibrated: bool = True) -> Iterator[None]:
+        """Within, `pipe` has this sampler and drafter, and follows this plan; afterwards its own again.
+
+        Args:
+            calibrated: see `ScalePlan.on`.
+
+        Raises:
+            TypeError, ValueError: a sampler, drafter or plan that does not fit it.
+        """
         before = pipe.sampler, pipe.drafter
         pipe.sampler = self.sampler
         if self.drafter is not None:
             pipe.drafter = _drafter(self.drafter, pipe.device, pipe.transformer.dtype)
         try:
-            yield
+            pipe.check_sampler()
+            with self.plan.on(pipe, calibrated=calibrated):
+                yield
         finally:
             pipe.sampler, pipe.drafter = before
 
@@ -80,33 +99,43 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
 
     The settings are those of the sampler; guidance_scale, guidance_until, temperature, top_k, top_p and seed, which
     replace those of `law` and `seed`; and drafter, a name or folder that `load_drafter` takes (default: the pipeline's
-    own). `parse_sampler` says how values are written.
+    own). Those of `scale-wise` are also num_draft_scales, cache_share and refiner, see `ScalePlan`. `parse_sampler`
+    says how values are written.
 
     Raises:
         ValueError: text of another form, a setting twice, an unknown sampler or setting, or a value it refuses.
     """
     name, settings = parse_sampler(text)
-    changes = {key: settings.pop(key) for key in _LAW if key in settings}
+    # `masked` has a temperature of its own, which is a word: falling. That of the law is a number.
+    own = [key for key, value in settings.items() if name == "masked" and isinstance(value, str)]
+    changes = {key: settings.pop(key) for key in _LAW if key in settings and key not in own}
     own_seed, drafter = settings.pop("seed", seed), settings.pop("drafter", None)
     if isinstance(own_seed, bool) or not isinstance(own_seed, int) or own_seed < 0:
         raise ValueError(f"seed={own_seed!r} in sampler {text!r}; pass a whole number of at least 0")
     for key, value in changes.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{key}={value!r} in sampler {text!r}; pass a number")
-    if drafter is not None and not isinstance(drafter, str):
-        drafter = text.partition("drafter=")[2].partition(",")[0]  # a folder: "/" divides no list here
-    return Setting(
-        text.strip(),
-        make_sampler(name, **settings),
-        TokenLaw(**{**asdict(law), **changes}),
-        own_seed,
-        drafter,
-    )
+    sampler, plan = make_row(name, **settings)
+    own_law = TokenLaw(**{**asdict(law), **changes})
+    if isinstance(sampler, ScaleWiseSampler):
+        if own_law.guidance_until is not None:
+            raise ValueError(
+                f"guidance_until in sampler {text!r}; it counts tokens, and guidance of a next-scale model grows from "
+                "scale to scale. Leave it out."
+            )
+        if sampler.config["smooth"]:
+            raise ValueError(
+                f"smooth=true in sampler {text!r}; pictures are kept as tokens, which do not tell smooth ones."
+            )
+    return Setting(text.strip(), sampler, own_law, own_seed, drafter, plan)
 
 
 @dataclass
 class Judge:
-    """What is read off a picture. `score`: (prompt, picture uint8 [H, W, 3]) -> {attribute: whether it holds}."""
+    """What is read off a picture. `score`: (prompt, picture uint8 [H, W, 3]) -> {attribute: whether it holds}.
+
+    A clip is float32 [samples].
+    """
 
     score: Callable[[str, np.ndarray], dict[str, bool]]
     extractors: dict[str, nn.Module] = field(default_factory=dict)
@@ -130,13 +159,17 @@ class Judge:
 class Samples:
     """All samples of a setting, in order.
 
-    tokens [N, L], calls [N], moved_mass [N]; of each batch its size, seconds by the clock, seconds of the processor and
-    divergence; and what the judge said: hits, features {extractor: [N, D]}. moved_mass and divergence are those of
-    `DivergenceMeter`, nan for a sampler that has none.
+    tokens [N, L], of clips codes [N, K, T]; calls [N], moved_mass [N]; length: what a call commits one or more of, the
+    tokens of a picture or the columns of a clip; of each batch its size, seconds by the clock, seconds of the processor
+    and divergence; and what the judge said: hits, features {extractor: [N, D]}. moved_mass and divergence are those of
+    `DivergenceMeter`, nan for a sampler that has none. Of a next-scale pipeline, of each batch: bytes of keys and
+    values that were held and that were there at the peak, and whether the model's own law was drawn from; else none. On
+    a GPU the most memory of each batch, else none.
     """
 
     tokens: np.ndarray
     calls: np.ndarray
+    length: int
     moved_mass: np.ndarray
     batch_sizes: list[int]
     batch_seconds: list[float]
@@ -144,6 +177,10 @@ class Samples:
     batch_divergence: list[float]
     hits: list[dict[str, bool]]
     features: dict[str, Tensor]
+    batch_cache_held: list[int]
+    batch_cache_peak: list[int]
+    batch_lossless: list[bool]
+    batch_peak_memory: list[int]
 
 
 class SampleFolder:
@@ -222,6 +259,7 @@ class SampleFolder:
         return Samples(
             tokens=joined(draws, "tokens"),
             calls=joined(draws, "calls"),
+            length=int(draws[0].get("columns", draws[0]["tokens"].shape[-1])),
             moved_mass=joined(draws, "moved_mass"),
             batch_sizes=sizes,
             batch_seconds=[float(file["seconds"]) for file in draws],
@@ -229,6 +267,10 @@ class SampleFolder:
             batch_divergence=[float(file["divergence"]) for file in draws],
             hits=[found for file in judged for found in json.loads(str(file["hits"]))][:count],
             features={name: torch.from_numpy(joined(judged, name)) for name in names},
+            batch_cache_held=[int(file["cache_held"]) for file in draws if "cache_held" in file],
+            batch_cache_peak=[int(file["cache_peak"]) for file in draws if "cache_peak" in file],
+            batch_lossless=[bool(file["lossless"]) for file in draws if "lossless" in file],
+            batch_peak_memory=[int(file["peak_memory"]) for file in draws if "peak_memory" in file],
         )
 
 
@@ -251,21 +293,26 @@ def settle(path: Path, settings: dict[str, Any]) -> None:
 
 def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
     """Draw one batch, the samples from index `first`, as the arrays of a file; leaves the pipeline its sampler."""
-    busy = time.process_time()
     with setting.on(pipe):
+        busy = time.process_time()
         output = pipe(
             list(prompts),
             generator=[
                 torch.Generator().manual_seed(setting.seed + first + place) for place in range(len(prompts))
             ],
             output_type="latent",
-            **setting.pipeline_law,
+            **{name: value for name, value in setting.pipeline_law.items() if value is not None},
         )
-    busy = time.process_time() - busy
+        busy = time.process_time() - busy
+        more = _scale_facts(pipe, setting, output.trace, len(prompts))
     trace = output.trace
+    if trace.peak_memory is not None:
+        more["peak_memory"] = np.array(trace.peak_memory)
+    if plays(pipe):
+        more["columns"] = np.array(trace.commit_call.shape[1])
     nothing = np.full(len(prompts), np.nan)
     return {
-        "tokens": small_tokens(output.tokens),
+        "tokens": small_tokens(output.codes if plays(pipe) else output.tokens),
         "calls": trace.target_calls.cpu().numpy(),
         "moved_mass": nothing if trace.moved_mass is None else trace.moved_mass.double().cpu().numpy(),
         "divergence": np.array(np.nan if trace.divergence is None else trace.divergence),
@@ -273,15 +320,61 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
         # On a processor that others use too, these tell more than the clock.
         "processor_seconds": np.array(busy),
         "prompts": np.array(json.dumps(list(prompts))),
+        **more,
     }
+
+
+def _scale_facts(pipe: Any, setting: Setting, trace: Any, batch_size: int) -> dict[str, np.ndarray]:
+    """What is kept of the caches of a next-scale decode; nothing for other pipelines."""
+    if not isinstance(trace, ScaleTrace):
+        return {}
+    # One cache is freed before the next is allocated, but for the first one's where distances are measured by it.
+    stays = trace.divergence is not None
+    dtype = pipe.transformer.dtype
+    first, *others = caches_of(pipe.stages(), batch_size, setting.law.guided, dtype, measured=stays)
+    together = [first.held + other.held if stays else other.held for other in others]
+    at_work = [first.held + other.peak if stays else other.peak for other in others]
+    measuring = [first.peak + other.held for other in others if stays]
+    return {
+        "cache_held": np.array(max([first.held, *together])),
+        "cache_peak": np.array(max([first.peak, *at_work, *measuring])),
+        "lossless": np.array(trace.lossless),
+    }
+
+
+def caches_of(
+    stages: Sequence[Stage], batch_size: int, guided: bool, dtype: torch.dtype, *, measured: bool = False
+) -> list[CacheBytes]:
+    """Keys and values of each model of a schedule, by arithmetic, in the order in which they draw.
+
+    Args:
+        measured: the first model scores all scales.
+    """
+    runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
+    found = []
+    for run in runs:
+        stop = (runs[-1] if measured and run is runs[0] else run)[-1].scales.stop
+        model: Any = run[0].model
+        known = run[0].scales.start
+        budget = getattr(model, "budget", None)
+        config = (model if budget is None else model.model).config
+        found.append(cache_bytes(config, budget, batch_size, guided, dtype, known=known, stop=stop))
+    return found
 
 
 @torch.no_grad()
 def encode(pipe: Any, prompts: Sequence[str], pictures: np.ndarray) -> dict[str, np.ndarray]:
-    """True pictures uint8 [N, H, W, 3] as the arrays of a file: what a tokenizer makes of them, no call spent."""
-    signed = torch.from_numpy(pictures).permute(0, 3, 1, 2).to(pipe.device, pipe.vq_model.dtype) / 127.5 - 1
+    """True pictures uint8 [N, H, W, 3], or clips float32 [N, samples], as the arrays of a file.
+
+    They are what a tokenizer, or a codec, makes of them; no call is spent.
+    """
+    if plays(pipe):
+        tokens = codes_of(pipe, pictures)
+    else:
+        signed = torch.from_numpy(pictures).permute(0, 3, 1, 2)
+        tokens = pipe.vq_model.encode_tokens(signed.to(pipe.device, pipe.vq_model.dtype) / 127.5 - 1)
     return {
-        "tokens": small_tokens(pipe.vq_model.encode_tokens(signed)),
+        "tokens": small_tokens(tokens),
         "calls": np.zeros(len(prompts), np.int64),
         "moved_mass": np.full(len(prompts), np.nan),
         "divergence": np.array(np.nan),
@@ -295,6 +388,11 @@ def small_tokens(tokens: Tensor) -> np.ndarray:
     """Token ids as int16 where they fit, else int32."""
     values = tokens.cpu().numpy()
     return values.astype(np.int16 if values.max() < 2**15 else np.int32)
+
+
+def shown_by(pipe: Any, tokens: np.ndarray) -> np.ndarray:
+    """What tokens look like, see `pictures_of`, or sound like, see `music.clips_of`."""
+    return clips_of(pipe, tokens) if plays(pipe) else pictures_of(pipe, tokens)
 
 
 @torch.no_grad()
@@ -328,5 +426,5 @@ def judge_draws(
             )
         if folder.judged_by(first, end) == known:
             continue
-        found = judge(prompts[first:end], pictures_of(pipe, draws["tokens"]))
+        found = judge(prompts[first:end], shown_by(pipe, draws["tokens"]))
         folder.write("judged", first, end, {**found, "judge": np.array(known)})

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from visual_spec.eval import measure
+from visual_spec.eval.rows import PLAIN
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
 
-PLAIN = "autoregressive"
 NO_CACHE = "autoregressive, no cache"
 
 
@@ -109,6 +109,63 @@ def decode_without_cache(
     return tokens, torch.full((batch_size,), length)
 
 
+@dataclass
+class Rounds:
+    """What was timed, by row.
+
+    Attributes:
+        seconds: `[row][round]`.
+        calls: target calls, `[row][round][sample]`.
+        identical: `[row]`, samples with the tokens of row 0.
+        peak: `[row]`, bytes, see `measure.peak_memory`.
+    """
+
+    seconds: list[list[float]]
+    calls: list[list[list[int]]]
+    identical: list[int]
+    peak: list[int]
+
+
+def time_rounds(
+    rows: int,
+    prepare: Callable[[int], Any],
+    decode: Callable[[int, Any, int], tuple[Decoded, float]],
+    *,
+    device: torch.device,
+    batch_size: int,
+    runs: int,
+    warmup: int,
+    report: Callable[[str], Any] = lambda text: None,
+) -> Rounds:
+    """Decode the same samples with every row, round by round.
+
+    Args:
+        prepare: makes a condition of the index of a round's first sample; not timed.
+        decode: (row, condition, first sample) -> what was decoded, and its seconds.
+    """
+    found = Rounds([[] for _ in range(rows)], [[] for _ in range(rows)], [0] * rows, [0] * rows)
+    for _ in range(warmup):
+        condition = prepare(0)
+        for index in range(rows):
+            decode(index, condition, 0)
+    for number in range(runs):
+        first = number * batch_size
+        condition = prepare(first)
+        # Every second round runs backwards, so that no row always follows the same one.
+        order = list(range(rows))[:: 1 if number % 2 == 0 else -1]
+        drawn: dict[int, Decoded] = {}
+        for index in order:
+            measure.reset_peak_memory(device)
+            drawn[index], elapsed = decode(index, condition, first)
+            found.seconds[index].append(elapsed)
+            found.calls[index].append(drawn[index].calls.tolist())
+            found.peak[index] = max(found.peak[index], measure.peak_memory(device))
+        for index in order:
+            found.identical[index] += int((drawn[index].tokens == drawn[0].tokens).all(1).sum())
+        report(f"round {number + 1} of {runs}")
+    return found
+
+
 def bench(
     pipe: TokenImagePipeline,
     samplers: Sequence[Entry],
@@ -140,10 +197,6 @@ def bench(
     """
     device = pipe.device
     entries = [Entry(PLAIN, AutoregressiveSampler()), *samplers]
-    seconds: list[list[float]] = [[] for _ in entries]
-    calls: list[list[list[int]]] = [[] for _ in entries]
-    identical = [0] * len(entries)
-    peak = [0] * len(entries)
     samples = runs * batch_size
 
     def decode(entry: Entry, condition: Any, first: int) -> tuple[Decoded, float]:
@@ -167,25 +220,17 @@ def bench(
         with torch.no_grad():
             return pipe.encode_prompt(chosen)
 
-    for _ in range(warmup):
-        condition = conditions(0)
-        for entry in entries:
-            decode(entry, condition, 0)
-    for number in range(runs):
-        first = number * batch_size
-        condition = conditions(first)
-        # Every second round runs backwards, so that no row always follows the same one.
-        order = list(range(len(entries)))[:: 1 if number % 2 == 0 else -1]
-        drawn: dict[int, Decoded] = {}
-        for index in order:
-            measure.reset_peak_memory(device)
-            drawn[index], elapsed = decode(entries[index], condition, first)
-            seconds[index].append(elapsed)
-            calls[index].append(drawn[index].calls.tolist())
-            peak[index] = max(peak[index], measure.peak_memory(device))
-        for index in order:
-            identical[index] += int((drawn[index].tokens == drawn[0].tokens).all(1).sum())
-        report(f"batch {batch_size}, guidance {law.guidance_scale:g}: round {number + 1} of {runs}")
+    rounds = time_rounds(
+        len(entries),
+        conditions,
+        lambda index, condition, first: decode(entries[index], condition, first),
+        device=device,
+        batch_size=batch_size,
+        runs=runs,
+        warmup=warmup,
+        report=lambda text: report(f"batch {batch_size}, guidance {law.guidance_scale:g}: {text}"),
+    )
+    seconds, calls, identical, peak = rounds.seconds, rounds.calls, rounds.identical, rounds.peak
 
     condition = conditions(0)
     with torch.no_grad():

@@ -86,7 +86,11 @@ def random_transformer(
     seed: int = 0,
 ) -> LlamaGenTransformer:
     """A transformer of official size with random weights, made on the device it runs on."""
-    model = on_meta(chosen, image_size)
+    return fill_at_random(on_meta(chosen, image_size), dtype=dtype, device=device, seed=seed)
+
+
+def fill_at_random(model: Any, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
+    """A model that is on the meta device, with random weights on another."""
     nn.Module.to(model, dtype)
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)

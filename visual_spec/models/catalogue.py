@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Kinds of model calls (`visual_spec.models.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`, `ScaleModel`,
-# `ColumnModel`.
-RASTER, TREE, ORDER, SCALES, COLUMNS = "raster", "tree", "order", "scales", "columns"
+# `ColumnModel`, `MaskedModel`.
+RASTER, TREE, ORDER, SCALES, COLUMNS, MASKED = "raster", "tree", "order", "scales", "columns", "masked"
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER)
 
 
@@ -21,11 +21,12 @@ class KnownModel:
         name: as printed.
         weights: the official files or repository; "" where none is released.
         load: what loads it.
-        pixels: side of the pictures.
-        tokens: slots of a picture.
+        pixels: side of the pictures; 0 of a model that plays.
+        tokens: slots of a picture, columns of a clip.
         prefix: positions before the first token (of a prompt of usual length where it is not fixed).
         parameters: numbers in the weights of what draws tokens: tokenizers and text encoders come on top.
         cached: numbers that the cache holds for one position of one row: keys and values of all layers.
+        uncached: slots that nothing reads, and that the cache has no room for: the last scale of a next-scale model.
         calls: the kinds of calls it answers.
         verified: a key of `VERIFIED`.
     """
@@ -40,6 +41,7 @@ class KnownModel:
     cached: int
     verified: str
     calls: tuple[str, ...] = RASTER_TREE_ORDER
+    uncached: int = 0
 
     def memory(self, bytes_each: int, *, batch_size: int = 1, guided: bool = True) -> int:
         """Bytes of weights and cache while `batch_size` pictures are drawn.
@@ -48,7 +50,8 @@ class KnownModel:
             bytes_each: of a number: 4 for float32, 2 for bfloat16.
         """
         rows = batch_size * (2 if guided else 1)
-        return (self.parameters + rows * (self.prefix + self.tokens) * self.cached) * bytes_each
+        held = self.prefix + self.tokens - self.uncached
+        return (self.parameters + rows * held * self.cached) * bytes_each
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,71 @@ def _llamagen(
     )
 
 
+def _var(depth: int, pixels: int, parameters: int) -> KnownModel:
+    tokens, last = {256: (680, 16 * 16), 512: (2240, 32 * 32)}[pixels]
+    return KnownModel(
+        name=f"VAR-d{depth} class {pixels}",
+        weights=f"var_d{depth}.pth",
+        load="ScaleImagePipeline.from_official",
+        pixels=pixels,
+        tokens=tokens,
+        prefix=0,
+        parameters=parameters,
+        cached=2 * depth * 64 * depth,
+        verified="official layout",
+        calls=(SCALES,),
+        uncached=last,
+    )
+
+
+def _musicgen(size: str, layers: int, dim: int, parameters: int, *, stereo: bool = False) -> KnownModel:
+    return KnownModel(
+        name=f"MusicGen-{size}{' stereo' if stereo else ''} 30 s",
+        weights=f"facebook/musicgen-{'stereo-' if stereo else ''}{size}",
+        load="AudioPipeline.from_musicgen, visual_spec.accelerate(model)",
+        pixels=0,
+        tokens=30 * 50 + 3,
+        prefix=1 + 20,  # the empty step, and the words
+        parameters=parameters,
+        cached=2 * layers * dim,
+        verified="transformers",
+        calls=(COLUMNS,),
+    )
+
+
+def _magnet(size: str, seconds: int, layers: int, dim: int, parameters: int) -> KnownModel:
+    return KnownModel(
+        name=f"MAGNeT-{size} {seconds} s",
+        weights=f"facebook/magnet-{size}-{seconds}secs",
+        load="AudioPipeline.from_magnet",
+        pixels=0,
+        tokens=seconds * 50,
+        prefix=0,
+        parameters=parameters,
+        cached=0,  # every step scores the whole clip anew
+        verified="official layout",
+        calls=(MASKED,),
+    )
+
+
+def _infinity(name: str, weights: str, pixels: int, parameters: int, layers: int, dim: int) -> KnownModel:
+    scales = {1024: (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64), 512: (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)}
+    tokens = sum(side * side for side in scales[pixels])
+    return KnownModel(
+        name=name,
+        weights=weights,
+        load="InfinityPipeline.from_official",
+        pixels=pixels,
+        tokens=tokens,
+        prefix=0,
+        parameters=parameters,
+        cached=2 * layers * dim,
+        verified="official layout",
+        calls=(SCALES,),
+        uncached=scales[pixels][-1] ** 2,
+    )
+
+
 MODELS = [
     _llamagen("B", 12, 768, 256, 110_888_448, "c2i_B_256.pt"),
     _llamagen("B", 12, 768, 384, 110_888_448, "c2i_B_384.pt"),
@@ -101,6 +169,11 @@ MODELS = [
     _llamagen("7B", 32, 4096, 384, 6_614_589_440),
     _llamagen("XL", 36, 1280, 256, 777_923_840, "t2i_XL_stage1_256.pt", text=True),
     _llamagen("XL", 36, 1280, 512, 777_923_840, "t2i_XL_stage2_512.pt", text=True),
+    _var(16, 256, 310_283_520),
+    _var(20, 256, 600_917_136),
+    _var(24, 256, 1_033_399_360),
+    _var(30, 256, 2_010_020_356),
+    _var(36, 512, 2_353_893_904),
     # Sizes of transformers' default configurations, which are those of the released weights.
     KnownModel(
         "Chameleon-7B, Anole-7B", "leloy/Anole-7b-v0.1-hf", "visual_spec.accelerate(model)",
@@ -118,13 +191,41 @@ MODELS = [
         "GLM-Image, its token stage", "zai-org/GLM-Image", "visual_spec.accelerate(model)",
         1024, 32 * 32 + 16 * 16, 64, 8_914_788_352, 2 * 40 * 256, "transformers",
     ),
+    _musicgen("small", 24, 1024, 420_371_456),
+    _musicgen("medium", 48, 1536, 1_838_737_920),
+    _musicgen("large", 48, 2048, 3_256_956_928),
+    _musicgen("small", 24, 1024, 437_152_768, stereo=True),
+    _musicgen("medium", 48, 1536, 1_863_909_888, stereo=True),
+    _musicgen("large", 48, 2048, 3_290_519_552, stereo=True),
+    _infinity("Infinity-2B", "infinity_2b_reg.pth", 1024, 2_204_564_032, 32, 2048),
+    _infinity("Infinity-8B", "infinity_8b_weights", 1024, 8_375_791_824, 40, 3584),
+    _infinity("Infinity-8B 512", "infinity_8b_512x512_weights", 512, 8_375_791_824, 40, 3584),
+    _magnet("small", 10, 24, 1024, 420_371_456),
+    _magnet("small", 30, 24, 1024, 420_371_456),
+    _magnet("medium", 10, 48, 1536, 1_838_737_920),
+    _magnet("medium", 30, 48, 1536, 1_838_737_920),
 ]  # fmt: skip
 
 # Families of transformers whose sizes differ from release to release: they run, and are not in the table of memory.
 OTHER_MODELS = {"Janus, Janus-Pro": ("visual_spec.accelerate(model)", "transformers")}
 
 # What comes on top of `KnownModel.parameters`.
-EXTRAS = {"VQ-16 tokenizer": 71_883_403, "VQ-8 tokenizer": 70_109_835, "flan-t5-xl encoder": 1_223_527_424}
+EXTRAS = {
+    "VQ-16 tokenizer": 71_883_403,
+    "VQ-8 tokenizer": 70_109_835,
+    "VAR tokenizer": 108_948_355,
+    "flan-t5-xl encoder": 1_223_527_424,
+    "t5-base encoder": 109_628_544,
+}
+
+# The calls that the models of a pipeline answer.
+PIPELINES = {
+    "ImagePipeline": RASTER_TREE_ORDER,
+    "ClassImagePipeline": RASTER_TREE_ORDER,
+    "ScaleImagePipeline": (SCALES,),
+    "AudioPipeline": (COLUMNS, MASKED),
+    "InfinityPipeline": (SCALES,),
+}
 
 SAMPLERS = [
     KnownSampler("AutoregressiveSampler", RASTER, "the reference"),
@@ -137,6 +238,7 @@ SAMPLERS = [
     KnownSampler("MultiscaleSampler", RASTER, "measured (the drafter is of lower resolution)", "drafter"),
     KnownSampler("ColumnAutoregressiveSampler", COLUMNS, "the reference"),
     KnownSampler("ColumnJacobiSampler", COLUMNS, "identical or lossless; relaxed: measured"),
+    KnownSampler("MaskedSampler", MASKED, "a law of its own"),
     KnownSampler("ScaleWiseSampler", SCALES, "the reference; several models (CoDe): measured on request"),
 ]
 

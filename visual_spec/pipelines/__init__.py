@@ -1,4 +1,7 @@
-"""Pipelines: prompt in, picture out. Names are resolved at first use, because diffusers takes seconds to import."""
+"""Pipelines: prompt in, picture or music out.
+
+Names are resolved at first use, because diffusers takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,35 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.base import VisualPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
+    from visual_spec.pipelines.infinity import InfinityPipeline
     from visual_spec.pipelines.loading import load_pipeline
-    from visual_spec.pipelines.output import ImagePipelineOutput
+    from visual_spec.pipelines.output import AudioPipelineOutput, ImagePipelineOutput
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 # `accelerate` is not offered here: the name is that of the sub-module.
 _HOME = {
+    "AudioPipeline": "visual_spec.pipelines.audio",
+    "AudioPipelineOutput": "visual_spec.pipelines.output",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "ImagePipelineOutput": "visual_spec.pipelines.output",
+    "InfinityPipeline": "visual_spec.pipelines.infinity",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
     "VisualPipeline": "visual_spec.pipelines.base",
     "load_pipeline": "visual_spec.pipelines.loading",
 }
 
 __all__ = [
+    "AudioPipeline",
+    "AudioPipelineOutput",
     "ClassImagePipeline",
     "ImagePipeline",
     "ImagePipelineOutput",
+    "InfinityPipeline",
     "ScaleImagePipeline",
     "VisualPipeline",
     "load_pipeline",

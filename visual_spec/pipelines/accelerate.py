@@ -5,17 +5,23 @@ Samplers are components, so all this does is to swap one and to remember the oth
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visual_spec.pipelines import transformers_models
+from visual_spec.pipelines import transformers_models, transformers_music
 from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.multiscale import MultiscaleSampler
 from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
 from visual_spec.samplers.proactive import ProactiveJacobiSampler
 from visual_spec.samplers.rows import ZipARSampler
+from visual_spec.samplers.scales import ScaleWiseSampler
 from visual_spec.samplers.tree import TreeSampler
 
 SAMPLERS = {
@@ -27,8 +33,13 @@ SAMPLERS = {
     "multiscale": MultiscaleSampler,
     "zipar": ZipARSampler,
     "parallel-jacobi": ParallelJacobiSampler,
+    "columns": ColumnAutoregressiveSampler,
+    "column-jacobi": ColumnJacobiSampler,
+    "masked": MaskedSampler,
+    "scale-wise": ScaleWiseSampler,
 }
 
+_NAMED = ("drafter", "refiner")
 _PLAIN = "_visual_spec_plain_sampler"
 
 
@@ -38,22 +49,37 @@ def make_sampler(name: str, **settings: Any) -> Any:
     Raises:
         ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
     """
+    _check_settings(name, settings)
+    return SAMPLERS[name](**settings)
+
+
+def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
+    """The sampler of a name, and what else a row says: for `scale-wise`, who draws which scales (see `ScalePlan`).
+
+    Raises:
+        ValueError: as `make_sampler` and `ScalePlan`.
+    """
+    plans = ScalePlan.names() if name == "scale-wise" else []
+    _check_settings(name, settings, also=plans)
+    plan = ScalePlan.take(settings) if plans else ScalePlan()
+    return make_sampler(name, **settings), plan
+
+
+def _check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     if name not in SAMPLERS:
         raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(SAMPLERS)}.")
-    sampler_class = SAMPLERS[name]
-    known = set(sampler_class().config) - {"_class_name", "_diffusers_version"}
+    known = {*also, *(key for key in SAMPLERS[name]().config if not key.startswith("_"))}
     unknown = sorted(set(settings) - known)
     if unknown:
         allowed = f"it takes {', '.join(sorted(known))}" if known else "it has none"
         raise ValueError(f"the {name} sampler has no setting {', '.join(unknown)}; {allowed}.")
-    return sampler_class(**settings)
 
 
 def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
     """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
 
     Values are whole numbers, decimal numbers, `true`, `false`, `none`, words, or several of these divided by `/`
-    (`4/2/2`; a list of one: `4/`).
+    (`4/2/2`; a list of one: `4/`). What names a model, `drafter` and `refiner`, is taken as it stands.
 
     Returns:
         The name and the settings. Neither is looked at: `make_sampler` does that.
@@ -69,7 +95,7 @@ def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{part!r} in sampler {text!r}; write name:setting=value,setting=value")
         if key in settings:
             raise ValueError(f"sampler {text!r} sets {key} twice")
-        settings[key] = _value(value)
+        settings[key] = value if key in _NAMED else _value(value)
     return name.strip(), settings
 
 
@@ -87,15 +113,16 @@ def _value(text: str) -> Any:
     return text
 
 
-def accelerate(pipe: Any, sampler: Any = "speculative-jacobi") -> Any:
+def accelerate(pipe: Any, sampler: Any = None) -> Any:
     """Make a pipeline decode with another sampler; by default the one that returns the same tokens in fewer calls.
 
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first.
 
     Args:
-        pipe: a pipeline of this package, an image generator of transformers, or a diffusers pipeline that holds one:
-            see `visual_spec.pipelines.transformers_models` for what those get.
-        sampler: a sampler, or its name (a key of `SAMPLERS`).
+        pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, or a
+            MusicGen of transformers: see `visual_spec.pipelines.transformers_models` and `transformers_music` for what
+            those get.
+        sampler: a sampler, or its name (a key of `SAMPLERS`). None: "speculative-jacobi", of music "column-jacobi".
 
     Returns:
         The same pipeline.
@@ -104,7 +131,13 @@ def accelerate(pipe: Any, sampler: Any = "speculative-jacobi") -> Any:
         TypeError: `pipe` has no sampler to swap, or `sampler` does not fit it.
         ValueError: an unknown sampler name.
     """
+    plays = transformers_music.is_music_model(pipe)
+    if sampler is None:
+        fast = pipe.fast_sampler if isinstance(pipe, VisualPipeline) else "speculative-jacobi"
+        sampler = "column-jacobi" if plays else fast
     sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
+    if plays:
+        return transformers_music.accelerate(pipe, sampler)
     if not isinstance(pipe, VisualPipeline):
         return transformers_models.accelerate(pipe, sampler)
     plain = pipe.sampler
@@ -121,6 +154,8 @@ def accelerate(pipe: Any, sampler: Any = "speculative-jacobi") -> Any:
 
 def restore(pipe: Any) -> Any:
     """Undo `accelerate`; a pipeline that was not accelerated is left as it is. Returns the same pipeline."""
+    if transformers_music.is_music_model(pipe):
+        return transformers_music.restore(pipe)
     if not isinstance(pipe, VisualPipeline):
         return transformers_models.restore(pipe)
     if hasattr(pipe, _PLAIN):
@@ -130,7 +165,9 @@ def restore(pipe: Any) -> Any:
 
 
 def summary(pipe: Any) -> str:
-    """One line on what the last pictures of a pipeline cost: tokens, calls, tokens per call, seconds."""
+    """One line on what the last pictures or clips of a pipeline cost: tokens, calls, tokens per call, seconds."""
+    if transformers_music.is_music_model(pipe):
+        return transformers_music.summary(pipe)
     if not isinstance(pipe, VisualPipeline):
         return transformers_models.summary(pipe)
     trace = getattr(pipe, "last_trace", None)

@@ -18,6 +18,13 @@ from huggingface_hub import snapshot_download
 
 from visual_spec import samplers
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.scales import ScaleWiseSampler
+
+# They look like the samplers of next-token models, but call theirs otherwise.
+_OF_OTHER_MODELS = (ColumnAutoregressiveSampler, ColumnJacobiSampler, MaskedSampler, ScaleWiseSampler)
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
@@ -33,6 +40,7 @@ class VisualPipeline(DiffusionPipeline):
     sampler: Any
     drafter: Any = None
     last_trace: Any = None
+    fast_sampler = "speculative-jacobi"  # the one that `visual_spec.accelerate` takes if it is given none
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -103,10 +111,13 @@ class VisualPipeline(DiffusionPipeline):
             TypeError: `pipe.sampler` is of another kind; names those that fit.
             ValueError: it drafts with a second model, and there is none.
         """
-        if not (callable(self.sampler) and hasattr(self.sampler, "lossless")):
+        strange = isinstance(self.sampler, _OF_OTHER_MODELS)
+        if strange or not (callable(self.sampler) and hasattr(self.sampler, "lossless")):
+            others = {kind.__name__ for kind in _OF_OTHER_MODELS}
+            fitting = [name for name in samplers.__all__ if name.endswith("Sampler") and name not in others]
             raise TypeError(
                 f"sampler is {type(self.sampler).__name__}, which does not fit a next-token model; those that fit: "
-                f"{', '.join(name for name in samplers.__all__ if name.endswith('Sampler'))}."
+                f"{', '.join(fitting)}."
             )
         if getattr(self.sampler, "needs_drafter", False) and self.drafter is None:
             raise ValueError(
@@ -172,15 +183,22 @@ class DecodeProgress:
         bar: a tqdm bar over `batch_size * num_tokens` tokens.
         num_tokens: tokens of one sample.
         listener: called as (call_index, lengths [B]) after every target call.
+        unit: what is counted.
     """
 
     def __init__(
-        self, bar: Any, num_tokens: int, listener: Callable[[int, torch.Tensor], None] | None = None
+        self,
+        bar: Any,
+        num_tokens: int,
+        listener: Callable[[int, torch.Tensor], None] | None = None,
+        *,
+        unit: str = "tokens",
     ):
         self.bar = bar
-        bar.unit = " tokens"
+        bar.unit = f" {unit}"
         self.num_tokens = num_tokens
         self.listener = listener
+        self.unit = unit
         self._pending: tuple[int, torch.Tensor, Any] | None = None
 
     def __call__(self, call_index: int, lengths: torch.Tensor) -> None:
@@ -207,5 +225,5 @@ class DecodeProgress:
     def _show(self, call_index: int, lengths: torch.Tensor) -> None:
         committed = int(lengths.clamp(max=self.num_tokens).sum())
         per_call = committed / lengths.shape[0] / (call_index + 1)  # the prefill is call 0
-        self.bar.set_postfix_str(f"{per_call:.2f} tokens per call", refresh=False)
+        self.bar.set_postfix_str(f"{per_call:.2f} {self.unit} per call", refresh=False)
         self.bar.update(committed - self.bar.n)

@@ -17,8 +17,11 @@ from visual_spec.models.checkpoints import (
     recognise,
 )
 from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.models.var import SCALES, VARTransformer, load_var_checkpoint
+from visual_spec.models.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 # What a folder has that an earlier conversion wrote.
 _OURS = ("model_index.json", "config.json")
@@ -33,17 +36,19 @@ def convert(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a folder that `from_pretrained` loads: a pipeline of two files, or the model of one.
+    """Write a folder that `from_pretrained` loads: a pipeline of two or three files, or the model of one.
 
     The folder appears complete or not at all.
 
     Args:
-        files: a LlamaGen transformer, its tokenizer, or both in any order; told apart by their keys.
+        files: a LlamaGen transformer, its tokenizer, or both in any order; or a VAR transformer, a smaller one that
+            refines what it drafts (CoDe), and their tokenizer, or some of them; told apart by their keys.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings.
         image_size: side of the pictures in pixels; None: what the file or its name says. A transformer by itself is
-            taken for one over VQ-16 tokens.
+            taken for one over VQ-16 tokens. Of VAR only its tokenizer, where it stands alone, needs to be told: 256 if
+            it is not.
         dtype: of the weights written; None keeps that of each file.
         overwrite: replace what an earlier conversion wrote at `out`.
 
@@ -57,8 +62,17 @@ def convert(
     _refuse_folder(out, overwrite)
     found: dict[type, Checkpoint] = {}
     names: dict[str, str] = {}
-    for file in files:
-        checkpoint = read_checkpoint(file)
+    checkpoints = [read_checkpoint(file) for file in files]
+    of_var = [_is_var(checkpoint) for checkpoint in checkpoints]
+    if any(of_var):
+        if not all(of_var):
+            other = checkpoints[of_var.index(False)]
+            raise ValueError(
+                f"{other.path} is not of VAR, and other files are; pass files of one family, one after the other."
+            )
+        model, names = _assemble_var(checkpoints, text_encoder, image_size, dtype)
+        return _written(model, out, names)
+    for file, checkpoint in zip(files, checkpoints, strict=True):
         architecture = recognise(checkpoint)
         if architecture.model in found:
             raise ValueError(
@@ -66,7 +80,10 @@ def convert(
                 "transformer, one tokenizer, or one of each."
             )
         found[architecture.model], names[str(file)] = checkpoint, architecture.name
-    model = _assemble(found, text_encoder, image_size, dtype)
+    return _written(_assemble(found, text_encoder, image_size, dtype), out, names)
+
+
+def _written(model: Any, out: Path, names: dict[str, str]) -> dict[str, Any]:
     _write_whole(model.save_pretrained, out)
     components = getattr(model, "components", {"model": model})
     counts = {
@@ -75,6 +92,69 @@ def convert(
         if isinstance(part, torch.nn.Module)
     }
     return {"folder": str(out), "class": type(model).__name__, "files": names, "parameters": counts}
+
+
+def _is_var(checkpoint: Checkpoint) -> bool:
+    return "pos_1LC" in checkpoint.weights or _is_var_tokenizer(checkpoint)
+
+
+def _is_var_tokenizer(checkpoint: Checkpoint) -> bool:
+    return any(key.startswith("quantize.quant_resi.") for key in checkpoint.weights)
+
+
+def _assemble_var(
+    checkpoints: Sequence[Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> tuple[Any, dict[str, str]]:
+    """The pipeline or model of VAR's files, and what each of them is."""
+    if text_encoder is not None:
+        raise ValueError("VAR draws from class labels; leave the text encoder out.")
+    tokenizers = [checkpoint for checkpoint in checkpoints if _is_var_tokenizer(checkpoint)]
+    models = [checkpoint for checkpoint in checkpoints if not _is_var_tokenizer(checkpoint)]
+    # The larger one drafts.
+    models.sort(key=_count, reverse=True)
+    if (
+        len(tokenizers) > 1
+        or len(models) > 2
+        or (len(models) == 2 and _count(models[0]) == _count(models[1]))
+    ):
+        several = tokenizers if len(tokenizers) > 1 else models
+        raise ValueError(
+            f"{several[0].path} and {several[1].path} are both of one kind; pass one tokenizer, one VAR transformer, "
+            "and for CoDe a smaller one."
+        )
+    if len(models) == 2 and not tokenizers:
+        raise ValueError(
+            f"{models[0].path} and {models[1].path} given without their tokenizer; pass vae_ch160v4096z32.pth too."
+        )
+    parts: list[VARTransformer] = [load_var_checkpoint(checkpoint, dtype=dtype) for checkpoint in models]
+    sizes = {sum(side * side for side in scales): pixels for pixels, scales in SCALES.items()}
+    found = sizes.get(parts[0].offsets[-1]) if parts else None
+    if parts and image_size not in (None, found):
+        raise ValueError(
+            f"image_size={image_size} given, but {models[0].path} has {parts[0].offsets[-1]} tokens"
+            f"{f', those of {found} pixels' if found else ''}; leave image_size out."
+        )
+    names = {
+        str(checkpoint.path): f"VAR-d{part.config['num_layers']}"
+        for checkpoint, part in zip(models, parts, strict=True)
+    } | {str(checkpoint.path): "VAR's tokenizer" for checkpoint in tokenizers}
+    if not parts:
+        size = image_size or min(SCALES)
+        if size not in SCALES:
+            raise ValueError(f"image_size={size}; VAR draws {' or '.join(map(str, SCALES))} pixels.")
+        tokenizer: MultiscaleVQModel = load_var_vq_checkpoint(
+            tokenizers[0].path, dtype=dtype, scales=SCALES[size]
+        )
+        return tokenizer, names
+    if not tokenizers:
+        return parts[0], names
+    refiner = models[1] if len(models) == 2 else None
+    pipe = ScaleImagePipeline.from_official(models[0], tokenizers[0].path, refiner=refiner, dtype=dtype)
+    return pipe, names
+
+
+def _count(checkpoint: Checkpoint) -> int:
+    return sum(tensor.numel() for tensor in checkpoint.weights.values())
 
 
 def _assemble(

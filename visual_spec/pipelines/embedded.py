@@ -19,6 +19,11 @@ def embedded_drafters() -> list[str]:
     return sorted(path.parent.name for path in WEIGHTS_FOLDER.glob("*_drafter/config.json"))
 
 
+def embedded_refiners() -> list[str]:
+    """Names that `load_refiner` takes: small next-scale models beside the one in a pipeline's own folder."""
+    return sorted(path.parent.name for path in WEIGHTS_FOLDER.glob("*_refiner/config.json"))
+
+
 def embedded_folder(name: str) -> Path:
     """The `save_pretrained` folder of an embedded model."""
     return WEIGHTS_FOLDER / name
@@ -29,7 +34,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
     Returns:
         name; pipeline, the class name; components, {name: class name}; parameters, {name: count}; bytes of all
-        weights; image_size in pixels, or None for models that do not draw.
+        weights; image_size in pixels, or None for models that do not draw; sampling_rate in Hz, or None for models that
+        do not play.
 
     Raises:
         FileNotFoundError: there is no model_index.json in it.
@@ -39,18 +45,36 @@ def describe(folder: Path) -> dict[str, Any]:
         name: value[1] for name, value in index.items() if isinstance(value, list) and value[1] is not None
     }
     weights = {name: sorted((folder / name).glob("*.safetensors")) for name in components}
-    tokenizer_config = folder / "vq_model" / "config.json"
-    image_size = (
-        json.loads(tokenizer_config.read_text()).get("image_size") if tokenizer_config.exists() else None
-    )
     return {
         "name": folder.name,
         "pipeline": index["_class_name"],
         "components": components,
         "parameters": {name: sum(map(_count_parameters, paths)) for name, paths in weights.items() if paths},
         "bytes": sum(path.stat().st_size for paths in weights.values() for path in paths),
-        "image_size": image_size,
+        "image_size": _image_size(folder / "vq_model" / "config.json"),
+        "sampling_rate": _sampling_rate(folder),
     }
+
+
+def _image_size(tokenizer_config: Path) -> int | None:
+    """Side of the pictures of a tokenizer: its setting, or what the scales and levels of a multi-scale one make."""
+    if not tokenizer_config.exists():
+        return None
+    config = json.loads(tokenizer_config.read_text())
+    if "scales" in config:
+        return config["scales"][-1] * 2 ** (len(config["channel_multipliers"]) - 1)
+    return config.get("image_size")
+
+
+def _sampling_rate(folder: Path) -> int | None:
+    """Samples per second of a codec, a component of its own or a part of a whole MusicGen."""
+    for config, inside in ((folder / "codec", None), (folder / "transformer", "audio_encoder")):
+        path = config / "config.json"
+        if path.exists():
+            settings = json.loads(path.read_text())
+            settings = settings if inside is None else settings.get(inside, {})
+            return settings.get("sampling_rate")
+    return None
 
 
 def _count_parameters(path: Path) -> int:

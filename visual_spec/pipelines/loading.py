@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, embedded_drafters
+from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, embedded_drafters, embedded_refiners
 
 _HOME = {
+    "AudioPipeline": "visual_spec.pipelines.audio",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
+    "InfinityPipeline": "visual_spec.pipelines.infinity",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
 }
 _DRAFTERS = {
@@ -19,6 +21,7 @@ _DRAFTERS = {
     "LlamaGenTransformer": "visual_spec.models.llamagen",
     "MultiscaleDrafter": "visual_spec.models.multiscale",
 }
+_REFINERS = {"VARTransformer": "visual_spec.models.var"}
 
 
 def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
@@ -30,12 +33,44 @@ def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
     Raises:
         ValueError: there is no pipeline, or one of a class that is not ours; names those that are.
     """
-    refuse_no_pipeline(name)
-    folder = Path(name if Path(name).is_dir() else VisualPipeline.download(name, **kwargs))
-    saved_as = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    saved_as = read_index(name, **kwargs)["_class_name"]
     if saved_as not in _HOME:
         raise ValueError(f"{name} holds a {saved_as}; pass one of {', '.join(_HOME)}.")
+    folder = _folder(name, **kwargs)
     return getattr(importlib.import_module(_HOME[saved_as]), saved_as).from_pretrained(folder, **kwargs)
+
+
+def read_index(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
+    """What model_index.json of a pipeline says, without loading it: its class, its components and its settings.
+
+    Args:
+        name, kwargs: as for `load_pipeline`.
+
+    Raises:
+        ValueError: there is no pipeline.
+    """
+    refuse_no_pipeline(name)
+    return json.loads((_folder(name, **kwargs) / "model_index.json").read_text())
+
+
+def read_config(
+    name: str | os.PathLike, component: str, file: str = "config.json", **kwargs: Any
+) -> dict[str, Any]:
+    """The saved configuration of a component of a pipeline, without loading it.
+
+    Args:
+        name, kwargs: as for `load_pipeline`.
+        file: where it is; that of a sampler is `sampler_config.json`.
+
+    Raises:
+        ValueError, FileNotFoundError: there is no pipeline, or no such component.
+    """
+    refuse_no_pipeline(name)
+    return json.loads((_folder(name, **kwargs) / component / file).read_text())
+
+
+def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:
+    return Path(name if Path(name).is_dir() else VisualPipeline.download(name, **kwargs))
 
 
 def load_drafter(name: str | os.PathLike, **kwargs: Any) -> Any:
@@ -47,17 +82,33 @@ def load_drafter(name: str | os.PathLike, **kwargs: Any) -> Any:
     Raises:
         ValueError: there is no drafter of this name, or the folder holds something else; says what is there.
     """
-    folder = WEIGHTS_FOLDER / name if os.fspath(name) in embedded_drafters() else Path(name)
+    return _load_part(name, "drafter", embedded_drafters(), _DRAFTERS, **kwargs)
+
+
+def load_refiner(name: str | os.PathLike, **kwargs: Any) -> Any:
+    """An embedded refiner, or a next-scale model in a folder written by `save_pretrained`.
+
+    Args:
+        kwargs: for `from_pretrained`.
+
+    Raises:
+        ValueError: there is no refiner of this name, or the folder holds something else; says what is there.
+    """
+    return _load_part(name, "refiner", embedded_refiners(), _REFINERS, **kwargs)
+
+
+def _load_part(
+    name: str | os.PathLike, kind: str, embedded: list[str], homes: dict[str, str], **kwargs: Any
+) -> Any:
+    folder = WEIGHTS_FOLDER / name if os.fspath(name) in embedded else Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"no drafter {os.fspath(name)!r}; pass a folder written by save_pretrained, or an embedded one: "
-            f"{', '.join(embedded_drafters()) or '(none)'}."
+            f"no {kind} {os.fspath(name)!r}; pass a folder written by save_pretrained, or an embedded one: "
+            f"{', '.join(embedded) or '(none)'}."
         )
     saved_as = json.loads((folder / "config.json").read_text()).get("_class_name")
-    if saved_as not in _DRAFTERS:
-        raise ValueError(f"{name} holds a {saved_as}; a drafter is one of {', '.join(_DRAFTERS)}.")
+    if saved_as not in homes:
+        raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(homes)}.")
     return (
-        getattr(importlib.import_module(_DRAFTERS[saved_as]), saved_as)
-        .from_pretrained(folder, **kwargs)
-        .eval()
+        getattr(importlib.import_module(homes[saved_as]), saved_as).from_pretrained(folder, **kwargs).eval()
     )

@@ -51,6 +51,7 @@ class ScaleImagePipeline(VisualPipeline):
     _exclude_from_cpu_offload = ["vq_model", "refiner"]
     _optional_components = ["refiner"]
     _callback_tensor_inputs = ["canvas"]
+    fast_sampler = "scale-wise"
 
     transformer: Any
     vq_model: Any
@@ -375,6 +376,19 @@ class ScaleImagePipeline(VisualPipeline):
         if output_type == "latent":
             return canvas
         return self.image_processor.postprocess(self.vq_model.decode_canvas(canvas), output_type=output_type)
+
+    @torch.no_grad()
+    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of tokens [B, L] in the form `output_type` asks for: those they were drawn with, unless the sampler
+        was smooth, whose pictures its tokens do not tell."""
+        tokenizer = self.vq_model
+        # The type of the logits, in which the sampler adds up the canvas.
+        canvas = tokenizer.begin(
+            len(tokens), tokens.device, torch.promote_types(tokenizer.dtype, torch.float32)
+        )
+        for scale, part in enumerate(tokens.split([side * side for side in tokenizer.scales], 1)):
+            canvas = self.vq_model.accumulate(canvas, scale, part)
+        return self.decode_canvas(canvas, output_type)
 
     @torch.no_grad()
     def __call__(

@@ -172,8 +172,8 @@ def load_official(
     return model, tokenizer, official_defaults(model)
 
 
-def check_generator(generator: Any, pictures: int) -> None:
-    """Refuse what is neither None, one `torch.Generator`, nor a list of one per picture.
+def check_generator(generator: Any, pictures: int, noun: str = "picture") -> None:
+    """Refuse what is neither None, one `torch.Generator`, nor a list of one per picture, or per what `noun` says.
 
     Raises:
         TypeError, ValueError: names what was given, and what to pass.
@@ -186,7 +186,7 @@ def check_generator(generator: Any, pictures: int) -> None:
         )
     if len(generator) != pictures:
         raise ValueError(
-            f"{len(generator)} generators for {pictures} pictures; pass one per picture, or a single one."
+            f"{len(generator)} generators for {pictures} {noun}s; pass one per {noun}, or a single one."
         )
     kinds = sorted({type(item).__name__ for item in generator if not isinstance(item, torch.Generator)})
     if kinds:

@@ -1,0 +1,61 @@
+"""Put trained parts together into the folder that `AudioPipeline.from_pretrained("tunes")` reads.
+
+`python scripts/assemble_tunes.py --codec FOLDER --autoregressive FOLDER --out visual_spec/models/weights/tunes`, and
+with `--masked FOLDER --out .../tunes_masked` in place of `--autoregressive` that of the masked model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EncodecModel, MusicgenForCausalLM
+
+from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE
+from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.pipelines.audio import AudioPipeline
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.training.loop import write_json
+
+# The steps that MAGNeT was published with, and its spans.
+MASKED: dict[str, Any] = {"steps": (20, 10, 10, 10), "clock": "magnet", "span": 3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--codec", type=Path, required=True, help="folder that scripts/train_codec.py wrote")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    for name in ("autoregressive", "masked"):
+        kind.add_argument(
+            f"--{name}", type=Path, help=f"folder that scripts/train_music.py --kind {name} wrote"
+        )
+    parser.add_argument("--guidance-scale", type=float, default=1.5, help="default of the pipeline")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    masked = arguments.masked is not None
+    source = arguments.masked if masked else arguments.autoregressive
+    pipe = AudioPipeline(
+        transformer=MusicgenForCausalLM.from_pretrained(source / "transformer"),
+        codec=EncodecModel.from_pretrained(arguments.codec),
+        text_encoder=CaptionEncoder.from_pretrained(source / "text_encoder"),
+        sampler=MaskedSampler(**MASKED) if masked else ColumnJacobiSampler(),
+        masked=masked,
+        default_guidance_scale=arguments.guidance_scale,
+        max_audio_length_in_s=NUM_SAMPLES / SAMPLE_RATE,
+    )
+    # Half precision on disk; from_pretrained computes in float32 again.
+    pipe.to(torch.float16).save_pretrained(arguments.out)
+    for path in arguments.out.glob("*/config.json"):  # where the parts were trained is nobody's business
+        config = json.loads(path.read_text())
+        config.pop("_name_or_path", None)
+        write_json(path, config)
+    for part, folder in {"codec": arguments.codec, "transformer": source}.items():
+        write_json(arguments.out / part / "training.json", json.loads((folder / "training.json").read_text()))
+
+
+if __name__ == "__main__":
+    main()

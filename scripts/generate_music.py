@@ -1,0 +1,8 @@
+"""Play music from prompts, as `visual-spec generate --music`: python scripts/generate_music.py PROMPT... [--compare]"""
+
+import sys
+
+from visual_spec.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["generate", "--music", *sys.argv[1:]]))

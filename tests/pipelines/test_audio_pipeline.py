@@ -1,0 +1,679 @@
+"""AudioPipeline: what comes out, streamed or not, in one window or many, and what is refused. The models are tiny."""
+
+import io
+import math
+import sys
+import wave
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from transformers import MusicgenForConditionalGeneration, T5EncoderModel
+
+import visual_spec
+from tests.tiny import seeded
+from tests.tiny_audio import (
+    BOOKS,
+    CODES,
+    HOP,
+    LONGEST,
+    RATE,
+    tiny_audio_pipeline,
+    tiny_codec,
+    tiny_decoder,
+    tiny_musicgen,
+    tiny_words,
+)
+from tests.tiny_t5 import tiny_t5, tiny_tokenizer
+from visual_spec.models.encodec import decode_codes, encode_waves
+from visual_spec.models.musicgen import MusicCondition, MusicgenColumnModel
+from visual_spec.models.patterns import CodebookPattern
+from visual_spec.pipelines import audio as audio_module
+from visual_spec.pipelines import embedded
+from visual_spec.pipelines.audio import AudioPipeline
+from visual_spec.pipelines.audio_files import audio_bytes, prepare_clip, write_audio
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+
+PROMPT = "a slow sad organ"
+FRAMES = round(LONGEST * RATE / HOP)
+
+
+@pytest.fixture
+def pipe() -> AudioPipeline:
+    return tiny_audio_pipeline()
+
+
+def clip_of(frames: int, channels: int = 1) -> np.ndarray:
+    generator = torch.Generator().manual_seed(9)
+    return torch.rand(channels, frames * HOP, generator=generator).sub(0.5).numpy()
+
+
+# -- playing ----------------------------------------------------------------------------------------------------------
+
+
+def test_output_types(pipe):
+    outputs = {kind: pipe(PROMPT, generator=seeded(7), output_type=kind) for kind in ("np", "pt", "latent")}
+    codes = outputs["latent"].audios
+    assert codes.shape == (1, BOOKS, FRAMES) and codes.dtype == torch.long
+    assert outputs["np"].codes.equal(codes) and outputs["np"].sampling_rate == RATE
+    assert outputs["np"].audios.dtype == np.float32 and outputs["np"].audios.shape == (1, 1, FRAMES * HOP)
+    assert np.array_equal(outputs["np"].audios, outputs["pt"].audios.numpy())
+    assert (outputs["pt"].audios - decode_codes(pipe.codec, codes)).abs().max() < 1e-5
+    assert list(outputs["np"])[0] == "audios"
+    audios, rate, tokens, trace = pipe(PROMPT, generator=seeded(7), return_dict=False)
+    assert np.array_equal(audios, outputs["np"].audios) and rate == RATE and tokens.equal(codes)
+    assert trace.target_calls.tolist() == [FRAMES + BOOKS - 1]
+    assert pipe(PROMPT, audio_length_in_s=0.07).audios.shape == (1, 1, 7 * HOP)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_accelerated_music_is_the_plain_music(pipe, guidance_scale):
+    settings: Any = dict(num_waveforms_per_prompt=3, guidance_scale=guidance_scale)
+    plain = pipe(PROMPT, generator=seeded(1, 2, 3), **settings)
+    assert visual_spec.accelerate(pipe) is pipe and isinstance(pipe.sampler, ColumnJacobiSampler)
+    fast = pipe(PROMPT, generator=seeded(1, 2, 3), **settings)
+    assert fast.codes.equal(plain.codes) and np.array_equal(fast.audios, plain.audios)
+    assert (fast.trace.target_calls < plain.trace.target_calls).all()
+    assert len(plain.codes.unique(dim=0)) == 3
+    assert visual_spec.summary(pipe).startswith("ColumnJacobiSampler: 3 x 22")
+    assert isinstance(visual_spec.restore(pipe).sampler, ColumnAutoregressiveSampler)
+
+
+def test_a_clip_depends_on_its_own_generator_and_prompt_only(pipe):
+    prompts = [PROMPT, "minor melody"]
+    pipe.sampler = ColumnJacobiSampler(window=4)
+    both = pipe(prompts, num_waveforms_per_prompt=2, generator=seeded(1, 2, 3, 4))
+    alone = pipe(prompts[1], generator=seeded(3))
+    assert alone.codes[0].equal(both.codes[2]) and not both.codes[2].equal(both.codes[3])
+    assert not pipe(prompts[0], generator=seeded(3)).codes.equal(alone.codes)
+
+
+def test_prompt_embeds_stand_in_for_the_prompt(pipe):
+    condition = pipe.encode_prompt(PROMPT)
+    want = pipe(PROMPT, generator=seeded(1)).codes
+    pipe.text_encoder = None
+    embeds = dict(prompt_embeds=condition.features, prompt_attention_mask=condition.mask)
+    assert pipe(generator=seeded(1), **embeds).codes.equal(want)
+    with pytest.raises(ValueError, match="without a text encoder; pass prompt_embeds"):
+        pipe(PROMPT)
+
+
+def test_unknown_words_are_named(pipe):
+    with pytest.warns(UserWarning, match="does not know 'kazoo'; the music will not tell"):
+        pipe("a slow kazoo")
+
+
+def test_callback_and_progress_count_columns_over_all_windows(pipe):
+    pipe.sampler = ColumnJacobiSampler(window=4)
+    shown, seen = io.StringIO(), []
+    pipe.set_progress_bar_config(disable=False, file=shown, mininterval=0)
+
+    def callback(given, step, timestep, kwargs):
+        assert given is pipe
+        seen.append((step, timestep, kwargs["lengths"].tolist()))
+
+    settings: Any = dict(audio_length_in_s=0.5, extend_stride_in_s=0.1)
+    output = pipe([PROMPT] * 2, generator=seeded(1, 2), callback_on_step_end=callback, **settings)
+    columns = output.trace.commit_call.shape[1]
+    assert columns == 22 + 3 * 12  # a window of 20 frames, three that add 10, and two columns of delay each
+    assert [step for step, _, _ in seen] == list(range(len(seen)))
+    assert seen[-1][1:] == (columns, [columns] * 2) and all(t == min(lengths) for _, t, lengths in seen)
+    assert f"{2 * columns}/{2 * columns}" in shown.getvalue() and "columns per call" in shown.getvalue()
+    assert int(output.trace.commit_call.max()) == len(seen) - 1
+    silent: list = []
+    pipe(PROMPT, callback_on_step_end=lambda *a: silent.append(a[3]), callback_on_step_end_tensor_inputs=[])
+    assert silent[-1] == {}
+
+
+@pytest.mark.parametrize("pattern", ["delay", "parallel", "flat", "coarse_first"])
+def test_patterns_by_name(pattern):
+    pipe = tiny_audio_pipeline(pattern=pattern)
+    codes = pipe(PROMPT, generator=seeded(1), output_type="latent").codes
+    columns = MusicgenColumnModel(pipe.transformer, FRAMES, pattern=CodebookPattern.named(pattern, BOOKS))
+    result = ColumnAutoregressiveSampler()(
+        columns, pipe.encode_prompt(PROMPT), law=pipe.make_law(), generator=seeded(1)
+    )
+    assert codes.equal(columns.codes(result.tokens, pipe.encode_prompt(PROMPT)))
+
+
+def test_relaxed_acceptance_gets_the_codes_of_each_codebook(pipe):
+    pipe.sampler = ColumnJacobiSampler(
+        acceptance="grouped", coupling="independent", unit="codebook", group_size=3
+    )
+    trace = pipe(PROMPT, generator=seeded(1)).trace
+    assert not trace.lossless and trace.divergence > 0
+
+
+# -- streaming and long form ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampler", "length", "pattern"),
+    [
+        (ColumnAutoregressiveSampler(), None, "delay"),
+        (ColumnAutoregressiveSampler(), 0.33, "coarse_first"),
+        (ColumnJacobiSampler(window=6), 0.33, "delay"),
+        (ColumnJacobiSampler(window=6), None, "coarse_first"),
+    ],
+)
+def test_streamed_audio_is_the_audio(sampler, length, pattern):
+    pipe = tiny_audio_pipeline(sampler, pattern=pattern)
+    heard: list[tuple[int, torch.Tensor, int]] = []
+    calls = [0]
+
+    def count(*_):
+        calls[0] += 1
+
+    def listen(given, start, waves):
+        assert given is pipe
+        heard.append((start, waves, calls[0]))
+
+    settings: Any = dict(
+        audio_length_in_s=length, extend_stride_in_s=0.1, stretch_in_s=0.02, output_type="pt"
+    )
+    plain = pipe([PROMPT] * 3, generator=seeded(1, 2, 3), **settings)
+    live = pipe(
+        [PROMPT] * 3,
+        generator=seeded(1, 2, 3),
+        callback_on_audio=listen,
+        callback_on_step_end=count,
+        **settings,
+    )
+    assert live.codes.equal(plain.codes) and live.audios.equal(plain.audios)
+    assert torch.cat([waves for _, waves, _ in heard], -1).equal(plain.audios)
+    starts = [0, *np.cumsum([waves.shape[-1] for _, waves, _ in heard])[:-1].tolist()]
+    assert [start for start, _, _ in heard] == starts and len(heard) > 2
+    if (
+        isinstance(sampler, ColumnAutoregressiveSampler) and pattern == "delay"
+    ):  # heard while the window is decoded, not behind it
+        assert len({call for *_, call in heard}) > 2 and heard[0][2] < calls[0] * 0.8
+
+
+def test_no_frame_waits_longer_than_it_must():
+    """Of plain sampling column by column: frame t is known when the column behind its last code is drawn."""
+    pipe = tiny_audio_pipeline()
+    arrived: dict[int, int] = {}
+    put: list[int] = [0]
+
+    class Watch(audio_module.WaveStream):
+        def __call__(self, codes):
+            for frame in range(self.received, self.received + codes.shape[-1]):
+                arrived[frame] = put[0]
+            super().__call__(codes)
+
+    def count(_, step, __, ___):
+        put[0] = step + 1  # the sampler's own callback comes before the stream's next turn
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audio_module, "WaveStream", Watch)
+        pipe(
+            PROMPT,
+            generator=seeded(1),
+            stretch_in_s=0.01,
+            callback_on_audio=lambda *_: None,
+            callback_on_step_end=count,
+        )
+    # Step t + 2 holds the last code of frame t. Its column is fed at the call behind it, that is call t + 3.
+    assert arrived == {frame: min(frame + 4, FRAMES + BOOKS - 1) for frame in range(FRAMES)}
+
+
+def test_long_form_is_the_windows_one_after_the_other(pipe):
+    """By hand: each window goes on from the last ten frames, with the next key of the clip's generator."""
+    output = pipe([PROMPT] * 2, generator=seeded(1, 2), audio_length_in_s=0.47, extend_stride_in_s=0.1)
+    text, generators = pipe.encode_prompt([PROMPT] * 2), seeded(1, 2)
+    codes = torch.zeros(2, BOOKS, 0, dtype=torch.long)
+    for kept, new in [(0, 20), (10, 10), (10, 10), (10, 7)]:
+        columns = MusicgenColumnModel(pipe.transformer, kept + new, prompt_frames=kept)
+        condition = MusicCondition(text.features, text.mask, codes[..., codes.shape[-1] - kept :])
+        result = ColumnAutoregressiveSampler()(
+            columns, condition, law=pipe.make_law(), generator=generators, batch_size=2
+        )
+        codes = torch.cat([codes, columns.codes(result.tokens, condition)[..., kept:]], -1)
+    assert output.codes.equal(codes) and codes.shape[-1] == 47
+    assert np.abs(output.audios - decode_codes(pipe.codec, codes).numpy()).max() < 1e-5  # no seams
+    first = pipe([PROMPT] * 2, generator=seeded(1, 2))
+    assert output.codes[..., :FRAMES].equal(first.codes)
+    pipe.sampler = ColumnJacobiSampler()
+    again = pipe([PROMPT] * 2, generator=seeded(1, 2), audio_length_in_s=0.47, extend_stride_in_s=0.1)
+    assert again.codes.equal(codes)
+
+
+def test_the_memory_of_long_form_is_that_of_a_window(pipe, monkeypatch):
+    """The cache holds one window, and the decoder's stream what its convolutions look back."""
+    places, kept = [], []
+    plain = MusicgenColumnModel.prefill
+
+    def prefill(self, *args, **kwargs):
+        state = plain(self, *args, **kwargs)
+        places.append(state.positions.shape[0] + kwargs["window"])
+        return state
+
+    class Watch(audio_module.WaveStream):
+        def __call__(self, codes):
+            super().__call__(codes)
+            inner: Any = (self.decoder.first.kept, self.decoder.others.kept, self._waiting)
+            kept.append(max(part.shape[-1] for part in inner if part is not None))
+
+    monkeypatch.setattr(MusicgenColumnModel, "prefill", prefill)
+    monkeypatch.setattr(audio_module, "WaveStream", Watch)
+    pipe.sampler = ColumnJacobiSampler(window=8)
+    law: Any = dict(temperature=0.0, guidance_scale=1.0)
+    output = pipe(PROMPT, audio_length_in_s=3, extend_stride_in_s=0.15, stretch_in_s=0.1, **law)
+    assert output.audios.shape == (1, 1, 3 * RATE) and len(places) == 20
+    assert max(places) <= 1 + FRAMES + BOOKS - 1 + 8 and max(kept) <= 10 + 20
+
+
+@pytest.mark.parametrize(
+    ("length", "stride", "given", "windows"),
+    [
+        (0.2, None, 0, [(0, 20)]),
+        (0.2, 0.1, 7, [(7, 13)]),
+        (0.3, 0.15, 0, [(0, 20), (5, 10)]),
+        (0.4, 0.1, 3, [(3, 17), (10, 10), (10, 10)]),
+        (0.4, 0.05, 18, [(15, 5), (15, 5), (15, 5), (15, 5), (15, 2)]),
+        (0.5, 0.1, 40, [(10, 10)]),
+    ],
+)
+def test_windows(pipe, length, stride, given, windows):
+    assert pipe.plan(length, stride, given) == windows
+    assert given + sum(new for _, new in windows) == round(length * 100)
+
+
+# -- going on from a clip ---------------------------------------------------------------------------------------------
+
+
+def test_music_goes_on_from_a_clip(pipe):
+    wave_in = clip_of(6)
+    output = pipe([PROMPT] * 2, audio=wave_in, sampling_rate=RATE, generator=seeded(1, 2))
+    prompt = encode_waves(pipe.codec, torch.from_numpy(wave_in)[None])
+    assert output.codes.shape == (2, BOOKS, FRAMES)
+    assert output.codes[..., :6].equal(prompt.expand(2, -1, -1)) and prompt.shape[-1] == 6
+    assert len(prompt.unique()) > 4
+    heard: list[int] = []
+    pipe(
+        PROMPT,
+        audio=wave_in[0],
+        sampling_rate=RATE,
+        stretch_in_s=0.01,
+        callback_on_audio=lambda _, start, waves: heard.append(start),
+    )
+    assert heard[0] == 0
+    other = pipe([PROMPT] * 2, audio=-wave_in, sampling_rate=RATE, generator=seeded(1, 2))
+    assert not other.codes[..., 6:].equal(output.codes[..., 6:])
+    pipe.sampler = ColumnJacobiSampler()
+    fast = pipe([PROMPT] * 2, audio=wave_in, sampling_rate=RATE, generator=seeded(1, 2))
+    assert fast.codes.equal(output.codes)
+    long = pipe(
+        [PROMPT] * 2,
+        audio=np.stack([clip_of(30), -clip_of(30)]),
+        sampling_rate=RATE,
+        audio_length_in_s=0.5,
+        extend_stride_in_s=0.1,
+        generator=seeded(1, 2),
+    )
+    assert long.codes.shape[-1] == 50 and not long.codes[0, :, :30].equal(long.codes[1, :, :30])
+
+
+def test_clips_are_brought_to_the_codecs_rate_and_channels(monkeypatch):
+    with pytest.warns(UserWarning, match="the clip has 2 channels; it is averaged to mono"):
+        mono = prepare_clip(clip_of(3, 2), RATE, rate=RATE, channels=1)
+    assert torch.allclose(mono[0, 0], torch.from_numpy(clip_of(3, 2)).mean(0))
+    with pytest.warns(UserWarning, match="1 channels; it stands in both"):
+        assert prepare_clip(clip_of(3)[0], RATE, rate=RATE, channels=2).shape == (1, 2, 3 * HOP)
+    functional: Any = ModuleType("torchaudio.functional")
+    functional.resample = lambda clip, before, after: clip[..., :: before // after]
+    monkeypatch.setitem(sys.modules, "torchaudio", ModuleType("torchaudio"))
+    monkeypatch.setitem(sys.modules, "torchaudio.functional", functional)
+    with pytest.warns(UserWarning, match="the clip is resampled from 800 Hz to 400 Hz"):
+        assert prepare_clip(clip_of(6), 800, rate=RATE, channels=1).shape == (1, 1, 3 * HOP)
+    monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
+    with pytest.raises(
+        ImportError, match=r"800 Hz needs torchaudio to become 400 Hz: install visual-spec\[audio\]"
+    ):
+        prepare_clip(clip_of(6), 800, rate=RATE, channels=1)
+
+
+def test_a_tone_keeps_its_pitch_when_resampled(pipe):
+    pytest.importorskip("torchaudio")
+    tone = np.sin(2 * np.pi * 30 * np.arange(960) / 960).astype(np.float32)
+    with pytest.warns(UserWarning, match="resampled"):
+        got = prepare_clip(tone, 960, rate=RATE, channels=1)[0, 0]
+    want = torch.sin(2 * math.pi * 30 * torch.arange(400) / 400)
+    assert (got - want)[50:350].abs().max() < 0.01
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_wav_files_need_nothing_but_python(pipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    output = pipe([PROMPT] * 2, generator=seeded(1, 2))
+    path = output.save(tmp_path / "deep" / "tune.wav", 1)
+    with wave.open(str(path)) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, RATE)
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    assert np.abs(samples / 32767 - output.audios[1, 0].clip(-1, 1)).max() < 1e-4
+    assert [item.name for item in path.parent.iterdir()] == ["tune.wav"]
+    with pytest.raises(FileExistsError, match="tune.wav exists"):
+        output.save(path)
+    assert output.save(path, overwrite=True) == path
+    for kind in ("flac", "ogg"):
+        with pytest.raises(
+            ImportError, match=rf"writing {kind} needs soundfile: install visual-spec\[audio\]"
+        ):
+            output.save(tmp_path / f"tune.{kind}")
+    with pytest.raises(ValueError, match="the clips are codes; play them"):
+        pipe(PROMPT, output_type="latent").save(tmp_path / "codes.wav")
+
+
+@pytest.mark.parametrize("kind", ["wav", "flac", "ogg"])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_files_are_read_back(tmp_path, kind, channels):
+    soundfile = pytest.importorskip("soundfile")
+    tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    clip = np.stack([tone, -tone])[:channels].astype(np.float32)
+    samples, rate = soundfile.read(write_audio(tmp_path / f"a.{kind}", clip, 16000), always_2d=True)
+    assert rate == 16000 and samples.shape == (16000, channels)
+    assert np.abs(samples.T - clip)[:, 200:-200].max() < (0.05 if kind == "ogg" else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("audio", "kind", "message"),
+    [
+        (np.zeros(4), "mp3", "cannot write 'mp3'; pass one of wav, flac, ogg"),
+        (np.zeros((3, 4)), "wav", r"shape \(3, 4\) given; pass one clip"),
+        (np.zeros((1, 0)), "wav", r"shape \(1, 0\)"),
+        (np.array([0.0, np.nan]), "wav", "nan or infinity"),
+    ],
+)
+def test_what_is_no_clip_is_not_written(audio, kind, message):
+    with pytest.raises(ValueError, match=message):
+        audio_bytes(audio, 100, kind)
+
+
+def test_loud_samples_are_cut_off_and_do_not_wrap():
+    with wave.open(io.BytesIO(audio_bytes(torch.tensor([1.5, -1.5, 0.0]), 100))) as file:
+        assert np.frombuffer(file.readframes(3), "<i2").tolist() == [32767, -32767, 0]
+
+
+# -- saving and loading -----------------------------------------------------------------------------------------------
+
+
+def test_round_trip(tmp_path, monkeypatch):
+    pipe = tiny_audio_pipeline(ColumnJacobiSampler(window=5), default_guidance_scale=2.0, default_top_k=7)
+    pipe.save_pretrained(tmp_path / "tiny")
+    want = pipe(PROMPT, generator=seeded(1))
+    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", tmp_path)
+    for loaded in (AudioPipeline.from_pretrained("tiny"), load_pipeline(tmp_path / "tiny")):
+        assert isinstance(loaded, AudioPipeline) and loaded.sampler.config["window"] == 5
+        assert loaded.make_law().guidance_scale == 2.0 and loaded.make_law().top_k == 7
+        assert loaded.config["max_audio_length_in_s"] == LONGEST
+        loaded.set_progress_bar_config(disable=True)
+        assert np.array_equal(loaded(PROMPT, generator=seeded(1)).audios, want.audios)
+    facts = embedded.describe(tmp_path / "tiny")
+    assert facts["sampling_rate"] == RATE and facts["image_size"] is None
+    assert facts["parameters"]["transformer"] == sum(p.numel() for p in pipe.transformer.parameters())
+
+
+def test_half_precision_on_disk_is_computed_in_float32(tmp_path):
+    tiny_audio_pipeline().to(torch.float16).save_pretrained(tmp_path)
+    loaded = AudioPipeline.from_pretrained(tmp_path)
+    for name in ("transformer", "codec", "text_encoder"):
+        assert getattr(loaded, name).dtype == torch.float32
+    assert AudioPipeline.from_pretrained(tmp_path, dtype=torch.float64).codec.dtype == torch.float64
+
+
+def test_a_whole_musicgen_brings_its_own_parts(tmp_path):
+    model = tiny_musicgen(dtype=torch.float32)
+    pipe = AudioPipeline.from_musicgen(model, tiny_tokenizer(), max_audio_length_in_s=0.1)
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.make_law().guidance_scale == 3.0 and pipe.make_law().top_k == 250
+    prompts = ["a red circle on a square .", "blue"]
+    output = pipe(prompts, generator=seeded(1, 2))
+    assert output.codes.shape == (2, 4, 10)
+    alone = pipe(prompts[1], generator=seeded(2))  # without the padding of its neighbour
+    assert alone.codes[0].equal(output.codes[1])
+    pipe.save_pretrained(tmp_path)
+    loaded = AudioPipeline.from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert isinstance(loaded.transformer, MusicgenForConditionalGeneration)
+    assert loaded(prompts, generator=seeded(1, 2)).codes.equal(output.codes)
+    assert embedded.describe(tmp_path)["sampling_rate"] == 400
+    clip = pipe("red", audio=clip_of(4), sampling_rate=400, generator=seeded(3))
+    assert clip.codes[..., :4].equal(encode_waves(model.audio_encoder, torch.from_numpy(clip_of(4))[None]))
+
+
+def test_stereo():
+    pipe = AudioPipeline.from_musicgen(
+        tiny_musicgen(2, dtype=torch.float32), tiny_tokenizer(), max_audio_length_in_s=0.1
+    )
+    pipe.set_progress_bar_config(disable=True)
+    fast = pipe("a red circle", generator=seeded(1))
+    pipe.sampler = ColumnAutoregressiveSampler()
+    plain = pipe("a red circle", generator=seeded(1))
+    assert fast.codes.equal(plain.codes) and plain.audios.shape == (1, 2, 40)
+    assert plain.trace.commit_call.shape[1] == 10 + 1  # both channels of a codebook lag alike
+
+
+def test_a_text_encoder_of_transformers_beside_its_tokenizer(tmp_path):
+    encoder = tiny_t5(d_model=32)
+    pipe = AudioPipeline(
+        tiny_decoder(),
+        tiny_codec(),
+        encoder,
+        ColumnJacobiSampler(),
+        tiny_tokenizer(),
+        max_audio_length_in_s=0.1,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    output = pipe(["a red circle", "blue"], generator=seeded(1, 2))
+    inputs = tiny_tokenizer()(["a red circle", "blue"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        features = encoder(
+            **{name: inputs[name] for name in ("input_ids", "attention_mask")}
+        ).last_hidden_state
+    told = pipe(
+        prompt_embeds=features, prompt_attention_mask=inputs["attention_mask"], generator=seeded(1, 2)
+    )
+    assert told.codes.equal(output.codes)
+    pipe.save_pretrained(tmp_path)
+    loaded = AudioPipeline.from_pretrained(tmp_path)
+    assert isinstance(loaded.text_encoder, T5EncoderModel)
+    assert loaded(["a red circle", "blue"], generator=seeded(1, 2)).codes.equal(output.codes)
+    pipe.tokenizer = None
+    with pytest.raises(ValueError, match="no tokenizer; pass prompt_embeds, or set pipe.tokenizer"):
+        pipe("a red circle")
+
+
+def test_offloading_wakes_models_before_their_parts_are_run(pipe, monkeypatch):
+    """accelerate's hooks sit on `forward` of the whole models, which nothing here calls."""
+    events = []
+
+    class Recorder(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            events.append(type(module).__name__)
+            return args, kwargs
+
+    def recorded(name, plain):
+        def call(*args, **kwargs):
+            events.append(name)
+            return plain(*args, **kwargs)
+
+        return call
+
+    for part in (pipe.transformer, pipe.codec):
+        add_hook_to_module(part, Recorder())
+    monkeypatch.setattr(MusicgenColumnModel, "prefill", recorded("prefill", MusicgenColumnModel.prefill))
+    for part in (pipe.codec.encoder, pipe.codec.decoder.layers[0]):
+        monkeypatch.setattr(part, "forward", recorded(type(part).__name__, part.forward))
+    pipe(PROMPT, audio=clip_of(3), sampling_rate=RATE)
+    first = {name: events.index(name) for name in events}
+    assert first["EncodecModel"] < first["EncodecEncoder"] and first["EncodecModel"] < first["EncodecConv1d"]
+    assert first["MusicgenForCausalLM"] < first["prefill"]
+    assert "codec" in pipe._exclude_from_cpu_offload  # it is heard between two calls of the transformer
+
+
+# -- bad input, refused before any computation ------------------------------------------------------------------------
+
+BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "nothing": (dict(prompt=None), ValueError, "neither of prompt and prompt_embeds"),
+    "both": (dict(prompt_embeds=torch.zeros(1, 6, 32)), ValueError, "both of prompt and prompt_embeds"),
+    "empty prompt": (dict(prompt=""), ValueError, "no words; give at least one"),
+    "empty list": (dict(prompt=[]), ValueError, "empty list; pass at least one"),
+    "over-long prompt": (dict(prompt="a " * 7), ValueError, "7 words given; at most 6"),
+    "prompt of another type": (dict(prompt=3), TypeError, "prompt=3; pass a string or a list"),
+    "no length": (
+        dict(audio_length_in_s=0),
+        ValueError,
+        "audio_length_in_s=0; pass at least one frame of 0.01 s, and at most 0.2 s",
+    ),
+    "a negative length": (dict(audio_length_in_s=-1.0), ValueError, "audio_length_in_s=-1.0"),
+    "an endless length": (dict(audio_length_in_s=math.inf), ValueError, "audio_length_in_s=inf"),
+    "beyond the limit": (
+        dict(audio_length_in_s=60),
+        ValueError,
+        r"audio_length_in_s=60, but this model was trained on clips of 0.2 s; pass at most that, or "
+        r"extend_stride_in_s \(such as 0.12\) to go on",
+    ),
+    "no stride": (
+        dict(extend_stride_in_s=0),
+        ValueError,
+        "extend_stride_in_s=0; pass at least 0.01 and less than 0.2",
+    ),
+    "a stride as long as the window": (dict(extend_stride_in_s=0.2), ValueError, "extend_stride_in_s=0.2"),
+    "a clip that fills the length": (
+        dict(audio=np.zeros((1, 84), np.float32), sampling_rate=RATE),
+        ValueError,
+        "audio of 0.21 s leaves nothing to play of audio_length_in_s=0.2",
+    ),
+    "a clip of nan": (
+        dict(audio=np.full((1, 8), np.nan, np.float32), sampling_rate=RATE),
+        ValueError,
+        "the audio holds nan or infinity; pass finite samples",
+    ),
+    "a clip without its rate": (
+        dict(audio=np.zeros(8, np.float32)),
+        ValueError,
+        r"pass sampling_rate .* 400",
+    ),
+    "a rate without its clip": (
+        dict(sampling_rate=16000),
+        ValueError,
+        "sampling_rate=16000 given without audio",
+    ),
+    "a rate of zero": (
+        dict(audio=np.zeros(8, np.float32), sampling_rate=0),
+        ValueError,
+        "sampling_rate=0; pass",
+    ),
+    "integer samples": (
+        dict(audio=np.zeros(8, np.int16), sampling_rate=RATE),
+        ValueError,
+        "int16 given; pass float",
+    ),
+    "an empty clip": (
+        dict(audio=np.zeros((1, 0)), sampling_rate=RATE),
+        ValueError,
+        r"shape \(1, 0\); pass \[N\]",
+    ),
+    "clips of others": (
+        dict(audio=np.zeros((3, 1, 8)), sampling_rate=RATE),
+        ValueError,
+        "audio holds 3 clips for 1 prompts",
+    ),
+    "clips": (dict(num_waveforms_per_prompt=0), ValueError, "num_waveforms_per_prompt=0; pass an integer"),
+    "output type": (dict(output_type="mp3"), ValueError, "output_type='mp3'; pass one of np, pt, latent"),
+    "stretch": (dict(stretch_in_s=0.0), ValueError, "stretch_in_s=0.0; pass the seconds"),
+    "guidance": (dict(guidance_scale=-1.0), ValueError, "guidance_scale=-1.0"),
+    "top-p": (dict(top_p=0.0), ValueError, "top_p=0.0"),
+    "too few generators": (
+        dict(generator=seeded(1, 2)),
+        ValueError,
+        "2 generators for 1 clips; pass one per clip",
+    ),
+    "seed as generator": (dict(generator=42), TypeError, "generator is a int"),
+    "callback tensors": (
+        dict(callback_on_step_end_tensor_inputs=["latents"]),
+        ValueError,
+        r"holds \['latents'\]; allowed are \['lengths'\]",
+    ),
+    "flat embeds": (
+        dict(prompt=None, prompt_embeds=torch.zeros(6, 8)),
+        ValueError,
+        r"shape \(6, 8\); pass \[prompts",
+    ),
+    "mask": (
+        dict(prompt=None, prompt_embeds=torch.zeros(1, 6, 32), prompt_attention_mask=torch.ones(1, 5)),
+        ValueError,
+        r"pass a mask of shape \(1, 6\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_refused(pipe, monkeypatch, name):
+    arguments, error, message = BAD_INPUT[name]
+    for part in (
+        pipe.text_encoder,
+        pipe.codec.encoder,
+        pipe.codec.decoder,
+        pipe.transformer.model.decoder.layers[0],
+    ):
+        monkeypatch.setattr(
+            part, "forward", lambda *_, **__: pytest.fail("computed before the input was checked")
+        )
+    with pytest.raises(error, match=message):
+        pipe(**{"prompt": PROMPT, **arguments})
+
+
+def test_parts_that_do_not_fit_are_refused():
+    plain = ColumnAutoregressiveSampler()
+    with pytest.raises(
+        ValueError, match="predicts 3 codebooks of 16 codes, but the codec has 2 of 16; load both"
+    ):
+        AudioPipeline(tiny_decoder(), tiny_codec(target_bandwidths=[0.8]), tiny_words(), plain)
+    with pytest.raises(ValueError, match="but the codec has 3 of 8"):
+        AudioPipeline(
+            tiny_decoder(), tiny_codec(codebook_size=8, target_bandwidths=[0.9]), tiny_words(), plain
+        )
+    with pytest.raises(ValueError, match="codec is None; pass the EncodecModel"):
+        AudioPipeline(tiny_decoder(), None, tiny_words(), plain)
+    with pytest.raises(ValueError, match="chunk_length_s=1.0"):
+        AudioPipeline(tiny_decoder(), tiny_codec(chunk_length_s=1.0, overlap=0.01), tiny_words(), plain)
+    with pytest.raises(ValueError, match="layout='spiral'; pass one of parallel, delay, flat"):
+        tiny_audio_pipeline(pattern="spiral")
+    with pytest.raises(ValueError, match="padding='left'"):
+        tiny_audio_pipeline(padding="left")
+    with pytest.raises(ValueError, match="max_audio_length_in_s=0.001; pass the length"):
+        tiny_audio_pipeline(max_audio_length_in_s=0.001)
+    with pytest.raises(TypeError, match="EncodecModel given; pass a MusicgenFor"):
+        AudioPipeline(tiny_codec(), tiny_codec(), tiny_words(), plain)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("sampler", [EulerDiscreteScheduler(), visual_spec.SpeculativeJacobiSampler()])
+def test_samplers_of_other_models_are_refused(pipe, sampler):
+    with pytest.raises(
+        TypeError, match="does not decode several codebooks.*ColumnAutoregressive.*ColumnJacobi"
+    ):
+        visual_spec.accelerate(pipe, sampler)
+    assert isinstance(pipe.sampler, ColumnAutoregressiveSampler)
+    pipe.sampler = sampler
+    with pytest.raises(TypeError, match="does not decode several codebooks"):
+        pipe(PROMPT)
+
+
+def test_non_finite_logits_name_the_slot(pipe):
+    with torch.no_grad():
+        pipe.transformer.lm_heads[1].weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="slot"):
+        pipe(PROMPT)
+
+
+def test_the_tiny_model_is_as_it_says():
+    assert tiny_decoder().config.vocab_size == CODES == tiny_codec().config.codebook_size

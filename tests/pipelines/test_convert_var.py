@@ -1,0 +1,96 @@
+"""Official VAR files to folders that `from_pretrained` loads."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.official import write_tokenizer
+from tests.tiny import seeded
+from tests.tiny_scales import SIDES, TINY_VQ, tiny_scale_pipeline
+from visual_spec.models import checkpoints
+from visual_spec.models.var import VARTransformer
+from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.pipelines import convert as module
+from visual_spec.pipelines import scale_image
+from visual_spec.pipelines.convert import convert
+from visual_spec.pipelines.loading import load_pipeline
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> dict[str, Any]:
+    """A large and a small transformer and their tokenizer, with the constants that the official files carry."""
+    pipe = tiny_scale_pipeline()
+    levels = torch.cat([torch.full((side * side,), level) for level, side in enumerate(SIDES)])[None]
+    for name, part in [("large", pipe.transformer), ("small", pipe.refiner)]:
+        torch.save({**part.state_dict(), "lvl_1L": levels}, tmp_path / f"{name}.pth")
+    usage = {"quantize.ema_vocab_hit_SV": torch.zeros(4, 12)}
+    torch.save({**pipe.vq_model.state_dict(), **usage}, tmp_path / "vae.pth")
+
+    def load(path, *, dtype=None, **settings):
+        return real(path, dtype=dtype, **{**TINY_VQ, "scales": SIDES})
+
+    real = scale_image.load_var_vq_checkpoint
+    for place in (scale_image, module):
+        monkeypatch.setattr(place, "load_var_vq_checkpoint", functools.wraps(real)(load))
+    return {name: tmp_path / f"{name}.pth" for name in ("large", "small", "vae")}
+
+
+def test_three_files_become_a_pair_in_any_order(files, tmp_path):
+    facts = convert([files["small"], files["vae"], files["large"]], tmp_path / "out")
+    assert facts["class"] == "ScaleImagePipeline"
+    assert facts["files"] == {
+        str(files["large"]): "VAR-d2", str(files["small"]): "VAR-d1", str(files["vae"]): "VAR's tokenizer",
+    }  # fmt: skip
+    loaded, want = load_pipeline(tmp_path / "out"), tiny_scale_pipeline()
+    found = loaded([0, 3], generator=seeded(1, 2), top_k=5)
+    assert found.tokens.equal(want([0, 3], generator=seeded(1, 2), top_k=5).tokens)
+    assert loaded.config["default_top_k"] == 600
+    alone = convert([files["vae"], files["large"]], tmp_path / "alone", dtype=torch.bfloat16)
+    assert set(alone["parameters"]) == {"transformer", "vq_model"}
+    one = load_pipeline(tmp_path / "alone")
+    assert one.refiner is None and one.config["default_top_k"] == 900
+
+
+def test_one_file_becomes_a_model(files, tmp_path):
+    assert convert([files["large"]], tmp_path / "var")["class"] == "VARTransformer"
+    model = VARTransformer.from_pretrained(tmp_path / "var")
+    assert model.scales == SIDES and model.config["num_layers"] == 2
+    assert convert([files["vae"]], tmp_path / "vq", image_size=256)["class"] == "MultiscaleVQModel"
+    assert MultiscaleVQModel.from_pretrained(tmp_path / "vq").scales == SIDES
+
+
+def test_files_that_make_no_pipeline_are_refused(files, tmp_path):
+    out = tmp_path / "out"
+    llamagen = write_tokenizer(tmp_path)
+    for given, message in [
+        ([files["large"], files["large"], files["vae"]], "are both of one kind; pass one tokenizer, one VAR"),
+        ([files["vae"], files["vae"]], "are both of one kind; pass one tokenizer, one VAR transformer"),
+        ([files["large"], files["small"]], "given without their tokenizer; pass vae_ch160v4096z32.pth too"),
+        ([files["large"], llamagen], "is not of VAR, and other files are; pass files of one family"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            convert(given, out)
+    with pytest.raises(ValueError, match="VAR draws from class labels; leave the text encoder out"):
+        convert([files["large"], files["vae"]], out, text_encoder="t5")
+    with pytest.raises(ValueError, match="image_size=256 given, but .* has 30 tokens; leave image_size out"):
+        convert([files["large"], files["vae"]], out, image_size=256)
+    with pytest.raises(ValueError, match="image_size=384; VAR draws 256 or 512 pixels"):
+        convert([files["vae"]], out, image_size=384)
+    assert not out.exists()
+
+
+def test_the_reader_of_llamagen_says_where_var_belongs(files):
+    for name, message in [
+        (
+            "large",
+            "it looks like VAR; load it with ScaleImagePipeline.from_official, or alone with load_var_che",
+        ),
+        (
+            "vae",
+            "is VAR's multi-scale tokenizer; load it together with its transformer by ScaleImagePipeline.from_off",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            checkpoints.recognise(checkpoints.read_checkpoint(files[name]))

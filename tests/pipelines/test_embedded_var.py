@@ -1,0 +1,92 @@
+"""The embedded next-scale model, and the script that puts it together."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import seeded
+from tests.tiny_scales import tiny_scale_pipeline, tiny_var
+from visual_spec.data.shapes_classes import CLASS_NAMES, score_class
+from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
+from visual_spec.pipelines.loading import load_refiner
+from visual_spec.pipelines.scale_image import ScaleImagePipeline
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_shapes_var.py"
+
+
+def assemble(tmp_path, monkeypatch, *arguments: str) -> Path:
+    """Run the script on tiny models of as many classes as the data has, with training records."""
+    source = tiny_scale_pipeline(num_classes=48)
+    parts = {
+        "tokenizer": source.vq_model,
+        "large": source.transformer,
+        "small": source.refiner,
+        "tuned": tiny_var(9, torch.float32, num_layers=1, num_classes=48),
+    }
+    for name, part in parts.items():
+        part.save_pretrained(tmp_path / name)
+        (tmp_path / name / "training.json").write_text(json.dumps({"part": name}))
+    out = tmp_path / "out" / "shapes_var"
+    given = ["--tokenizer", "tokenizer", "--transformer", "large", *arguments]
+    given = [str(tmp_path / word) if (tmp_path / word).is_dir() else word for word in given]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *given, "--out", str(out)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    return out
+
+
+def test_parts_become_a_folder(tmp_path, monkeypatch):
+    more = [
+        "--refiner",
+        "small",
+        "--tuned-refiner",
+        "tuned",
+        "--num-draft-scales",
+        "3",
+        "--guidance-scale",
+        "1.5",
+    ]
+    out = assemble(tmp_path, monkeypatch, *more)
+    facts = describe(out)
+    assert facts["image_size"] == 8 and set(facts["parameters"]) == {"transformer", "vq_model", "refiner"}
+    assert facts["bytes"] < 2.5 * sum(facts["parameters"].values()) + 20_000  # half precision
+    for part, source in {"transformer": "large", "vq_model": "tokenizer", "refiner": "small"}.items():
+        assert json.loads((out / part / "training.json").read_text()) == {"part": source}
+        assert "_name_or_path" not in json.loads((out / part / "config.json").read_text())
+    pipe: Any = ScaleImagePipeline.from_pretrained(out)
+    assert pipe.dtype == torch.float32 and pipe.label_ids("red circle") == [0] == pipe.label_ids("0")
+    law = pipe.make_law()
+    assert (law.guidance_scale, law.top_k, law.top_p) == (1.5, 0, 1.0) and pipe.config[
+        "num_draft_scales"
+    ] == 3
+    assert pipe([CLASS_NAMES[47], 3], generator=seeded(1, 2)).trace.model_calls == (3, 1)
+    tuned = load_refiner(out.with_name("shapes_var_refiner"))
+    want = tiny_var(9, torch.float32, num_layers=1, num_classes=48)
+    assert torch.equal(tuned.head.weight, want.head.weight.half().float())
+    assert str(tmp_path) not in "".join(path.read_text() for path in out.parent.rglob("*.json"))
+
+
+def test_a_model_without_a_refiner(tmp_path, monkeypatch):
+    out = assemble(tmp_path, monkeypatch)
+    pipe: Any = ScaleImagePipeline.from_pretrained(out)
+    assert pipe.refiner is None and pipe(5, generator=seeded(1)).trace.model_calls == (4,)
+    assert not out.with_name("shapes_var_refiner").exists()
+
+
+@pytest.mark.skipif("shapes_var" not in embedded_models(), reason="the embedded weights are not there")
+def test_the_embedded_model_draws_the_classes_it_is_asked_for():
+    pipe: Any = ScaleImagePipeline.from_pretrained("shapes_var")
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.config["id2label"] == list(CLASS_NAMES) and pipe.image_size == (128, 128)
+    assert describe(embedded_folder("shapes_var"))["image_size"] == 128
+    names = list(CLASS_NAMES[::4])
+    images = pipe(names, generator=seeded(*range(12)), num_draft_scales=len(pipe.vq_model.scales)).images
+    right = [all(score_class(name, image).values()) for name, image in zip(names, images, strict=True)]
+    assert np.mean(right) >= 0.75
+    red, number = pipe("red circle", generator=seeded(1)), pipe(0, generator=seeded(1))
+    assert red.tokens.equal(number.tokens)

@@ -1,0 +1,172 @@
+"""InfinityPipeline on a tiny model: what reaches the sampler, what comes back, what is kept, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import seeded
+from tests.tiny_infinity import SIDES, tiny_bits, tiny_infinity
+from tests.tiny_t5 import tiny_t5, tiny_tokenizer
+from visual_spec.models.infinity_scales import scales_for
+from visual_spec.models.llamagen import TextCondition
+from visual_spec.models.scale_budget import ScaleBudget
+from visual_spec.models.t5_features import T5Features
+from visual_spec.pipelines.infinity import InfinityPipeline
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.scales import ScaleWiseSampler, Stage
+
+PROMPTS = ["a red circle", "blue square on a circle"]
+TIGHT = ScaleBudget(SIDES, ((0, 0), (1, 1), (4, 5), (9, 11)))
+
+
+def tiny_pipeline(**changes: Any) -> InfinityPipeline:
+    text = T5Features(tiny_t5(), tiny_tokenizer(), max_words=7, clean=False).eval()
+    pipe = InfinityPipeline(
+        tiny_infinity(dtype=torch.float32, caption_dim=8),
+        tiny_bits(dtype=torch.float32),
+        text,
+        ScaleWiseSampler(ramp=False),
+        **changes,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def by_hand(pipe: InfinityPipeline, condition: Any, laws: list[TokenLaw], seeds: tuple[int, ...]):
+    stages = [Stage(pipe.transformer, range(k, k + 1), law) for k, law in enumerate(laws)]
+    return ScaleWiseSampler(ramp=False)(
+        stages, pipe.vq_model, condition, law=laws[0], generator=seeded(*seeds), batch_size=len(seeds)
+    )
+
+
+def test_draws_what_the_sampler_draws_from_the_features_of_the_prompts():
+    pipe = tiny_pipeline()
+    seen = []
+    result = pipe(
+        PROMPTS,
+        num_images_per_prompt=2,
+        generator=seeded(1, 2, 3, 4),
+        output_type="pt",
+        callback_on_step_end=lambda pipe, scale, bits, tensors: seen.append(
+            (scale, bits, tensors["canvas"].shape)
+        ),
+    )
+    features = pipe.text_encoder(PROMPTS)
+    condition = TextCondition(
+        features.features.repeat_interleave(2, 0), features.mask.repeat_interleave(2, 0)
+    )
+    want = by_hand(pipe, condition, [TokenLaw(4.0, 0.5, top_p=0.97)] * 4, (1, 2, 3, 4))
+    assert torch.equal(result.tokens, want.tokens)
+    assert torch.equal(result.images, (pipe.vq_model.decode_canvas(want.canvas) + 1) / 2)
+    assert [item[:2] for item in seen] == [(0, 3), (1, 15), (2, 42), (3, 90)]
+    assert pipe.last_trace is result.trace and result.trace.lossless
+    # Features in place of prompts, and words wherever they stand.
+    again = pipe(
+        prompt_embeds=features.features, prompt_attention_mask=features.mask, num_images_per_prompt=2,
+        generator=seeded(1, 2, 3, 4), output_type="latent",
+    )  # fmt: skip
+    assert torch.equal(again.tokens, result.tokens) and torch.equal(again.images, want.canvas)
+    assert pipe("a red circle", generator=seeded(1)[0]).images[0].size == (8, 8)
+
+
+def test_lists_of_guidance_and_temperature_and_a_negative_prompt():
+    pipe = tiny_pipeline()
+    cfg, tau = [1.0, 4.0, 2.0, 3.0], [1.0, 0.5, 0.7, 1.2]
+    result = pipe(
+        PROMPTS, negative_prompt="blue", guidance_scale=cfg, temperature=tau, top_p=0.9, generator=seeded(1, 2),
+        output_type="latent",
+    )  # fmt: skip
+    other = pipe.text_encoder(["blue"])
+    condition = (
+        pipe.text_encoder(PROMPTS),
+        TextCondition(other.features.expand(2, -1, -1), other.mask.expand(2, -1)),
+    )
+    laws = [TokenLaw(s, t, top_p=0.9) for s, t in zip(cfg, tau, strict=True)]
+    assert torch.equal(result.tokens, by_hand(pipe, condition, laws, (1, 2)).tokens)
+    plain = pipe(
+        PROMPTS, guidance_scale=cfg, temperature=tau, top_p=0.9, generator=seeded(1, 2), output_type="latent"
+    )
+    assert not torch.equal(plain.tokens, result.tokens)
+
+
+def test_compression_is_kept_and_measured(tmp_path: Path):
+    pipe = tiny_pipeline()
+    plain = pipe(PROMPTS, generator=seeded(1, 2), output_type="latent")
+    full = pipe.compress(ScaleBudget.full(SIDES, 2))(PROMPTS, generator=seeded(1, 2), output_type="latent")
+    assert torch.equal(full.tokens, plain.tokens)
+    pipe.compress(TIGHT).sampler = ScaleWiseSampler(ramp=False, measure=True)
+    tight = pipe(PROMPTS, generator=seeded(1, 2), output_type="latent")
+    assert not tight.trace.lossless and (tight.trace.divergence or 0) > 1e-6
+    pipe.save_pretrained(tmp_path)
+    again = InfinityPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    assert again.budget == TIGHT and again.text_encoder.config["clean"] is False
+    assert torch.equal(again(PROMPTS, generator=seeded(1, 2), output_type="latent").tokens, tight.tokens)
+    assert torch.equal(
+        again.compress()(PROMPTS, generator=seeded(1, 2), output_type="latent").tokens, plain.tokens
+    )
+
+
+def test_official_files(tmp_path: Path):
+    """Sizes are read off the files; only the schedule is ours: the smallest, of 256 pixels."""
+    model = tiny_infinity(dtype=torch.float32, caption_dim=8, num_levels=15)
+    weights = {}
+    for key, value in model.state_dict().items():
+        weights[key.replace("blocks.", "block_chunks.0.module.") if key.startswith("blocks.") else key] = (
+            value.clone()
+        )
+    torch.save(weights, tmp_path / "model.pth")
+    tokenizer = tiny_bits(dtype=torch.float32, base_channels=32, norm_groups=32)
+    torch.save({"vae": tokenizer.state_dict()}, tmp_path / "vae.pth")
+    text = tmp_path / "t5"
+    tiny_t5().save_pretrained(text)
+    tiny_tokenizer().save_pretrained(text)
+    pipe = InfinityPipeline.from_official(
+        tmp_path / "model.pth", tmp_path / "vae.pth", text, size=256, ratio=1.5, dtype=torch.bfloat16
+    )
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.transformer.dtype == pipe.vq_model.dtype == pipe.text_encoder.dtype == torch.bfloat16
+    assert pipe.transformer.scales == scales_for(256, 1.5) and pipe.image_size == (42, 28)
+    assert pipe.text_encoder.max_words == 7
+    assert pipe("a red circle", generator=seeded(1)[0]).images[0].size == (28, 42)
+
+
+def test_what_cannot_be_drawn_is_refused():
+    pipe = tiny_pipeline()
+    with pytest.raises(ValueError, match="neither of prompt and prompt_embeds given"):
+        pipe()
+    with pytest.raises(ValueError, match="both of prompt and prompt_embeds given"):
+        pipe("a", prompt_embeds=torch.zeros(1, 2, 8))
+    with pytest.raises(ValueError, match="prompt=3; pass a string|prompt=\\[3\\]; pass a string"):
+        pipe([3])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="has no words"):
+        pipe(" ")
+    with pytest.raises(ValueError, match="prompt of 8 tokens given; at most 7 are allowed"):
+        pipe("a red circle on a blue square")
+    with pytest.raises(ValueError, match="3 values of guidance_scale given for 4 scales"):
+        pipe("a", guidance_scale=[1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="num_images_per_prompt=0"):
+        pipe("a", num_images_per_prompt=0)
+    with pytest.raises(ValueError, match="output_type='png'"):
+        pipe("a", output_type="png")
+    with pytest.raises(ValueError, match="1 generators for 2 pictures"):
+        pipe(PROMPTS, generator=seeded(1))
+    with pytest.raises(ValueError, match=r"features \(1, 2, 6\) .* allowed are \[1, words, 8\]"):
+        pipe(prompt_embeds=torch.zeros(1, 2, 6))
+    with pytest.raises(ValueError, match="prompt_attention_mask of shape"):
+        pipe(prompt_embeds=torch.zeros(1, 2, 8), prompt_attention_mask=torch.ones(1, 3))
+    pipe.text_encoder = None
+    with pytest.raises(ValueError, match="loaded without a text encoder"):
+        pipe("a")
+    pipe.sampler = AutoregressiveSampler()
+    with pytest.raises(TypeError, match="AutoregressiveSampler, which does not fit a next-scale model"):
+        pipe(prompt_embeds=torch.zeros(1, 2, 8))
+    with pytest.raises(ValueError, match="a budget for scales"):
+        tiny_pipeline(budget=ScaleBudget.full((1, 2), 2))
+    with pytest.raises(ValueError, match=r"the transformer predicts scales .* of 3 bits, but .* of 4 bits"):
+        InfinityPipeline(tiny_infinity(), tiny_bits(bits=4), None, ScaleWiseSampler())

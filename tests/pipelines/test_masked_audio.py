@@ -1,0 +1,143 @@
+"""The music pipeline around a masked model plays what the sampler decodes, window by window; official files too."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import visual_spec
+from tests.models.test_magnet_checkpoint import (
+    CODEC_SETTINGS,
+    SETTINGS,
+    TEXT,
+    codec_weights,
+    language_model_weights,
+    write,
+)
+from tests.tiny import seeded
+from tests.tiny_audio import BOOKS, HOP, LONGEST, RATE, tiny_audio_pipeline
+from tests.tiny_t5 import tiny_t5, tiny_tokenizer
+from visual_spec.models.encodec import decode_codes, encode_waves
+from visual_spec.models.llamagen import TextCondition
+from visual_spec.models.magnet_checkpoint import load_magnet, load_magnet_codec
+from visual_spec.models.musicgen import MagnetModel
+from visual_spec.pipelines.audio import AudioPipeline
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.masked import MaskedSampler
+
+PROMPT = "a slow sad organ"
+FRAMES = round(LONGEST * RATE / HOP)
+LAW = dict(default_guidance_scale=2.0, default_temperature=1.7, default_top_p=0.9)
+
+
+def sampler() -> MaskedSampler:
+    return MaskedSampler(steps=(4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling")
+
+
+@pytest.fixture
+def pipe() -> AudioPipeline:
+    return tiny_audio_pipeline(sampler(), masked=True, reach=4, **LAW)
+
+
+def by_hand(
+    pipe: AudioPipeline, condition: Any, given: torch.Tensor, new: int, generators: Any
+) -> torch.Tensor:
+    model = MagnetModel(pipe.transformer, given.shape[-1] + new, reach=4)
+    law = TokenLaw(guidance_scale=2.0, temperature=1.7, top_p=0.9)
+    asked = dict(law=law, generator=generators, batch_size=len(given), given=model.given(given))
+    return sampler()(model, condition, **asked).tokens.transpose(1, 2)
+
+
+def test_a_clip_is_what_the_sampler_decodes(pipe):
+    output = pipe([PROMPT, "melody"], generator=seeded(1, 2))
+    condition, nothing = pipe.encode_prompt([PROMPT, "melody"]), torch.zeros(2, BOOKS, 0, dtype=torch.long)
+    codes = by_hand(pipe, condition, nothing, FRAMES, seeded(1, 2))
+    assert output.codes.equal(codes) and output.trace.target_calls.tolist() == [8, 8]
+    assert np.abs(output.audios - decode_codes(pipe.codec, codes).numpy()).max() < 1e-5
+    alone = pipe("melody", generator=seeded(2))
+    assert alone.codes.equal(codes[1:])
+
+
+def test_long_form_goes_on_from_what_is_kept(pipe):
+    output = pipe(PROMPT, generator=seeded(1), audio_length_in_s=0.36, extend_stride_in_s=0.1)
+    condition, generators = pipe.encode_prompt(PROMPT), seeded(1)
+    codes = torch.zeros(1, BOOKS, 0, dtype=torch.long)
+    for kept, new in [(0, 20), (10, 10), (10, 6)]:
+        window = by_hand(pipe, condition, codes[..., codes.shape[-1] - kept :], new, generators)
+        codes = torch.cat([codes, window[..., kept:]], -1)
+    assert output.codes.equal(codes)
+    trace = output.trace
+    assert trace.target_calls.tolist() == [24] and trace.entry_call.shape == (1, 36, BOOKS)
+    first, second, third = trace.entry_call.split([20, 10, 6], 1)
+    assert (0, 7) == (int(first.min()), int(first.max())) and (8, 15) == (
+        int(second.min()),
+        int(second.max()),
+    )
+    assert (16, 23) == (int(third.min()), int(third.max()))
+
+
+def test_music_goes_on_from_a_clip_and_is_streamed(pipe):
+    clip = np.random.default_rng(3).uniform(-0.5, 0.5, (1, 7 * HOP)).astype(np.float32)
+    heard = []
+    output = pipe(
+        PROMPT,
+        audio=clip,
+        sampling_rate=RATE,
+        generator=seeded(1),
+        callback_on_audio=lambda _, start, waves: heard.append((start, waves)),
+    )
+    given = encode_waves(pipe.codec, torch.from_numpy(clip)[None])
+    codes = by_hand(pipe, pipe.encode_prompt(PROMPT), given, FRAMES - 7, seeded(1))
+    assert output.codes.equal(codes) and output.codes[..., :7].equal(given)
+    assert np.array_equal(torch.cat([waves for _, waves in heard], -1).numpy(), output.audios)
+
+
+def test_round_trip(pipe, tmp_path):
+    pipe.save_pretrained(tmp_path)
+    loaded = AudioPipeline.from_pretrained(tmp_path)
+    assert loaded.make_law() == TokenLaw(guidance_scale=2.0, temperature=1.7, top_p=0.9)
+    assert loaded(PROMPT, generator=seeded(1)).codes.equal(pipe(PROMPT, generator=seeded(1)).codes)
+
+
+def test_samplers_of_other_models_are_refused(pipe):
+    pipe.sampler = ColumnJacobiSampler()
+    with pytest.raises(TypeError, match="does not fill in hidden codes; those that do: MaskedSampler"):
+        pipe(PROMPT)
+    assert isinstance(visual_spec.accelerate(pipe).sampler, MaskedSampler)
+    plain = tiny_audio_pipeline(sampler())
+    with pytest.raises(TypeError, match="does not decode several codebooks"):
+        plain(PROMPT)
+
+
+def test_official_files(tmp_path):
+    write(tmp_path, "state_dict.bin", language_model_weights(), SETTINGS)
+    write(tmp_path, "compression_state_dict.bin", codec_weights(), CODEC_SETTINGS)
+    encoder, tokenizer = tiny_t5(d_model=TEXT), tiny_tokenizer()
+    # The two files are of two rates; 8 frames are what the first calls its length.
+    pipe = AudioPipeline.from_magnet(tmp_path, encoder, tokenizer, max_audio_length_in_s=8 * 6 / 400)
+    pipe.set_progress_bar_config(disable=True)
+    output = pipe(["a red circle", "blue"], generator=seeded(1, 2))
+
+    loaded = load_magnet(tmp_path)
+    own = loaded.settings
+    model = MagnetModel(loaded.model, own.num_frames, reach=own.reach, padding="zeros")
+    inputs = tokenizer(["a red circle", "blue"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        features = encoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
+    condition = TextCondition(features, inputs["attention_mask"].bool())
+    official = MaskedSampler(
+        own.steps, clock="magnet", span=own.span, temperature="falling", guidance="falling",
+        least_guidance=own.least_guidance,
+    )  # fmt: skip
+    law = TokenLaw(
+        guidance_scale=own.guidance_scale, temperature=own.temperature, top_k=own.top_k, top_p=own.top_p
+    )
+    result = official(model, condition, law=law, generator=seeded(1, 2), batch_size=2)
+    codes = model.codes(result.tokens)
+    assert output.codes.equal(codes)
+    waves = decode_codes(load_magnet_codec(tmp_path), codes)
+    assert np.abs(output.audios - waves.numpy()).max() < 1e-5
+    with pytest.raises(ValueError, match="keep the official files"):
+        pipe.save_pretrained(tmp_path / "saved")

@@ -1,0 +1,145 @@
+"""`visual-spec generate --music`, run on a tiny real model."""
+
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny import tiny_pipeline
+from tests.tiny_audio import RATE, tiny_audio_pipeline
+from visual_spec import cli
+from visual_spec.pipelines import embedded
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+
+PROMPT = "a slow organ"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_audio_pipeline(default_guidance_scale=1.0).save_pretrained(folder / "tunes")
+    tiny_pipeline().save_pretrained(folder / "shapes")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def use_tiny_models(folder, monkeypatch):
+    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", folder)
+
+
+def play(out: Path, *arguments: str) -> int:
+    return cli.main(["generate", "--music", *arguments, "--out", str(out), "--device", "cpu"])
+
+
+def last_line(capsys: pytest.CaptureFixture) -> Any:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def samples(path: str | Path) -> np.ndarray:
+    with wave.open(str(path)) as file:
+        assert file.getframerate() == RATE
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2")
+
+
+def test_a_clip_per_seed_and_each_can_be_played_again_alone_and_plainly(tmp_path, capsys):
+    assert play(tmp_path / "all", PROMPT, "sad melody", "--num-images", "2", "--seed", "5", "--json") == 0
+    document = last_line(capsys)
+    assert [clip["seed"] for clip in document["clips"]] == [5, 6, 7, 8]
+    assert document["model"] == "tunes" and document["sampler"]["name"] == "column-jacobi"
+    names = sorted(path.name for path in (tmp_path / "all").iterdir())
+    assert names[0] == "000-a-slow-organ-seed5.wav" and len(names) == 4
+    third = document["clips"][2]
+    assert play(tmp_path / "one", "sad melody", "--seed", "7", "--sampler", "columns", "--json") == 0
+    again = last_line(capsys)["clips"][0]
+    both = [samples(clip["file"]).astype(int) for clip in (third, again)]
+    assert len(both[0]) == 80 and np.abs(both[0] - both[1]).max() <= 1  # the codec rounds in another order
+    assert third["calls"] < again["calls"] == 22
+
+
+def test_compare_proves_equality_and_writes_the_page(tmp_path, capsys):
+    length = ["--seconds", "0.5", "--extend-stride", "0.1"]
+    assert play(tmp_path, PROMPT, "sad melody", "--compare", "--window", "4", *length) == 0
+    out = capsys.readouterr().out
+    header, _, *rows = out.splitlines()
+    assert header.split() == ["prompt", "calls", "columns/call", "seconds", "speed-up", "identical"]
+    assert rows[0].startswith(PROMPT) and rows[0].endswith("yes") and rows[1].endswith("yes")
+    assert "Every clip is the same, code for code and sample for sample." in out
+    document = json.loads((tmp_path / "comparison.json").read_text())
+    assert [row["identical"] for row in document["comparison"]] == [True, True]
+    assert all(row["calls"] < row["plain_calls"] == 58 for row in document["comparison"])
+    page = (tmp_path / "comparison.html").read_text()
+    assert page.count("data:audio/wav;base64,") == 2 and page.count("data:image/png;base64,") == 2
+    assert PROMPT in page and "window=4" in page and "http" not in page
+    assert len(samples(tmp_path / "000-a-slow-organ-seed0.wav")) == 200
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".html", ".json", ".wav", ".wav"]
+
+
+def test_compare_says_when_codes_differ_and_fails_when_a_promise_is_broken(tmp_path, capsys, monkeypatch):
+    assert (
+        play(tmp_path / "a", PROMPT, "--compare", "--coupling", "independent", "--acceptance", "exact") == 0
+    )
+    assert "not the same codes for one seed" in capsys.readouterr().out
+    assert (tmp_path / "a" / "comparison.html").read_text().count("data:audio/wav") == 2
+    plain = ColumnAutoregressiveSampler.__call__
+
+    def wrong(self, *args, **kwargs):
+        result = plain(self, *args, **kwargs)
+        result.tokens[:, 5] = (result.tokens[:, 5] + 1) % 16
+        return result
+
+    monkeypatch.setattr(ColumnAutoregressiveSampler, "__call__", wrong)
+    assert play(tmp_path / "b", PROMPT, "--compare") == 1
+    assert "promises the plain codes, and did not give them" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten_unasked(tmp_path, capsys):
+    (tmp_path / "000-a-slow-organ-seed0.wav").write_bytes(b"mine")
+    assert play(tmp_path, PROMPT, "--model", "none") == 2  # refused before the model is looked for
+    assert "000-a-slow-organ-seed0.wav exists" in capsys.readouterr().err
+    assert play(tmp_path, PROMPT, "--overwrite") == 0
+    assert len(samples(tmp_path / "000-a-slow-organ-seed0.wav")) == 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "has no words"),
+        ([PROMPT, "--seconds", "0"], "audio_length_in_s=0.0; pass at least one frame"),
+        ([PROMPT, "--seconds", "9"], "trained on clips of 0.2 s; pass at most that, or extend_stride_in_s"),
+        ([PROMPT, "--extend-stride", "1"], "extend_stride_in_s=1.0"),
+        ([PROMPT, "--sampler", "autoregressive"], "does not decode several codebooks; those that do: Column"),
+        ([PROMPT, "--coupling", "maximal"], "acceptance='identical'"),
+        ([PROMPT, "--temperature", "nan"], "temperature=nan"),
+        ([PROMPT, "--model", "shapes"], "shapes draws pictures; leave --music out"),
+        ([PROMPT, "--model", "tunez"], "unknown model 'tunez'; embedded models are shapes, tunes"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, arguments, message):
+    assert play(tmp_path / "out", *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_writer_is_named_before_anything_is_played(tmp_path, capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    assert play(tmp_path, PROMPT, "--model", "none", "--format", "flac") == 2
+    assert "writing flac needs soundfile: install visual-spec[audio]" in capsys.readouterr().err
+
+
+def test_a_music_model_without_the_flag_is_told(tmp_path, capsys):
+    assert cli.main(["generate", PROMPT, "--model", "tunes", "--out", str(tmp_path), "--device", "cpu"]) == 2
+    assert "tunes plays music; pass --music too" in capsys.readouterr().err
+    assert cli.main(["generate", PROMPT, "--seconds", "3", "--out", str(tmp_path)]) == 2
+    assert "--seconds and --extend-stride are of music" in capsys.readouterr().err
+
+
+def test_models_lists_the_rate(capsys):
+    assert cli.main(["models"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("tunes "))
+    assert "AudioPipeline" in line and "0.4 kHz" in line

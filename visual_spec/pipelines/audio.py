@@ -1,0 +1,646 @@
+"""Text to music by models of codec tokens: caption -> features -> columns of codes -> waves."""
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from torch import Tensor
+from transformers import (
+    EncodecModel,
+    MusicgenForCausalLM,
+    MusicgenForConditionalGeneration,
+    PreTrainedTokenizerBase,
+    T5EncoderModel,
+)
+
+# As in `image.py`: every class that a saved pipeline may name is imported here.
+from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.encodec import check_codec, encode_waves
+from visual_spec.models.llamagen import TextCondition
+from visual_spec.models.magnet_checkpoint import load_magnet, load_magnet_codec
+from visual_spec.models.musicgen import MagnetModel, MusicgenColumnModel, MusicgenModules, text_condition
+from visual_spec.models.patterns import CodebookPattern
+from visual_spec.pipelines.audio_files import prepare_clip
+from visual_spec.pipelines.audio_stream import WaveStream, decode_windows
+from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.output import AudioPipelineOutput
+from visual_spec.pipelines.token_image import check_generator
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.masked import MaskedSampler
+
+OUTPUT_TYPES = ("np", "pt", "latent")
+SAMPLERS = (ColumnAutoregressiveSampler, ColumnJacobiSampler)
+
+AudioListener = Callable[[Any, int, Tensor], Any]
+
+
+class AudioPipeline(VisualPipeline):
+    """Plays music from prompts.
+
+    Args:
+        transformer: a `MusicgenForCausalLM` that reads the text encoder's features as they are, or a whole
+            `MusicgenForConditionalGeneration`, which brings its own text encoder, projection and codec.
+        codec: an `EncodecModel`. None: that of a whole MusicGen.
+        text_encoder: `CaptionEncoder`, or an encoder of transformers beside its `tokenizer`. None: that of a whole
+            MusicGen; if there is none either, pass `prompt_embeds`.
+        sampler: how columns of codes are decoded, `ColumnAutoregressiveSampler` or `ColumnJacobiSampler`; of a masked
+            model `MaskedSampler`. Swap it freely (`pipe.sampler = ...`).
+        tokenizer: of a text encoder of transformers.
+        default_guidance_scale, default_temperature, default_top_k, default_top_p: those of `__call__` where it is given
+            none; saved with the pipeline.
+        max_audio_length_in_s: the length that the model was trained on. Longer clips are played by a sliding window.
+        pattern: how the codebooks are laid out in steps, a name of `visual_spec.models.patterns.LAYOUTS`.
+        padding: what padding of a caption is to the decoder, see `MusicgenModules`.
+        masked: whether the transformer was trained to fill in hidden codes (MAGNeT), rather than to go on.
+        reach: of a masked model, see `MagnetModel`.
+
+    Raises:
+        TypeError: a component that could not be saved, or a transformer of another kind.
+        ValueError: an unknown pattern, a codec with other codebooks than the transformer, a length below one frame.
+
+    Example:
+        >>> pipe = AudioPipeline.from_pretrained("tunes")
+        >>> pipe("a slow sad organ melody in A minor").save("tune.wav")
+    """
+
+    model_cpu_offload_seq = "text_encoder->transformer"
+    # A clip that is streamed is heard while it is decoded.
+    _exclude_from_cpu_offload = ["codec"]
+    _optional_components = ["codec", "text_encoder", "tokenizer"]
+    _callback_tensor_inputs = ["lengths"]
+
+    transformer: Any
+    codec: Any
+    text_encoder: Any
+    tokenizer: Any
+
+    def __init__(
+        self,
+        transformer: MusicgenForCausalLM | MusicgenForConditionalGeneration,
+        codec: EncodecModel | None,
+        text_encoder: CaptionEncoder | T5EncoderModel | None,
+        sampler: SchedulerMixin,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        default_guidance_scale: float = 3.0,
+        default_top_k: int = 0,
+        max_audio_length_in_s: float = 30.0,
+        pattern: str = "delay",
+        padding: str = "masked",
+        default_temperature: float = 1.0,
+        default_top_p: float = 1.0,
+        masked: bool = False,
+        reach: int | None = 5,
+    ):
+        super().__init__()
+        self.register_modules(
+            transformer=transformer,
+            codec=codec,
+            text_encoder=text_encoder,
+            sampler=sampler,
+            tokenizer=tokenizer,
+        )
+        self.register_to_config(
+            default_guidance_scale=default_guidance_scale,
+            default_top_k=default_top_k,
+            max_audio_length_in_s=max_audio_length_in_s,
+            pattern=pattern,
+            padding=padding,
+            default_temperature=default_temperature,
+            default_top_p=default_top_p,
+            masked=masked,
+            reach=reach,
+        )
+        self._check_parts()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
+        """As `VisualPipeline.from_pretrained`. Without a dtype: float32, whatever the files hold."""
+        if kwargs.get("dtype") is None and kwargs.get("torch_dtype") is None:
+            kwargs["dtype"] = torch.float32  # diffusers' own default misses the models of transformers
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
+    def from_musicgen(
+        cls, model: Any, tokenizer: Any, sampler: SchedulerMixin | None = None, **settings: Any
+    ) -> Self:
+        """A pipeline around a MusicGen of transformers, with the published guidance 3 and top-k 250.
+
+        Args:
+            model: a `MusicgenForConditionalGeneration`, mono or stereo; it is not changed.
+            tokenizer: of its text encoder, or the processor that holds it.
+            sampler: default `ColumnJacobiSampler()`: the codes of plain sampling, in fewer calls.
+            settings: of the class, in place of the published ones.
+
+        Raises:
+            TypeError, ValueError: as the class.
+        """
+        published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        return cls(model, None, None, sampler or ColumnJacobiSampler(), tokenizer, **published | settings)
+
+    @classmethod
+    def from_magnet(
+        cls,
+        source: str | os.PathLike,
+        text_encoder: Any,
+        tokenizer: Any,
+        *,
+        codec: EncodecModel | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A pipeline around an official MAGNeT checkpoint, with the steps, span and law it was published with.
+
+        It cannot be saved: what projects the text has no place in a folder of transformers. Keep the official files.
+
+        Args:
+            source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
+            text_encoder, tokenizer: the T5 that the checkpoint names (`t5-base` for music), as transformers loads it.
+            codec: in place of the folder's.
+            dtype: of the transformer; None keeps that of the file.
+            settings: of the class, in place of the published ones.
+
+        Raises:
+            FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_magnet_codec`.
+        """
+        loaded = load_magnet(source, dtype=dtype)
+        own = loaded.settings
+        sampler = MaskedSampler(
+            own.steps,
+            clock="magnet",
+            span=own.span,
+            temperature="falling",
+            guidance="falling",
+            least_guidance=own.least_guidance,
+        )
+        published: dict[str, Any] = dict(
+            default_guidance_scale=own.guidance_scale,
+            default_temperature=own.temperature,
+            default_top_k=own.top_k,
+            default_top_p=own.top_p,
+            max_audio_length_in_s=own.duration,
+            padding="zeros",
+            masked=True,
+            reach=own.reach,
+        )
+        codec = load_magnet_codec(source) if codec is None else codec
+        return cls(loaded.model, codec, text_encoder, sampler, tokenizer, **published | settings)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As `DiffusionPipeline.save_pretrained`.
+
+        Raises:
+            ValueError: an official MAGNeT, whose projection of the text would be lost.
+        """
+        if isinstance(self._model, MusicgenForCausalLM) and hasattr(self._model, "enc_to_dec_proj"):
+            raise ValueError(
+                "this transformer projects its text by a layer that transformers would not load again; keep the "
+                "official files, and load them with AudioPipeline.from_magnet."
+            )
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    # -- what the parts are --------------------------------------------------------------------------------------------
+
+    def _check_parts(self) -> None:
+        modules = MusicgenModules(self._model, self.config["padding"])
+        pattern = self.config["pattern"]
+        CodebookPattern.named(pattern, modules.num_codebooks)  # refuses unknown ones
+        if self._codec is None:
+            raise ValueError("codec is None; pass the EncodecModel that the transformer was trained on.")
+        check_codec(self._codec)
+        books = len(self._codec.quantizer.layers) * self.channels
+        size = self._codec.config.codebook_size
+        if (modules.num_codebooks, modules.vocab_size) != (books, size):
+            raise ValueError(
+                f"the transformer predicts {modules.num_codebooks} codebooks of {modules.vocab_size} codes, but the "
+                f"codec has {books} of {size}; load both from the same model."
+            )
+        if not self.max_frames >= 1:
+            raise ValueError(
+                f"max_audio_length_in_s={self.config['max_audio_length_in_s']}; pass the length that the model was "
+                f"trained on, at least one frame of {1 / self.frame_rate:g} s."
+            )
+
+    @property
+    def _model(self) -> Any:
+        return getattr(
+            self.transformer, "_orig_mod", self.transformer
+        )  # the decoder's parts are run, not `forward`
+
+    @property
+    def _codec(self) -> Any:
+        return getattr(self._model, "audio_encoder", None) if self.codec is None else self.codec
+
+    @property
+    def channels(self) -> int:
+        """1, or 2 of a stereo model."""
+        config = self._model.config
+        return getattr(config, "decoder", config).audio_channels
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples per second."""
+        return self._codec.config.sampling_rate
+
+    @property
+    def samples_per_frame(self) -> int:
+        """Samples that a frame of codes becomes."""
+        return math.prod(self._codec.config.upsampling_ratios)
+
+    @property
+    def frame_rate(self) -> float:
+        """Frames of codes per second."""
+        return self.sampling_rate / self.samples_per_frame
+
+    @property
+    def max_frames(self) -> int:
+        """Frames of the longest clip that is played in one go."""
+        return round(self.config["max_audio_length_in_s"] * self.frame_rate)
+
+    @property
+    def fast_sampler(self) -> str:
+        """The name of the sampler that `visual_spec.accelerate` sets."""
+        return "masked" if self.config["masked"] else "column-jacobi"
+
+    def make_law(self, guidance_until: int | None = None, **settings: float | None) -> TokenLaw:
+        """The law of a code.
+
+        Args:
+            settings: guidance_scale, temperature, top_k, top_p; None is the default of this model.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        values: Any = {
+            name: self.config[f"default_{name}"] if settings.get(name) is None else settings[name]
+            for name in ("guidance_scale", "temperature", "top_k", "top_p")
+        }
+        return TokenLaw(guidance_until=guidance_until, **values)
+
+    # -- input ---------------------------------------------------------------------------------------------------------
+
+    def check_sampler(self) -> None:
+        """Refuse a sampler that does not decode this model.
+
+        Raises:
+            TypeError: names those that do.
+        """
+        fitting = (MaskedSampler,) if self.config["masked"] else SAMPLERS
+        if not isinstance(self.sampler, fitting):
+            what = "fill in hidden codes" if self.config["masked"] else "decode several codebooks"
+            raise TypeError(
+                f"sampler is {type(self.sampler).__name__}, which does not {what}; those that do: "
+                f"{', '.join(kind.__name__ for kind in fitting)}."
+            )
+
+    def check_inputs(
+        self,
+        prompt: str | list[str] | None,
+        *,
+        audio_length_in_s: float | None = None,
+        extend_stride_in_s: float | None = None,
+        stretch_in_s: float = 0.5,
+        audio: Any = None,
+        sampling_rate: int | None = None,
+        num_waveforms_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
+        output_type: str = "np",
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+    ) -> Tensor | None:
+        """Refuse what cannot be played, before any computation. Arguments as in `__call__`.
+
+        Returns:
+            The clip to go on from as [B or 1, C, N] at the codec's rate, or None.
+
+        Raises:
+            ValueError, TypeError: names what was given, what is allowed, and what to do.
+            ImportError: a clip at another rate, and torchaudio is missing.
+        """
+        self.check_sampler()
+        each = num_waveforms_per_prompt
+        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+            raise ValueError(f"num_waveforms_per_prompt={each!r}; pass an integer of at least 1.")
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
+        unknown = [
+            n for n in callback_on_step_end_tensor_inputs or () if n not in self._callback_tensor_inputs
+        ]
+        if unknown:
+            raise ValueError(
+                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
+            )
+        if not (math.isfinite(stretch_in_s) and stretch_in_s > 0):
+            raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
+        if (prompt is None) == (prompt_embeds is None):
+            given = "neither" if prompt is None else "both"
+            raise ValueError(f"{given} of prompt and prompt_embeds given; pass exactly one of them.")
+        if prompt_embeds is None:
+            count = self._check_prompt(prompt)
+        else:
+            count = _check_embeds(prompt_embeds, prompt_attention_mask)
+        check_generator(generator, count * each, "clip")
+        clip = None
+        if audio is not None:
+            clip = prepare_clip(audio, sampling_rate, rate=self.sampling_rate, channels=self.channels)
+            if len(clip) not in (1, count):
+                raise ValueError(
+                    f"audio holds {len(clip)} clips for {count} prompts; pass one for all, or one for each prompt."
+                )
+        elif sampling_rate is not None:
+            raise ValueError(f"sampling_rate={sampling_rate} given without audio; leave it out.")
+        given = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
+        self.plan(audio_length_in_s, extend_stride_in_s, given)
+        return clip
+
+    def _check_prompt(self, prompt: Any) -> int:
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        if not isinstance(prompts, (list, tuple)) or not all(isinstance(text, str) for text in prompts):
+            raise TypeError(f"prompt={prompt!r}; pass a string or a list of strings.")
+        if not prompts:
+            raise ValueError("prompt is an empty list; pass at least one prompt.")
+        if hasattr(self.text_encoder, "word_ids"):
+            self.text_encoder.word_ids(list(prompts))  # refuses prompts without a word, and over-long ones
+            return len(prompts)
+        if self.text_encoder is None and not hasattr(self._model, "text_encoder"):
+            raise ValueError(
+                "this pipeline was loaded without a text encoder; pass prompt_embeds, or set pipe.text_encoder."
+            )
+        if self.tokenizer is None:
+            raise ValueError("the text encoder has no tokenizer; pass prompt_embeds, or set pipe.tokenizer.")
+        for text in prompts:
+            if not text.strip():
+                raise ValueError(f"prompt {text!r} has no words; give at least one.")
+        return len(prompts)
+
+    def plan(
+        self, audio_length_in_s: float | None, extend_stride_in_s: float | None, given_frames: int = 0
+    ) -> list[tuple[int, int]]:
+        """The windows that a clip is decoded in: frames that are kept from before, and frames that are new.
+
+        Args:
+            given_frames: of the clip to go on from.
+
+        Raises:
+            ValueError: a length of zero, or beyond the limit without a stride; a stride out of its range; a clip to go
+                on from that fills the length.
+        """
+        limit, longest = self.config["max_audio_length_in_s"], self.max_frames
+        length = limit if audio_length_in_s is None else audio_length_in_s
+        if not (math.isfinite(length) and round(length * self.frame_rate) >= 1):
+            raise ValueError(
+                f"audio_length_in_s={length}; pass at least one frame of {1 / self.frame_rate:g} s, and at most "
+                f"{limit:g} s, or more of them with extend_stride_in_s."
+            )
+        total = round(length * self.frame_rate)
+        if given_frames >= total:
+            raise ValueError(
+                f"audio of {given_frames / self.frame_rate:g} s leaves nothing to play of audio_length_in_s={length:g}"
+                ", which counts it; pass a greater length, or a shorter clip."
+            )
+        keep = longest
+        if extend_stride_in_s is not None:
+            stride = round(extend_stride_in_s * self.frame_rate) if math.isfinite(extend_stride_in_s) else 0
+            if not 1 <= stride < longest:
+                raise ValueError(
+                    f"extend_stride_in_s={extend_stride_in_s}; pass at least {1 / self.frame_rate:g} and less than "
+                    f"{limit:g}, the length of the window: the rest of it is what the music goes on from."
+                )
+            keep = longest - stride
+        elif total > longest:
+            raise ValueError(
+                f"audio_length_in_s={length:g}, but this model was trained on clips of {limit:g} s; pass at most that, "
+                f"or extend_stride_in_s (such as {0.6 * limit:.3g}) to go on by a window of {limit:g} s that moves by "
+                "so many seconds."
+            )
+        if total <= longest:
+            return [(given_frames, total - given_frames)]
+        windows, place = [], given_frames
+        while place < total:
+            kept = min(place, keep)
+            new = min(longest - kept, total - place)
+            windows.append((kept, new))
+            place += new
+        return windows
+
+    def encode_prompt(
+        self,
+        prompt: str | list[str] | None,
+        *,
+        num_waveforms_per_prompt: int = 1,
+        prompt_embeds: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
+    ) -> TextCondition:
+        """Features of the prompts, each repeated for its clips.
+
+        Words the text encoder was not trained on are named in a warning, and stand for nothing in the music.
+
+        Returns:
+            TextCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device.
+        """
+        if prompt_embeds is None:
+            condition = self._features([prompt] if isinstance(prompt, str) else list(prompt or ()))
+        else:
+            mask = prompt_attention_mask
+            condition = TextCondition(
+                prompt_embeds, torch.ones(prompt_embeds.shape[:2]) if mask is None else mask
+            )
+        device = self._execution_device
+        return TextCondition(
+            features=condition.features.to(device).repeat_interleave(num_waveforms_per_prompt, 0),
+            mask=condition.mask.to(device, torch.bool).repeat_interleave(num_waveforms_per_prompt, 0),
+        )
+
+    def _features(self, prompts: list[str]) -> TextCondition:
+        encoder = self.text_encoder
+        if hasattr(encoder, "word_ids"):
+            unknown = encoder.unknown_words(prompts)
+            if unknown:
+                warnings.warn(
+                    f"the text encoder does not know {', '.join(map(repr, unknown))}; the music will not tell.",
+                    stacklevel=4,
+                )
+            return encoder(prompts)
+        inputs = self.tokenizer(prompts, padding=True, return_tensors="pt").to(self._execution_device)
+        if encoder is None:
+            wake(self.transformer)
+        owner = self._model if encoder is None else self
+        return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
+
+    # -- playing -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        *,
+        audio_length_in_s: float | None = None,
+        extend_stride_in_s: float | None = None,
+        audio: Any = None,
+        sampling_rate: int | None = None,
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        guidance_until: int | None = None,
+        num_waveforms_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_attention_mask: Tensor | None = None,
+        output_type: str = "np",
+        return_dict: bool = True,
+        stretch_in_s: float = 0.5,
+        callback_on_audio: AudioListener | None = None,
+        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+    ) -> AudioPipelineOutput:
+        """Play.
+
+        Args:
+            prompt: one prompt or a list.
+            audio_length_in_s: rounded to whole frames; None: the length that the model was trained on.
+            extend_stride_in_s: for longer clips: the window of the trained length moves by so many seconds, and what
+                is left in it of the music so far is what the model goes on from. The memory of the decoding is that
+                of one window.
+            audio, sampling_rate: a clip to go on from, [N], [C, N] or [B, C, N], and its rate in Hz. It counts in
+                `audio_length_in_s`, and what comes out begins with it, as the codec renders it.
+            guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
+                the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
+            temperature, top_k, top_p: the law of a code (`visual_spec.samplers.law.TokenLaw`). None: the
+                model's own, `default_temperature` and so on.
+            guidance_until: columns from this one on, of every window, are drawn without guidance.
+            num_waveforms_per_prompt: clips of each prompt; those of one prompt follow each other.
+            generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
+                clip depends on its own generator only, not on the batch it is played in.
+            prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words),
+                in place of `prompt`, as `encode_prompt` gives them.
+            output_type: "np", "pt", or "latent" for the codes [B, K, T].
+            return_dict: False returns the tuple (audios, sampling_rate, codes, trace).
+            stretch_in_s: codes become waves in stretches of so many seconds, streamed or not.
+            callback_on_audio: called as (pipe, start, waves) for every stretch, as soon as its columns are committed:
+                `waves`, float32 [B, C, m] on the CPU, begins at sample `start`. All of them are `audios`, bit by bit.
+                A masked model knows no column before it knows its window.
+            callback_on_step_end: called as (pipe, step, timestep, kwargs) after every target call: `step` is the
+                index of the call (0: the first prefill), `timestep` the number of columns that the slowest clip has.
+                What it returns is ignored: columns that are committed cannot be changed. Raise to stop.
+            callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", columns committed [B].
+
+        Raises:
+            ValueError, TypeError: bad input, before any computation.
+            ImportError: a clip at another rate than the codec's, and torchaudio is missing.
+            FloatingPointError: the model gave non-finite logits; names the slot.
+        """
+        law = self.make_law(
+            guidance_until,
+            guidance_scale=guidance_scale,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
+        embeds = dict(prompt_embeds=prompt_embeds, prompt_attention_mask=prompt_attention_mask)
+        clip = self.check_inputs(
+            prompt,
+            audio_length_in_s=audio_length_in_s,
+            extend_stride_in_s=extend_stride_in_s,
+            stretch_in_s=stretch_in_s,
+            audio=audio,
+            sampling_rate=sampling_rate,
+            num_waveforms_per_prompt=num_waveforms_per_prompt,
+            generator=generator,
+            output_type=output_type,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            **embeds,  # pyright: ignore[reportArgumentType]
+        )
+        condition = self.encode_prompt(prompt, num_waveforms_per_prompt=num_waveforms_per_prompt, **embeds)
+        given = self._given_codes(clip, len(condition.features))
+        windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
+        stream = None
+        if output_type != "latent" or callback_on_audio is not None:
+            wake(self.codec)
+            stream = WaveStream(
+                self._codec,
+                self.channels,
+                given.shape[-1] + sum(new for _, new in windows),
+                max(1, round(stretch_in_s * self.frame_rate)),
+                None if callback_on_audio is None else lambda *heard: callback_on_audio(self, *heard),
+            )
+        asked = self._callback_tensor_inputs
+        if callback_on_step_end_tensor_inputs is not None:
+            asked = callback_on_step_end_tensor_inputs
+
+        def listen(step: int, lengths: Tensor) -> None:
+            kwargs = {name: {"lengths": lengths}[name] for name in asked}
+            callback_on_step_end(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
+
+        wake(self.transformer)
+        codes, trace = decode_windows(
+            self.sampler,
+            self._window_model,
+            condition,
+            given,
+            windows,
+            progress_bar=self.progress_bar,
+            stream=stream,
+            streamed=callback_on_audio is not None and not self.config["masked"],
+            listener=None if callback_on_step_end is None else listen,
+            law=law,
+            generator=generator,
+            **self._sampler_parts(),
+        )
+        self.last_trace = trace
+        audios: Any = codes
+        if output_type != "latent":
+            assert stream is not None
+            audios = stream.waves() if output_type == "pt" else stream.waves().numpy()
+        self.maybe_free_model_hooks()
+        if not return_dict:
+            return audios, self.sampling_rate, codes, trace  # type: ignore[return-value]
+        return AudioPipelineOutput(audios=audios, sampling_rate=self.sampling_rate, codes=codes, trace=trace)
+
+    def _given_codes(self, clip: Tensor | None, batch_size: int) -> Tensor:
+        """Codes [B, K, P] of the clip to go on from; P = 0 without one."""
+        if clip is None:
+            count = MusicgenModules(self._model).num_codebooks
+            return torch.zeros(batch_size, count, 0, dtype=torch.long, device=self._execution_device)
+        if self.codec is None:
+            wake(self.transformer)
+        wake(self.codec)
+        codes = encode_waves(self._codec, clip).to(self._execution_device)
+        return codes.repeat_interleave(batch_size // len(codes), 0)
+
+    def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
+        settings: dict[str, Any] = {"padding": self.config["padding"]}
+        if self.config["masked"]:
+            return MagnetModel(self._model, num_frames, reach=self.config["reach"], **settings)
+        if (
+            self.config["pattern"] != "delay"
+        ):  # which is that of the model: of stereo, both channels lag alike
+            books = MusicgenModules(self._model).num_codebooks
+            settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
+        return MusicgenColumnModel(self._model, num_frames, prompt_frames=prompt_frames, **settings)
+
+    def _sampler_parts(self) -> dict[str, Any]:
+        """What the sampler asks for beside the model: the codes of each codebook."""
+        if not getattr(self.sampler, "needs_codebook", False):
+            return {}
+        wake(self.codec)
+        books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])  # [K, V, D]
+        return {"codebook": books.repeat_interleave(self.channels, 0)}
+
+
+def _check_embeds(embeds: Tensor, mask: Tensor | None) -> int:
+    if embeds.ndim != 3:
+        raise ValueError(f"prompt_embeds of shape {tuple(embeds.shape)}; pass [prompts, words, channels].")
+    if mask is not None and mask.shape != embeds.shape[:2]:
+        raise ValueError(
+            f"prompt_attention_mask of shape {tuple(mask.shape)} beside prompt_embeds of shape {tuple(embeds.shape)}; "
+            f"pass a mask of shape {tuple(embeds.shape[:2])}."
+        )
+    return embeds.shape[0]

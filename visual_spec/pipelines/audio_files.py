@@ -1,0 +1,122 @@
+"""Waves as files, and clips of others as what a codec reads: rates and channels."""
+
+import io
+import os
+import tempfile
+import warnings
+import wave as wave_files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FORMATS = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS"}
+
+
+def audio_bytes(audio: Any, sampling_rate: int, kind: str = "wav") -> bytes:
+    """The content of a sound file.
+
+    Args:
+        audio: [N], or [C, N] with 1 or 2 channels; array or tensor. What lies outside of [-1, 1] is cut off.
+        sampling_rate: in Hz.
+        kind: "wav" (16 bits, needs nothing but Python), "flac" (16 bits) or "ogg" (Vorbis), both through soundfile.
+
+    Raises:
+        ValueError: another shape or kind, no samples, values that are not finite, a rate below 1.
+        ImportError: a kind that needs soundfile, and it is missing (extra `audio`).
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"cannot write {kind!r}; pass one of {', '.join(FORMATS)}.")
+    waves = np.asarray(audio.detach().cpu().float() if isinstance(audio, Tensor) else audio, np.float32)
+    if waves.ndim == 1:
+        waves = waves[None]
+    if waves.ndim != 2 or waves.shape[0] not in (1, 2) or not waves.shape[1]:
+        raise ValueError(f"audio of shape {waves.shape} given; pass one clip, [N], [1, N] or [2, N].")
+    if not np.isfinite(waves).all():
+        raise ValueError("the audio holds nan or infinity; look at what made it.")
+    if sampling_rate < 1:
+        raise ValueError(f"sampling_rate={sampling_rate}; pass the samples per second.")
+    samples = waves.clip(-1, 1).T  # [N, C]
+    buffer = io.BytesIO()
+    if kind == "wav":
+        with wave_files.open(buffer, "wb") as file:
+            file.setnchannels(samples.shape[1])
+            file.setsampwidth(2)
+            file.setframerate(int(sampling_rate))
+            file.writeframes(np.rint(samples * 32767).astype("<i2").tobytes())
+        return buffer.getvalue()
+    try:
+        import soundfile  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            f"writing {kind} needs soundfile: install visual-spec[audio], or write wav, which needs nothing."
+        ) from error
+    soundfile.write(buffer, samples, int(sampling_rate), format=kind.upper(), subtype=FORMATS[kind])
+    return buffer.getvalue()
+
+
+def write_audio(path: str | os.PathLike, audio: Any, sampling_rate: int, *, overwrite: bool = False) -> Path:
+    """Write a clip to a file of the kind that its name ends with; whole or not at all. Arguments as `audio_bytes`.
+
+    Raises:
+        FileExistsError: there is something at `path`, and `overwrite` is not set.
+        ValueError, ImportError: as `audio_bytes`.
+    """
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; choose another name, or pass overwrite=True.")
+    content = audio_bytes(audio, sampling_rate, path.suffix.lower().removeprefix("."))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        part.write_bytes(content)
+        part.replace(path)
+    return path
+
+
+def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: int) -> Tensor:
+    """A clip as float waves [B or 1, C, N] at the rate, and with the channels, of a codec.
+
+    What has to be changed for it is said in a warning: another rate, stereo that becomes mono (the mean) and mono that
+    becomes stereo (twice the same).
+
+    Args:
+        audio: [N], [C, N] or [B, C, N], array or tensor.
+        sampling_rate: of `audio`, in Hz.
+        rate, channels: of the codec.
+
+    Raises:
+        ValueError: no rate given, another shape, no samples, nan or infinity.
+        ImportError: another rate, and torchaudio is missing (extra `audio`).
+    """
+    if sampling_rate is None:
+        raise ValueError(f"audio given without its rate; pass sampling_rate (the model's own is {rate}).")
+    if isinstance(sampling_rate, bool) or not isinstance(sampling_rate, int) or sampling_rate < 1:
+        raise ValueError(f"sampling_rate={sampling_rate!r}; pass the clip's samples per second.")
+    clip = torch.as_tensor(audio).detach().cpu()
+    if not clip.is_floating_point():
+        raise ValueError(f"audio of {clip.dtype} given; pass floating-point samples in [-1, 1].")
+    clip = clip.float()
+    shape = tuple(clip.shape)
+    clip = clip[(None,) * (3 - clip.ndim)] if clip.ndim < 3 else clip
+    if clip.ndim != 3 or clip.shape[1] not in (1, 2) or not clip.numel():
+        raise ValueError(f"audio of shape {shape}; pass [N], [C, N] or [B, C, N] with 1 or 2 channels.")
+    if not clip.isfinite().all():
+        raise ValueError("the audio holds nan or infinity; pass finite samples, in [-1, 1].")
+    if clip.shape[1] != channels:
+        what = "is averaged to mono" if channels == 1 else "stands in both channels"
+        warnings.warn(f"the clip has {clip.shape[1]} channels; it {what}.", stacklevel=3)
+        clip = clip.mean(1, keepdim=True).expand(-1, channels, -1)
+    if sampling_rate != rate:
+        try:
+            from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(
+                f"a clip at {sampling_rate} Hz needs torchaudio to become {rate} Hz: install visual-spec[audio], or "
+                f"pass the clip at {rate} Hz."
+            ) from error
+        warnings.warn(f"the clip is resampled from {sampling_rate} Hz to {rate} Hz.", stacklevel=3)
+        clip = resample(clip, sampling_rate, rate)
+    return clip

@@ -1,0 +1,198 @@
+"""Decoding of clips window by window, heard while it goes on: committed columns, and waves in equal stretches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.encodec import StreamingDecoder
+from visual_spec.models.llamagen import TextCondition
+from visual_spec.models.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
+from visual_spec.pipelines.base import DecodeProgress
+from visual_spec.pipelines.transformers_models import joined_traces
+from visual_spec.samplers.masked import MaskedTrace
+from visual_spec.samplers.trace import DecodeTrace
+
+
+class WaveStream:
+    """Codes in, waves out, stretch by stretch.
+
+    Codes are decoded in stretches of one length, whatever the portions they come in. So the waves are the same, bit by
+    bit, whether a clip is streamed or decoded at its end.
+
+    Args:
+        codec: an `EncodecModel`.
+        channels: 1 or 2.
+        total: frames of the clip.
+        stretch: frames that are decoded at once.
+        listener: called as (start, waves), where `start` counts samples and `waves` is float32 [B, C, m] on the CPU,
+            for every stretch. They follow each other without gaps.
+    """
+
+    def __init__(
+        self,
+        codec: Any,
+        channels: int,
+        total: int,
+        stretch: int,
+        listener: Callable[[int, Tensor], Any] | None = None,
+    ) -> None:
+        self.decoder = StreamingDecoder(codec, channels)
+        self.total, self.stretch, self.listener = total, stretch, listener
+        self.received = self.decoded = 0  # frames
+        self.heard = 0  # samples
+        self._waiting: Tensor | None = None
+        self._waves: list[Tensor] = []
+
+    def __call__(self, codes: Tensor) -> None:
+        """Go on with codes, long [B, K, n]; n may be 0."""
+        self.received += codes.shape[-1]
+        waiting = codes if self._waiting is None else torch.cat([self._waiting, codes], -1)
+        while self.decoded < self.total:
+            count = min(self.stretch, self.total - self.decoded)
+            if waiting.shape[-1] < count:
+                break
+            self.decoded += count
+            waves = self.decoder(waiting[..., :count], last=self.decoded == self.total).float().cpu()
+            waiting = waiting[..., count:]
+            if waves.shape[-1]:
+                self._waves.append(waves)
+                if self.listener is not None:
+                    self.listener(self.heard, waves)
+                self.heard += waves.shape[-1]
+        self._waiting = waiting
+
+    def waves(self) -> Tensor:
+        """All that was heard, [B, C, N]."""
+        return torch.cat(self._waves, -1)
+
+
+class WatchedModel:
+    """A `ColumnModel` that remembers what it was fed.
+
+    That tells which columns are committed while a sampler is still at work: a step is fed a last time with the column
+    that is committed, or before it, and of the first `length` steps all but the newest have been.
+    """
+
+    def __init__(self, model: MusicgenColumnModel) -> None:
+        self.model = model
+        self.grid, self.vocab_size = model.grid, model.vocab_size
+        self.valid, self.special_id = model.valid, model.special_id
+        self.fed = torch.zeros(0)
+        frames = model.pattern.complete_after(model.num_frames)  # [T], in steps
+        # Frames are heard in their order: one waits for all before it.
+        self._complete_after = frames.cummax(0).values - model.first_step
+
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+        state = self.model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
+        shape = (batch_size, self.grid.width + window, self.grid.codebooks)
+        self.fed = torch.zeros(shape, dtype=torch.long, device=state.logits.device)
+        return state
+
+    def __call__(self, state: Any, tokens: Tensor, steps: Tensor) -> Tensor:
+        self.fed.scatter_(1, steps[..., None].expand_as(tokens), tokens)
+        return self.model(state, tokens, steps)
+
+    def frames_known(self, lengths: Tensor) -> int:
+        """Leading frames, those of the prompt included, that are known of every sample; lengths long [B]."""
+        return int((self._complete_after <= int(lengths.min()) - 1).sum())
+
+    def codes(self, condition: Any) -> Tensor:
+        """Codes [B, K, T]; those of frames that are not known yet mean nothing."""
+        return self.model.codes(self.fed[:, : self.grid.width], condition)
+
+
+def decode_windows(
+    sampler: Any,
+    make_model: Callable[[int, int], MusicgenColumnModel | MagnetModel],
+    condition: TextCondition,
+    given: Tensor,
+    windows: Sequence[tuple[int, int]],
+    *,
+    progress_bar: Callable[..., Any],
+    stream: WaveStream | None,
+    streamed: bool,
+    listener: Callable[[int, Tensor], None] | None,
+    **parts: Any,
+) -> tuple[Tensor, DecodeTrace]:
+    """Decode a clip window by window: what is kept of the codes so far is the prompt of the next ones.
+
+    Args:
+        sampler: of columns, or of masked models.
+        make_model: takes the frames of a window, and how many of them are kept.
+        given: codes [B, K, P] to go on from; P may be 0.
+        windows: (frames kept, frames new) of each.
+        progress_bar: makes a tqdm bar of a total.
+        stream: gets the codes, behind every window, or if `streamed` as soon as they are committed.
+        listener: called as (call_index, lengths [B]) after every target call, both over all windows.
+        parts: of `sampler.__call__`: law, generator, codebook.
+
+    Returns:
+        Codes [B, K, T], those given in front, and one trace of all windows.
+    """
+    models = {(kept, new): make_model(kept + new, kept) for kept, new in set(windows)}
+    batch_size, codes = len(condition.features), given
+    total = sum(models[window].grid.width for window in windows)
+    traces: list[DecodeTrace] = []
+    if stream is not None:
+        stream(given)
+    with progress_bar(total=batch_size * total) as bar:
+        progress = DecodeProgress(bar, total, listener, unit="columns")
+        silent = bar.disable and listener is None and not streamed
+        for window in windows:
+            model, kept = models[window], window[0]
+            before = codes.shape[-1] - kept  # frames that are out of sight
+            known = MusicCondition(condition.features, condition.mask, codes[..., before:])
+            watched = None
+            if isinstance(model, MagnetModel):
+                called: Any = (model, TextCondition(known.features, known.mask))
+                extra = {"given": model.given(codes[..., before:])}
+            else:
+                watched = WatchedModel(model) if streamed else None
+                called, extra = (model if watched is None else watched, known), {}
+            result = sampler(
+                *called,
+                batch_size=batch_size,
+                callback=None if silent else _advance(progress, traces, stream, watched, known, before),
+                **extra,
+                **parts,
+            )
+            codes = torch.cat([codes, model.codes(result.tokens, known)[..., kept:]], -1)
+            if stream is not None:
+                stream(codes[..., stream.received :])
+            trace = result.trace
+            if isinstance(trace, MaskedTrace):  # tells of what was kept, too
+                commit_call, entry_call = trace.commit_call[:, kept:], trace.entry_call[:, kept:]
+                trace = replace(trace, commit_call=commit_call, entry_call=entry_call)
+            traces.append(trace)
+        progress.finish()
+    return codes, joined_traces(traces)
+
+
+def _advance(
+    progress: DecodeProgress,
+    earlier: list[DecodeTrace],
+    stream: WaveStream | None,
+    watched: WatchedModel | None,
+    known: MusicCondition,
+    before: int,
+) -> Callable[[int, Tensor], None]:
+    """Sampler callback in a window behind `earlier` ones: shows progress, and streams what is committed.
+
+    Args:
+        watched, known: the model of the window and its condition, where there is something to stream.
+        before: the window's first frame.
+    """
+    calls = sum(int(trace.target_calls.max()) for trace in earlier)
+    columns = sum(trace.commit_call.shape[1] for trace in earlier)
+
+    def advance(call: int, lengths: Tensor) -> None:
+        progress(calls + call, columns + lengths)
+        if stream is not None and watched is not None:
+            heard = before + watched.frames_known(lengths)
+            if heard - stream.received >= stream.stretch:
+                stream(watched.codes(known)[..., stream.received - before : heard - before])
+
+    return advance

@@ -1,0 +1,381 @@
+"""Text to image by Infinity: caption -> T5 features -> bits of token maps, coarse to fine -> picture."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from diffusers.image_processor import VaeImageProcessor
+
+# As in `image.py`: every class that a saved pipeline may name is imported here.
+from visual_spec.models.checkpoints import Source
+from visual_spec.models.infinity import InfinityTransformer, Prompt
+from visual_spec.models.infinity_checkpoint import load_infinity_checkpoint
+from visual_spec.models.infinity_scales import scales_for
+from visual_spec.models.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
+from visual_spec.models.llamagen import TextCondition
+from visual_spec.models.protocol import area_of
+from visual_spec.models.scale_budget import ScaleBudget, check_budget
+from visual_spec.models.scale_cache import CompressedVAR
+from visual_spec.models.t5_features import T5Features
+from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.token_image import OUTPUT_TYPES, check_generator
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.scales import ScaleWiseSampler, Stage
+
+
+class InfinityPipeline(VisualPipeline):
+    """Draws pictures of prompts by next-scale prediction of bits.
+
+    Args:
+        transformer: draws the bits.
+        vq_model: turns them into pictures.
+        text_encoder: turns prompts into T5 features. None: pass `prompt_embeds`.
+        sampler: how scales are decoded; guidance of the published pictures has no ramp (`ramp=False`).
+        default_guidance_scale, default_temperature, default_top_p: those of `__call__` where it is given none; saved
+            with the pipeline. They are `cfg`, `tau` and `top_p` of the official code.
+        budget: what the cache may keep (ScaleKV), or what `ScaleBudget.to_dict` made of it; None: everything.
+            `compress` sets it later.
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: a tokenizer or a budget that does not fit the transformer.
+
+    Example:
+        >>> pipe = InfinityPipeline.from_official(
+        ...     "infinity_2b_reg.pth", "infinity_vae_d32reg.pth", "google/flan-t5-xl", dtype=torch.bfloat16
+        ... ).to("cuda")
+        >>> pipe.compress(published_budget("2b"))
+        >>> pipe("an alien spaceship").images[0].save("ship.png")
+    """
+
+    # The tokenizer works after every scale: it stays.
+    model_cpu_offload_seq = "text_encoder->transformer"
+    _exclude_from_cpu_offload = ["vq_model"]
+    _optional_components = ["text_encoder"]
+    _callback_tensor_inputs = ["canvas"]
+    fast_sampler = "scale-wise"
+
+    transformer: Any
+    vq_model: Any
+    text_encoder: Any
+
+    def __init__(
+        self,
+        transformer: InfinityTransformer,
+        vq_model: BitwiseVQModel,
+        text_encoder: T5Features | None,
+        sampler: ScaleWiseSampler,
+        default_guidance_scale: float = 4.0,
+        default_temperature: float = 0.5,
+        default_top_p: float = 0.97,
+        budget: ScaleBudget | dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.register_modules(
+            transformer=transformer, vq_model=vq_model, text_encoder=text_encoder, sampler=sampler
+        )
+        self.register_to_config(
+            default_guidance_scale=default_guidance_scale,
+            default_temperature=default_temperature,
+            default_top_p=default_top_p,
+        )
+        self.image_processor = VaeImageProcessor(do_resize=False)
+        self._check_models()
+        self.compress(budget)
+
+    @classmethod
+    def from_official(
+        cls,
+        transformer: Source,
+        vq_model: Any,
+        text_encoder: str | os.PathLike | T5Features | None = None,
+        *,
+        size: int = 1024,
+        ratio: float = 1.0,
+        dtype: torch.dtype | None = None,
+        sampler: ScaleWiseSampler | None = None,
+        feature_cache: str | os.PathLike | None = None,
+    ) -> Self:
+        """A pipeline around official files, with the guidance 4 and the temperature of their published pictures.
+
+        Args:
+            transformer: e.g. `infinity_2b_reg.pth`, or the folder `infinity_8b_weights`.
+            vq_model: e.g. `infinity_vae_d32reg.pth` (2B), or `infinity_vae_d56_f8_14_patchify.pth` (8B).
+            text_encoder: folder or Hub id of flan-t5-xl, or loaded `T5Features`. None: pass `prompt_embeds` to draw.
+            size, ratio: of the pictures: about as many pixels as `size` squared, and height / width; see `scales_for`.
+            dtype: of all weights; None keeps that of each file (float32 for the text encoder).
+            sampler: default `ScaleWiseSampler(ramp=False)`.
+            feature_cache: folder that keeps the features of every caption, see `T5Features`.
+
+        Raises:
+            ValueError, OSError: a file that is none of these; says what it is.
+        """
+        scales = scales_for(size, ratio)
+        model = load_infinity_checkpoint(transformer, scales=scales, dtype=dtype)
+        tokenizer = load_infinity_vq_checkpoint(vq_model, scales=scales, dtype=dtype)
+        if isinstance(text_encoder, (str, os.PathLike)):
+            text_encoder = T5Features.from_pretrained(
+                text_encoder,
+                torch_dtype=dtype,
+                max_words=model.config["caption_length"],
+                cache_folder=feature_cache,
+                clean=False,
+            )
+        # The 8B, of patches, is drawn warmer.
+        temperature = 1.0 if tokenizer.config["patchify"] else 0.5
+        sampler = sampler or ScaleWiseSampler(ramp=False)
+        return cls(model, tokenizer, text_encoder, sampler, default_temperature=temperature)
+
+    # -- what it is made of ------------------------------------------------------------------------------------------
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the pictures in pixels."""
+        return self.vq_model.image_size
+
+    @property
+    def budget(self) -> ScaleBudget | None:
+        """What the cache may keep; None: everything."""
+        saved = self.config["budget"]
+        return saved if saved is None or isinstance(saved, ScaleBudget) else ScaleBudget.from_dict(saved)
+
+    def compress(self, budget: ScaleBudget | Mapping[str, Any] | None = None) -> Self:
+        """Decode with a compressed cache from now on (ScaleKV), also when saved and loaded; None: with a whole one.
+
+        Returns the pipeline.
+
+        Raises:
+            ValueError: a budget for another model.
+        """
+        if budget is not None and not isinstance(budget, ScaleBudget):
+            budget = ScaleBudget.from_dict(budget)
+        if budget is not None:
+            check_budget(budget, self.transformer.scales, self.transformer.config["num_layers"])
+        self.register_to_config(budget=None if budget is None else budget.to_dict())
+        return self
+
+    def check_sampler(self) -> None:
+        """Refuse a sampler that does not decode by scales.
+
+        Raises:
+            TypeError: names the one that does.
+        """
+        if not isinstance(self.sampler, ScaleWiseSampler):
+            raise TypeError(
+                f"sampler is {type(self.sampler).__name__}, which does not fit a next-scale model; pass a "
+                "ScaleWiseSampler."
+            )
+
+    def _check_models(self) -> None:
+        model, tokenizer = self.transformer, self.vq_model
+        given, wanted = ((tuple(part.scales), part.code_dim) for part in (model, tokenizer))
+        if given != wanted:
+            raise ValueError(
+                f"the transformer predicts scales {given[0]} of {given[1]} bits, but the tokenizer decodes scales "
+                f"{wanted[0]} of {wanted[1]} bits; load both for the same pictures."
+            )
+
+    # -- drawing -----------------------------------------------------------------------------------------------------
+
+    def make_laws(
+        self,
+        guidance_scale: float | Sequence[float] | None = None,
+        temperature: float | Sequence[float] | None = None,
+        top_p: float | None = None,
+    ) -> list[TokenLaw]:
+        """The law of each scale; None is the default of this pipeline, and a list has a value for each scale.
+
+        Raises:
+            ValueError: a value out of its range, or a list of another length.
+        """
+        count, columns = len(self.transformer.scales), []
+        for name, value in [("guidance_scale", guidance_scale), ("temperature", temperature)]:
+            value = self.config[f"default_{name}"] if value is None else value
+            column = list(value) if isinstance(value, Sequence) else [value] * count
+            if len(column) != count:
+                raise ValueError(
+                    f"{len(column)} values of {name} given for {count} scales; pass one a scale, or a single number."
+                )
+            columns.append(column)
+        mass = self.config["default_top_p"] if top_p is None else top_p
+        return [TokenLaw(*pair, top_p=mass) for pair in zip(*columns, strict=True)]
+
+    def stages(self, laws: Sequence[TokenLaw]) -> list[Stage]:
+        """The schedule that is decoded: each scale by its law, with the cache that the budget leaves.
+
+        With a sampler that measures, the compressed transformer is compared with itself uncompressed.
+        """
+        model = self.transformer if self.budget is None else CompressedVAR(self.transformer, self.budget)
+        stages = [Stage(model, range(scale, scale + 1), law) for scale, law in enumerate(laws)]
+        if self.budget is not None and self.sampler.config["measure"]:
+            # The whole cache draws scale 0 alike: nothing is read there.
+            stages[0] = Stage(self.transformer, range(1), laws[0])
+        return stages
+
+    def check_inputs(
+        self,
+        prompt: str | list[str] | None,
+        *,
+        negative_prompt: str | None = None,
+        num_images_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        prompt_attention_mask: torch.Tensor | None = None,
+        output_type: str = "pil",
+    ) -> None:
+        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
+
+        Raises:
+            ValueError, TypeError: names what was given, what is allowed, and what to do.
+        """
+        self.check_sampler()
+        self._check_models()
+        count = num_images_per_prompt
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"num_images_per_prompt={count!r}; pass an integer of at least 1.")
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
+        if (prompt is None) == (prompt_embeds is None):
+            given = "neither" if prompt is None else "both"
+            raise ValueError(f"{given} of prompt and prompt_embeds given; pass exactly one of them.")
+        texts = [prompt] if isinstance(prompt, str) else list(prompt or ())
+        if prompt_embeds is None and (not texts or not all(isinstance(text, str) for text in texts)):
+            raise ValueError(f"prompt={prompt!r}; pass a string or a list of at least one string.")
+        texts += [] if negative_prompt is None else [negative_prompt]
+        if texts and self.text_encoder is None:
+            raise ValueError(
+                "this pipeline was loaded without a text encoder; pass prompt_embeds, or set pipe.text_encoder."
+            )
+        if texts:
+            self.text_encoder.word_ids(texts)  # refuses prompts without a word, and over-long ones
+        if prompt_embeds is not None:
+            shape, mask = tuple(prompt_embeds.shape), prompt_attention_mask
+            if len(shape) != 3 or (mask is not None and tuple(mask.shape) != shape[:2]):
+                raise ValueError(
+                    f"prompt_embeds of shape {shape}, prompt_attention_mask of shape "
+                    f"{None if mask is None else tuple(mask.shape)}; pass [prompts, words, channels] and, where words "
+                    "are missing, [prompts, words]."
+                )
+        rows = len(texts) - (negative_prompt is not None) if prompt_embeds is None else len(prompt_embeds)
+        check_generator(generator, rows * count)
+
+    def encode_prompt(
+        self,
+        prompt: str | list[str] | None,
+        *,
+        negative_prompt: str | None = None,
+        num_images_per_prompt: int = 1,
+        prompt_embeds: torch.Tensor | None = None,
+        prompt_attention_mask: torch.Tensor | None = None,
+    ) -> Prompt:
+        """What the transformer is told: features of the prompts, each repeated for its pictures.
+
+        Returns:
+            A TextCondition of [prompts * num_images_per_prompt, T, C] on the pipeline's device; with a negative
+            prompt a pair, of it and what guidance leads away from.
+        """
+        device, dtype = self._execution_device, self.transformer.dtype
+
+        def placed(condition: TextCondition, times: int) -> TextCondition:
+            return TextCondition(
+                features=condition.features.to(device, dtype).repeat_interleave(times, 0),
+                mask=condition.mask.to(device, torch.bool).repeat_interleave(times, 0),
+            )
+
+        if prompt_embeds is None:
+            condition = self.text_encoder([prompt] if isinstance(prompt, str) else list(prompt or ()))
+        else:
+            mask = prompt_attention_mask
+            if mask is None:
+                mask = torch.ones(prompt_embeds.shape[:2], dtype=torch.bool)
+            condition = TextCondition(prompt_embeds, mask)
+        condition = placed(condition, num_images_per_prompt)
+        if negative_prompt is None:
+            return condition
+        return condition, placed(self.text_encoder([negative_prompt]), len(condition.mask))
+
+    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""
+        if output_type == "latent":
+            return canvas
+        return self.image_processor.postprocess(self.vq_model.decode_canvas(canvas), output_type=output_type)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        *,
+        negative_prompt: str | None = None,
+        guidance_scale: float | Sequence[float] | None = None,
+        temperature: float | Sequence[float] | None = None,
+        top_p: float | None = None,
+        num_images_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        prompt_attention_mask: torch.Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+    ) -> ImagePipelineOutput:
+        """Draw.
+
+        Args:
+            prompt: one, or a list.
+            negative_prompt: what guidance leads away from, for all pictures; None: from no caption.
+            guidance_scale, temperature: a number, or one for each scale (`cfg` and `tau` of the official code).
+            top_p: see `TokenLaw`. Of two values, the rarer is left out where its share is at most 1 - top_p.
+            num_images_per_prompt: pictures of each prompt; those of one prompt follow each other.
+            generator: one for all pictures, or a list of one per picture; a picture depends on its own noise only.
+            prompt_embeds, prompt_attention_mask: T5 features [prompts, words, channels], and which words are there, in
+                place of `prompt`.
+            output_type: "pil", "np" [B, H, W, 3] or "pt" [B, 3, H, W] in [0, 1], or "latent": the canvas [B, D, h, w].
+            return_dict: False gives (images, tokens, trace).
+            callback_on_step_end: called after each scale as (pipeline, scale, bits committed a picture, tensors), where
+                `pipeline.decode_canvas(tensors["canvas"])` is the picture so far.
+
+        Returns:
+            Pictures; tokens [B, L * T], the T bits of all places, coarse to fine; and the trace, a `ScaleTrace`, whose
+            tokens are bits.
+
+        Raises:
+            ValueError, TypeError: a request that cannot be served; refused before any computation.
+            FloatingPointError: logits that are not finite; names the slot.
+        """
+        laws = self.make_laws(guidance_scale, temperature, top_p)
+        given: dict[str, Any] = dict(
+            negative_prompt=negative_prompt,
+            num_images_per_prompt=num_images_per_prompt,
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+        )
+        self.check_inputs(prompt, generator=generator, output_type=output_type, **given)
+        condition = self.encode_prompt(prompt, **given)
+        batch_size = len((condition[0] if isinstance(condition, tuple) else condition).mask)
+        self.transformer.check_condition(condition, batch_size)
+        sizes = [area_of(side) * self.vq_model.tokens_per_place for side in self.vq_model.scales]
+        wake(self.transformer)
+        with self.progress_bar(total=batch_size * sum(sizes)) as bar:  # type: ignore[call-arg]
+            bar.unit = " bits"
+
+            def after_scale(scale: int, canvas: torch.Tensor) -> None:
+                bar.update(batch_size * sizes[scale])
+                if callback_on_step_end is not None:
+                    callback_on_step_end(self, scale, sum(sizes[: scale + 1]), {"canvas": canvas})
+
+            result = self.sampler(
+                self.stages(laws),
+                self.vq_model,
+                condition,
+                law=laws[0],
+                generator=generator,
+                batch_size=batch_size,
+                callback=after_scale,
+            )
+        self.last_trace = result.trace
+        images = self.decode_canvas(result.canvas, output_type)
+        self.maybe_free_model_hooks()
+        if not return_dict:
+            return images, result.tokens, result.trace  # type: ignore[return-value]
+        return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)

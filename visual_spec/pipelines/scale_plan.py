@@ -1,0 +1,170 @@
+"""Ways to draw with a `ScaleImagePipeline`: who draws which scales, and what the caches may keep."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+
+from visual_spec.models.scale_budget import ScaleBudget
+from visual_spec.models.scale_cache import calibrate
+from visual_spec.pipelines.base import wake
+from visual_spec.pipelines.loading import load_refiner
+from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.scales import ScaleWiseSampler
+
+_CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
+# Budgets found for a model, by share and law.
+_BUDGETS: WeakKeyDictionary[Any, dict[tuple[float, TokenLaw], ScaleBudget]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ScalePlan:
+    """What a row of an evaluation, or a word of the command line, changes of a pipeline; None: nothing.
+
+    Args:
+        num_draft_scales: scales that the transformer draws before the refiner takes over (CoDe); "all": the transformer
+            alone; 0: the refiner alone.
+        cache_share: part of the full cache that each model may keep (ScaleKV), with budgets that are calibrated on ten
+            classes of the model and the law of the pipeline's defaults; "off": uncompressed.
+        refiner: another one: the name or folder that `load_refiner` takes.
+
+    Raises:
+        ValueError: a value of another kind, or out of range.
+    """
+
+    num_draft_scales: int | str | None = None
+    cache_share: float | str | None = None
+    refiner: str | None = None
+
+    def __post_init__(self) -> None:
+        drafted, share = self.num_draft_scales, self.cache_share
+        whole = isinstance(drafted, int) and not isinstance(drafted, bool) and drafted >= 0
+        if drafted not in (None, "all") and not whole:
+            raise ValueError(
+                f"num_draft_scales={drafted!r}; pass a number of scales, 0 (the refiner alone) or all (the "
+                "transformer alone)."
+            )
+        number = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
+        if share not in (None, "off") and not number:
+            raise ValueError(
+                f"cache_share={share!r}; pass a part of the full cache above 0 and at most 1, or off."
+            )
+        if self.refiner is not None and not isinstance(self.refiner, str):
+            raise ValueError(f"refiner={self.refiner!r}; pass a name or a folder.")
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """What can be set."""
+        return [field.name for field in fields(cls)]
+
+    @classmethod
+    def take(cls, settings: dict[str, Any]) -> Self:
+        """The plan in the settings of a row, which are taken out of it.
+
+        Raises:
+            ValueError: as the class.
+        """
+        return cls(**{name: settings.pop(name) for name in cls.names() if name in settings})
+
+    @classmethod
+    def plain(cls, index: Mapping[str, Any]) -> Self:
+        """The plan that others are compared with: one model, its cache whole.
+
+        Args:
+            index: the saved configuration of the pipeline.
+        """
+        compressed = any(index.get(name) is not None for name in ("budget", "refiner_budget"))
+        return cls(num_draft_scales="all", cache_share="off" if compressed else None)
+
+    def describe(self) -> dict[str, Any]:
+        """What is set; JSON types only."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def same_model(self) -> bool:
+        """Whether the transformer draws at all."""
+        return self.num_draft_scales != 0
+
+    @contextmanager
+    def on(self, pipe: Any, *, calibrated: bool = True) -> Iterator[None]:
+        """Within, the pipeline draws by this plan; afterwards as before.
+
+        Args:
+            calibrated: False has the layers share alike, for models without trained weights.
+
+        Raises:
+            ValueError: a pipeline of another kind, a plan that asks for a refiner where there is none, more scales than
+                there are, or a share too small for the model.
+        """
+        if not isinstance(pipe, ScaleImagePipeline):
+            if self.describe():
+                raise ValueError(
+                    f"{', '.join(self.describe())} given, which a {type(pipe).__name__} does not have; pass the "
+                    "model of a ScaleImagePipeline, such as shapes_var."
+                )
+            yield
+            return
+        saved = {name: pipe.config[name] for name in ("num_draft_scales", "budget", "refiner_budget")}
+        networks = pipe.transformer, pipe.refiner
+        try:
+            self._change(pipe, calibrated)
+            yield
+        finally:
+            pipe.transformer, pipe.refiner = networks
+            pipe.register_to_config(**saved)
+
+    def _change(self, pipe: Any, calibrated: bool) -> None:
+        if self.refiner is not None:
+            pipe.refiner = _refiner(self.refiner, pipe.device, pipe.transformer.dtype)
+            pipe.register_to_config(refiner_budget=None)
+        drafted = self.num_draft_scales
+        if drafted == 0:
+            if pipe.refiner is None:
+                raise ValueError(
+                    "num_draft_scales=0, but this pipeline has no refiner to draw the scales; name one, such as "
+                    "refiner=FOLDER."
+                )
+            pipe.transformer, pipe.refiner = pipe.refiner, None
+            pipe.register_to_config(budget=pipe.config["refiner_budget"], refiner_budget=None)
+            drafted = "all"
+        if drafted is not None:
+            count = len(pipe.transformer.scales) if drafted == "all" else drafted
+            pipe.register_to_config(num_draft_scales=count)
+        pipe.stages()  # refuses a number of scales that it cannot share out
+        if self.cache_share == "off":
+            pipe.compress()
+        elif self.cache_share is not None:
+            models = [model for model in (pipe.transformer, pipe.refiner) if model is not None]
+            pipe.compress(*[_budget(pipe, model, float(self.cache_share), calibrated) for model in models])
+
+
+def _budget(pipe: Any, model: Any, share: float, calibrated: bool) -> ScaleBudget:
+    if not calibrated:
+        return ScaleBudget.from_share(model.scales, model.config["num_layers"], share)
+    law = pipe.make_law()
+    found = _BUDGETS.setdefault(model, {})
+    if (share, law) not in found:
+        classes = min(_CALIBRATION_CLASSES, pipe.num_classes)
+        labels = [index * pipe.num_classes // classes for index in range(classes)]
+        wake(model)
+        found[share, law] = calibrate(
+            model,
+            pipe.vq_model,
+            pipe.encode_prompt(labels),
+            sampler=ScaleWiseSampler(),
+            law=law,
+            share=share,
+            batch_size=classes,
+            generator=[torch.Generator().manual_seed(index) for index in range(classes)],
+        )
+    return found[share, law]
+
+
+@lru_cache(maxsize=8)
+def _refiner(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    return load_refiner(name).to(device, dtype)

@@ -1,0 +1,223 @@
+"""Speed up a MusicGen of transformers that the user already has, and undo it.
+
+    model = MusicgenForConditionalGeneration.from_pretrained(...)
+    visual_spec.accelerate(model)
+    waves = model.generate_audio(**processor(text=prompts, padding=True, return_tensors="pt"), max_new_tokens=503)
+
+As `visual_spec.pipelines.transformers_models` for images: `accelerate` hangs functions on the object and touches
+nothing else. `generate` always plays here, so it is routed to `generate_audio`, and calls of it are accelerated
+unchanged.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.encodec import decode_codes, encode_waves
+from visual_spec.models.llamagen import TextCondition
+from visual_spec.models.musicgen import MusicCondition, MusicgenColumnModel, text_condition
+from visual_spec.pipelines.base import wake
+from visual_spec.pipelines.transformers_models import law_of
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+
+MODELS = ("MusicgenForConditionalGeneration",)
+
+# What is hung on an accelerated model.
+_NAMES = ("sampler", "last_trace", "last_codes", "generate_audio", "generate")
+_PLAIN = "_visual_spec_plain"
+
+
+def is_music_model(model: Any) -> bool:
+    """Whether it is a model of transformers that plays, of a supported class or not."""
+    kinds = type(model).__mro__
+    return any(k.__name__.startswith("Musicgen") and k.__module__.startswith("transformers.") for k in kinds)
+
+
+def accelerate(model: Any, sampler: Any) -> Any:
+    """Have a MusicGen of transformers play with a sampler of columns.
+
+    The model gets `generate_audio`, `sampler` and, after a clip, `last_trace` and `last_codes` (long [B, K, T]).
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: MusicGen Melody or a bare language model, or a sampler that decodes no columns.
+    """
+    names = {kind.__name__ for kind in type(model).__mro__}
+    if not names & set(MODELS):
+        melody = any(name.startswith("MusicgenMelody") for name in names)
+        why = (
+            " MusicGen Melody puts its condition before the codes and has no cross-attention."
+            if melody
+            else ""
+        )
+        raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {MODELS[0]}.{why}")
+    if not isinstance(sampler, (ColumnAutoregressiveSampler, ColumnJacobiSampler)):
+        raise TypeError(
+            f"sampler is {type(sampler).__name__}, which does not decode several codebooks; those that do: "
+            "ColumnAutoregressiveSampler, ColumnJacobiSampler."
+        )
+    MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
+    own = model.__dict__
+    if _PLAIN not in own:
+        own[_PLAIN] = {name: own[name] for name in _NAMES if name in own}
+    own["sampler"], own["last_trace"], own["last_codes"] = sampler, None, None
+    own["generate_audio"] = functools.partial(generate_audio, model)
+    own["generate"] = functools.partial(_generate, model)
+    return model
+
+
+def restore(model: Any) -> Any:
+    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same model."""
+    own = model.__dict__
+    if _PLAIN in own:
+        before = own.pop(_PLAIN)
+        for name in _NAMES:
+            own.pop(name, None)
+        own.update(before)
+    return model
+
+
+def summary(model: Any) -> str:
+    """One line on what the last clips of an accelerated model cost: columns, calls, columns per call, seconds."""
+    if _PLAIN not in model.__dict__:
+        return f"{type(model).__name__}: not accelerated"
+    trace = model.last_trace
+    return trace.summary() if trace is not None else f"{type(model.sampler).__name__}: nothing decoded yet"
+
+
+@torch.no_grad()
+def generate_audio(
+    model: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    encoder_outputs: Any = None,
+    input_values: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    decoder_input_ids: Tensor | None = None,
+    generation_config: Any = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    callback: Callable[[int, Tensor], None] | None = None,
+    **settings: Any,
+) -> Any:
+    """Play with an accelerated model.
+
+    Args:
+        input_ids, attention_mask: [B, T], from the model's processor. No mask: nothing is padding.
+        encoder_outputs: in place of `input_ids`, as `get_unconditional_inputs` gives them.
+        input_values, padding_mask: a clip to go on from, [B, C, N] at the codec's rate, from the processor.
+        decoder_input_ids: or its codes, [B * K, P], without the special id in front.
+        generation_config: in place of `model.generation_config`.
+        generator: one `torch.Generator` for the batch, or a list of one a clip; None is PyTorch's default one.
+        callback: called after every target call, as (index, committed columns [B]).
+        settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, max_new_tokens or max_length (in
+            steps: a clip of T frames takes T + lag of them, and one for the empty step in front), num_return_sequences,
+            return_dict_in_generate.
+
+    Returns:
+        The waves that `generate` returns, [B, C, N]. With return_dict_in_generate they are the `sequences` of a
+        `GenerateEncoderDecoderOutput`.
+
+    Raises:
+        TypeError: no prompt, or an input that this model does not take.
+        ValueError: a setting out of range, or one that no sampler here knows; too few or too many steps.
+        FloatingPointError: logits that define no law; names the slot.
+    """
+    if (input_ids is None) == (encoder_outputs is None):
+        given = "neither" if input_ids is None else "both"
+        raise TypeError(
+            f"{given} of input_ids and encoder_outputs given; pass what the model's processor makes."
+        )
+    config = copy.deepcopy(generation_config if generation_config is not None else model.generation_config)
+    unknown = config.update(**settings)
+    if unknown:
+        raise TypeError(
+            f"MusicGen takes no {', '.join(sorted(unknown))}; beside its inputs it takes the settings of generate."
+        )
+    law = law_of(config, 1.0)
+    wake(model)
+    if encoder_outputs is None:
+        text = text_condition(model, input_ids, attention_mask)  # type: ignore[arg-type]
+    else:
+        features = encoder_outputs[0]
+        mask = torch.ones(features.shape[:2]) if attention_mask is None else attention_mask
+        text = TextCondition(features, mask.bool())
+    codes = _given_codes(model, len(text.features), input_values, padding_mask, decoder_input_ids)
+    frames = _num_frames(model, config, codes.shape[-1], settings)
+    count = config.num_return_sequences or 1
+    condition = MusicCondition(
+        *(part.repeat_interleave(count, 0) for part in (text.features, text.mask, codes))
+    )
+    columns = MusicgenColumnModel(model, frames, prompt_frames=codes.shape[-1])
+    result = model.sampler(
+        columns,
+        condition,
+        law=law,
+        generator=generator,
+        batch_size=len(condition.features),
+        callback=callback,
+    )
+    model.last_trace = result.trace
+    model.last_codes = columns.codes(result.tokens, condition)
+    waves = decode_codes(model.audio_encoder, model.last_codes, columns.num_channels)
+    if config.return_dict_in_generate:
+        from transformers.generation.utils import GenerateEncoderDecoderOutput
+
+        return GenerateEncoderDecoderOutput(sequences=waves)  # pyright: ignore[reportArgumentType]
+    return waves
+
+
+def _given_codes(
+    model: Any, batch: int, waves: Tensor | None, mask: Tensor | None, codes: Tensor | None
+) -> Tensor:
+    """Codes [B, K, P] to go on from; P = 0 without any."""
+    books = model.decoder.config.num_codebooks
+    if codes is not None:
+        if waves is not None:
+            raise TypeError("both of input_values and decoder_input_ids given; pass one of them.")
+        if codes.ndim != 2 or len(codes) != batch * books:
+            raise ValueError(
+                f"decoder_input_ids {tuple(codes.shape)} given; pass [{batch * books}, P]: {books} codebooks of each "
+                "clip."
+            )
+        by_clip = codes.view(batch, books, -1)
+        special = model.decoder.config.vocab_size
+        return by_clip[..., 1:] if bool((by_clip[..., 0] == special).all()) else by_clip
+    if waves is None:
+        return torch.zeros(batch, books, 0, dtype=torch.long, device=model.device)
+    if mask is not None:
+        waves = waves * mask.view(len(mask), -1, mask.shape[-1])
+    return encode_waves(model.audio_encoder, waves).to(model.device)
+
+
+def _num_frames(model: Any, config: Any, given: int, settings: dict[str, Any]) -> int:
+    """Frames of the clip, from the steps that `generate` would make."""
+    books = model.decoder.config.num_codebooks // model.decoder.config.audio_channels
+    if settings.get("max_length") is None and config.max_new_tokens is not None:
+        length = 1 + given + config.max_new_tokens
+    elif config.max_length is not None:
+        length = config.max_length
+    else:
+        raise ValueError("neither max_new_tokens nor max_length given; pass the steps to decode.")
+    frames = length - books  # the empty step in front, and the lag of the last codebook behind
+    if frames <= given or length < 2 * books - 1:
+        least = max(given + 1 + books, 2 * books - 1)
+        raise ValueError(
+            f"max_length={length} steps, of which {1 + given} are given; pass at least {least} (max_new_tokens="
+            f"{least - 1 - given}), so that every codebook has a frame."
+        )
+    return frames
+
+
+def _generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+    """`generate` of an accelerated model."""
+    if inputs is not None:
+        kwargs["input_ids"] = inputs
+    return generate_audio(model, generation_config=generation_config, **kwargs)
