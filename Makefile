@@ -8,16 +8,20 @@ DEMO_PROMPTS = "a large red circle on a plain sky background" \
                "a small white cross inside a large green circle on a dotted pink background" \
                "three small purple diamonds on a gradient sand background"
 
+DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
+             "a fast happy guitar melody in D major, arching in dotted rhythm over a bass line"
+
 .PHONY: demo test test-all lint bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[eval,dev]' --constraint constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[audio,eval,dev]' --constraint constraints.txt
 	touch $@
 
 demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
+	$(BIN)/visual-spec generate --music $(DEMO_TUNES) --compare --out demo/music --overwrite
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

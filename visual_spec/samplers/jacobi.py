@@ -102,7 +102,7 @@ class JacobiState:
         commit_call: long [B, L + W], by slot: the last call that had the slot in its window, which for a committed
             slot is the call that committed it.
         meter: what the rule does to the law; None for a lossless one.
-        width: slots that the next call scores, at most the window.
+        width: slots that the next call scores, at most the window; None: all of it.
     """
 
     cache: DecodeState
@@ -114,7 +114,7 @@ class JacobiState:
     commit_call: Tensor
     meter: DivergenceMeter | None = None
     draft_columns: Tensor | None = None
-    width: int = 0
+    width: int | None = None
 
 
 def prepare(
@@ -138,7 +138,6 @@ def prepare(
         target_calls=slots.new_ones(batch_size),
         commit_call=torch.zeros_like(tokens),
         meter=None if options.rule.lossless else DivergenceMeter(batch_size, device),
-        width=options.window,
     )
     redraft(model, state, target, slots.new_ones(batch_size), law, noise, options)
     return state
@@ -157,7 +156,7 @@ def step(
     Updates `state`. Commits 1 to W tokens a row; a finished row stays as it is. No host synchronisation on CUDA.
     """
     device = state.tokens.device
-    columns = torch.arange(state.width, device=device)
+    columns = torch.arange(options.window if state.width is None else state.width, device=device)
     slots = state.lengths[:, None] + columns  # [B, W], the slots this call scores
     inputs = state.tokens.gather(1, slots - 1)  # the newest committed token, then the drafts
     drafts = inputs[:, 1:]  # [B, W - 1]
