@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
-	$(BIN)/visual-spec generate --music $(DEMO_TUNES) --compare --out demo/music --overwrite
+	$(BIN)/visual-spec generate --music $(DEMO_TUNES) --compare --window 4 --out demo/music --overwrite
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
