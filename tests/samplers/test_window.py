@@ -83,7 +83,9 @@ def test_tokens_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale)
     elif prices != "real":
         known = {w: [1.0, 1.0 if prices == "flat" else float(w) ** 2] for w in window.WIDTHS}
         monkeypatch.setattr(WindowPolicy, "saw", lambda *_: None)
-        monkeypatch.setattr(WindowPolicy, "of", classmethod(lambda cls, *_: cls(seconds=known)))
+        policy = WindowPolicy()
+        policy.seconds.update(known)
+        monkeypatch.setattr(WindowPolicy, "of", classmethod(lambda cls, *_: policy))
     pipe = tiny_pipeline(AutoregressiveSampler())
     asked = dict(output_type="latent", guidance_scale=guidance_scale)
     plain = pipe(PROMPTS, generator=seeded(1, 2, 3), **asked).images

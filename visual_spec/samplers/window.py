@@ -25,8 +25,8 @@ _MEMORY = 0.95  # weight of a call, in the estimate of S, against that of the ne
 _BELIEF = 2.0  # weight of the mean chance of a draft, in the estimate of that of one place
 _TIMINGS = 7  # calls of a width that its cost is the median of
 
-# Seconds of past calls, {model: {(samples, guided): {width: [seconds]}}}: the next picture need not measure again.
-_PAST: WeakKeyDictionary[Any, dict[Any, dict[int, list[float]]]] = WeakKeyDictionary()
+# {model: {what else matters: policy}}: the next picture need not learn again.
+_POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
 
 
 class WindowPolicy:
@@ -34,19 +34,24 @@ class WindowPolicy:
 
     Args:
         widths: windows to choose from, growing.
-        seconds: {width: seconds of past calls}, extended in place by `saw`.
+
+    Attributes:
+        seconds: {width: seconds of past calls}.
     """
 
-    def __init__(self, widths: Sequence[int] = WIDTHS, seconds: dict[int, list[float]] | None = None) -> None:
+    def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
         self.widths = tuple(widths)
-        self.seconds = {} if seconds is None else seconds
+        self.seconds: dict[int, list[float]] = {}
         self._reached = np.zeros(self.widths[-1])  # how often, lately, a draft was tested at each place
         self._kept = np.zeros(self.widths[-1])
 
     @classmethod
     def of(cls, model: Any, key: Any, widths: Sequence[int] = WIDTHS) -> WindowPolicy:
-        """A policy that knows, and tells, what calls of this model took under `key`."""
-        return cls(widths, _PAST.setdefault(model, {}).setdefault(key, {}))
+        """The policy that saw all calls of this model under `key`."""
+        known = _POLICIES.setdefault(model, {})
+        if key not in known:
+            known[key] = cls(widths)
+        return known[key]
 
     def saw(self, width: int, committed: np.ndarray, seconds: float) -> None:
         """Learn from a call: its window, the tokens that each sample got, long `[B]`, and its seconds.
@@ -61,10 +66,9 @@ class WindowPolicy:
         )  # a sample with n tokens kept n - 1 drafts, and refused the n-th if there is one
         tested = committed[:, None] >= places
         kept = committed[:, None] > places
-        self._reached *= _MEMORY
-        self._kept *= _MEMORY
-        self._reached[: width - 1] += tested.sum(0)
-        self._kept[: width - 1] += kept.sum(0)
+        # What a narrow window cannot see does not fade: drafts are refined longer in a wide one, and kept more often.
+        self._reached[: width - 1] = _MEMORY * self._reached[: width - 1] + tested.sum(0)
+        self._kept[: width - 1] = _MEMORY * self._kept[: width - 1] + kept.sum(0)
 
     @property
     def tokens(self) -> np.ndarray:
