@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.eval.intervals import Z_95, Figure
 from visual_spec.eval.quality import check_features, frechet_distance
 
@@ -31,7 +32,6 @@ __all__ = [
 _ROWS = 1024  # rows of a kernel matrix held at once
 _MEDIAN_ROWS = 4096  # embeddings whose pairs give the bandwidth: 8.4 million distances
 _KAD_SCALE = 100.0  # as the distance is published
-_FLOOR = 1e-4  # magnitude, of a full-scale sine: what lies more than 80 dB below it counts as silence
 _CLAP_RATE = 48_000
 
 
@@ -119,92 +119,6 @@ def _kernel_sums(first: Tensor, second: Tensor, bandwidth: float) -> tuple[Tenso
         rows.append(kernel.sum(1))
         columns += kernel.sum(0)
     return torch.cat(rows), columns
-
-
-def si_sdr(estimate: Tensor, target: Tensor) -> Tensor:
-    """Scale-invariant signal-to-distortion ratio in dB (Le Roux et al. 2019): [..., T] to [...], float64.
-
-    The means are not taken off. Infinite for a multiple of the target.
-
-    Raises:
-        ValueError: shapes that differ, no samples, values that are not finite, or a silent target.
-    """
-    estimate, target = _check_pair(estimate, target)
-    energy = target.square().sum(-1, keepdim=True)
-    if not (energy > 0).all():
-        raise ValueError(
-            "a target is silent; the ratio is of parts of an estimate along the target and across it"
-        )
-    along = (estimate * target).sum(-1, keepdim=True) / energy * target
-    return 10 * torch.log10(along.square().sum(-1) / (estimate - along).square().sum(-1))
-
-
-def spectral_distance(
-    estimate: Tensor,
-    target: Tensor,
-    *,
-    sample_rate: int | None = None,
-    windows: Sequence[int] = (2048, 1024, 512, 256, 128),
-) -> Tensor:
-    """How far the spectrograms of two clips are apart in dB: [..., T] to [...], float64.
-
-    The mean absolute difference of log magnitudes under Hann windows of several lengths, a quarter apart: long ones
-    resolve tones, short ones onsets (the logarithmic part of the multi-scale loss of Engel et al. 2020).
-    Magnitudes are those of a full-scale sine at 0 dB, and those below -80 dB count as -80 dB.
-
-    Args:
-        sample_rate: in Hz: compare mel bands, one for every 16 samples of a window, instead of single frequencies.
-        windows: lengths in samples, even; a clip is as long as the longest of them, or longer.
-
-    Raises:
-        ValueError: as `si_sdr`, but for silence, or windows that do not fit.
-    """
-    estimate, target = _check_pair(estimate, target)
-    if not windows or min(windows) < 32 or max(windows) > target.shape[-1] or any(w % 4 for w in windows):
-        raise ValueError(
-            f"windows {list(windows)} for {target.shape[-1]} samples; pass multiples of 4, at least 32 and at most as "
-            "long as the clip"
-        )
-    distances = []
-    for window in windows:
-        first, second = (levels(wave, window, sample_rate) for wave in (estimate, target))
-        distances.append((first - second).abs().mean((-2, -1)))
-    return torch.stack(distances).mean(0)
-
-
-def levels(waves: Tensor, window: int, sample_rate: int | None) -> Tensor:
-    """Magnitudes in dB [..., bands, frames] under one window; frames reach `window / 2` over the ends, by zeros."""
-    shape = torch.hann_window(window, dtype=torch.float64, device=waves.device)
-    spectra = torch.stft(
-        waves.reshape(-1, waves.shape[-1]),
-        window,
-        window // 4,
-        window=shape,
-        pad_mode="constant",
-        return_complex=True,
-    )
-    magnitudes = spectra.abs() * (2 / shape.sum())
-    if sample_rate is not None:
-        from transformers.audio_utils import mel_filter_bank
-
-        filters = mel_filter_bank(
-            window // 2 + 1, window // 16, 0.0, sample_rate / 2, sample_rate, None, "htk"
-        )
-        magnitudes = torch.from_numpy(filters.T).to(magnitudes) @ magnitudes
-    decibels = 20 * torch.log10(magnitudes.clamp_min(_FLOOR))
-    return decibels.reshape(*waves.shape[:-1], *decibels.shape[1:])
-
-
-def _check_pair(estimate: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in double precision, or refused."""
-    if estimate.shape != target.shape or target.ndim < 1 or target.numel() == 0:
-        raise ValueError(
-            f"an estimate of shape {list(estimate.shape)} and a target of {list(target.shape)}; pass two of one shape "
-            "[..., samples]"
-        )
-    if not (estimate.isfinite().all() and target.isfinite().all()):
-        raise ValueError("a clip holds values that are not finite; look at what made it")
-    return estimate.double(), target.double()
 
 
 class ClapScorer:

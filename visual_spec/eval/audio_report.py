@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from tqdm import tqdm
 
-from visual_spec.eval.audio import levels
+from visual_spec.data.waves import levels
 from visual_spec.eval.comparison import seeded_generators
 from visual_spec.eval.drawing import (
     INK,

@@ -13,6 +13,7 @@ and with more weight, since the tunes are the same waves over and over; and mel 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,9 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import EncodecConfig, EncodecModel
+from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
 
 from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE, sample_dataset
 from visual_spec.data.tunes_parser import prompt_accuracy
+from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.models.encodec import decode_codes, encode_waves
 from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
 from visual_spec.training.var_tokenizer import CodeAverages
@@ -127,20 +130,14 @@ def mel_filters(window: int, device: torch.device) -> Tensor:
     Slaney's mel scale (linear to 1 kHz, then logarithmic). M is 80, or what a window resolves: an eighth of it.
     """
     count = min(80, window // 8)
-    step, start = math.log(6.4) / 27, 15.0  # of the logarithmic part, which starts at mel 15
-
-    def hertz(mel: np.ndarray) -> np.ndarray:
-        return np.where(mel < start, mel * 200 / 3, 1000 * np.exp(step * (mel - start)))
-
-    highest = start + math.log(SAMPLE_RATE / 2 / 1000) / step
-    edges = hertz(np.linspace(0, highest, count + 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of triangles between two bins: they are mended below
+        filters = mel_filter_bank(window // 2 + 1, count, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE, None, "slaney")
+    narrow = (filters.sum(0) == 0).nonzero()[0]
+    # A triangle between two bins takes the one nearest to its peak.
+    peaks = mel_to_hertz(np.linspace(0, hertz_to_mel(SAMPLE_RATE / 2, "slaney"), count + 2)[1:-1], "slaney")
     bins = np.linspace(0, SAMPLE_RATE / 2, window // 2 + 1)[:, None]
-    rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
-    falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
-    filters = np.maximum(0, np.minimum(rising, falling))
-    # A triangle between two bins takes the nearest one.
-    narrow = filters.sum(0) == 0
-    filters[np.abs(bins - edges[1:-1]).argmin(0)[narrow], narrow] = 1.0
+    filters[np.abs(bins - peaks).argmin(0)[narrow], narrow] = 1.0
     return torch.from_numpy(filters / filters.sum(0)).float().to(device)
 
 
@@ -167,22 +164,6 @@ def spectral_terms(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logarithmic.append((found.clamp_min(_FLOOR).log() - wanted.clamp_min(_FLOOR).log()).abs().mean())
         linear.append((found - wanted).abs().mean() / wanted.mean().clamp_min(_FLOOR))
     return torch.stack(logarithmic).mean(), torch.stack(linear).mean()
-
-
-def spectral_distance(output: Tensor, target: Tensor) -> float:
-    """Multi-scale spectral distance of waves `[B, N]` in dB: the mean absolute difference of log mel spectra.
-
-    Windows of 128 to 2048 samples, hops of a quarter, down to -70 dB of full scale.
-    """
-    return spectral_terms(output, target)[0].item() * 20 / math.log(10)
-
-
-def si_sdr(output: Tensor, target: Tensor) -> Tensor:
-    """Scale-invariant signal-to-distortion ratio `[B]` in dB of waves `[B, N]` (Le Roux et al. 2019, equation 5)."""
-    gain = (output * target).sum(-1, keepdim=True) / target.square().sum(-1, keepdim=True).clamp_min(1e-12)
-    wanted = gain * target
-    noise = (output - wanted).square().sum(-1).clamp_min(1e-12)
-    return 10 * (wanted.square().sum(-1).clamp_min(1e-12) / noise).log10()
 
 
 # -- the quantiser -----------------------------------------------------------------------------------------------------
@@ -438,7 +419,7 @@ def judge(model: EncodecModel, count: int) -> dict:
     """What held-out clips sound like after coding.
 
     Returns:
-        si_sdr_db: mean over clips. spectral_distance_db: see `spectral_distance`. heard: the share of clips of which
+        si_sdr_db: mean over clips. spectral_distance_db: the same of mel bands. heard: the share of clips of which
         the parser reads each attribute, and all, as it was meant. codes_used and perplexity: of each codebook.
     """
     tunes, waves = sample_dataset(count, 12345, held_out=True)
@@ -448,7 +429,7 @@ def judge(model: EncodecModel, count: int) -> dict:
         codes = encode_waves(model, target[:, None])
         output = decode_codes(model, codes)[:, 0]
         ratios.append(si_sdr(output, target))
-        distances += [spectral_distance(output, target)] * len(part)
+        distances.append(spectral_distance(output, target, sample_rate=SAMPLE_RATE))
         coded.append(output.clamp(-1, 1).cpu())
         used.append(codes.transpose(0, 1).flatten(1).cpu())
     shares = prompt_accuracy(torch.cat(coded).numpy(), tunes)
@@ -457,7 +438,7 @@ def judge(model: EncodecModel, count: int) -> dict:
     entropies = [-(law * law.clamp_min(1e-12).log()).sum().item() for law in laws]
     return {
         "si_sdr_db": round(torch.cat(ratios).mean().item(), 2),
-        "spectral_distance_db": round(float(np.mean(distances)), 2),
+        "spectral_distance_db": round(torch.cat(distances).mean().item(), 2),
         "heard": {name: round(share, 3) for name, share in shares.items()},
         "codes_used": [int((number > 0).sum()) for number in counts],
         "perplexity": [round(math.exp(entropy), 1) for entropy in entropies],
