@@ -16,11 +16,10 @@ from visual_spec.models.patterns import CodebookPattern
 from visual_spec.models.tabular import TabularColumnModel
 from visual_spec.samplers import columns, columns_jacobi
 from visual_spec.samplers.acceptance import EXACT, AcceptanceRule, residual
-from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.checks import COUPLINGS, CheckedLaw
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler, Entries
 from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, UNITS, ColumnJacobiSampler, ColumnOptions
 from visual_spec.samplers.columns_relaxed import join_rules
-from visual_spec.samplers.jacobi import COUPLINGS
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.product_residual import draw_product_residual, product_acceptance
 from visual_spec.samplers.randomness import PROPOSAL

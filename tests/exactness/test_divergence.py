@@ -21,8 +21,8 @@ from visual_spec.models.protocol import TokenGrid
 from visual_spec.models.tabular import TabularModel
 from visual_spec.samplers import jacobi
 from visual_spec.samplers.acceptance import EXACT, AcceptanceRule
-from visual_spec.samplers.checks import CheckedLaw
-from visual_spec.samplers.jacobi import COUPLINGS, JacobiOptions, SpeculativeJacobiSampler
+from visual_spec.samplers.checks import COUPLINGS, CheckedLaw
+from visual_spec.samplers.jacobi import JacobiOptions, SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.relaxed import Relaxation
 

@@ -12,7 +12,8 @@ from tests.tiny import seeded
 from visual_spec.models.protocol import TokenGrid
 from visual_spec.models.tabular import TabularModel
 from visual_spec.samplers import jacobi
-from visual_spec.samplers.jacobi import COUPLINGS, SpeculativeJacobiSampler
+from visual_spec.samplers.checks import COUPLINGS
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.relaxed import Relaxation, cluster_table, neighbour_table, smallest
 from visual_spec.samplers.trace import SampleResult

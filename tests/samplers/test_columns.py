@@ -17,9 +17,10 @@ from visual_spec.models.protocol import TokenGrid
 from visual_spec.models.tabular import TabularColumnModel, TabularModel
 from visual_spec.samplers import columns_jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.checks import COUPLINGS
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, UNITS, ColumnJacobiSampler, ColumnOptions
-from visual_spec.samplers.jacobi import COUPLINGS, SpeculativeJacobiSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.trace import SampleResult
 

@@ -25,8 +25,8 @@ from visual_spec.eval.music import clips_of
 from visual_spec.eval.rows import Rows, rows_of_masked, rows_of_model
 from visual_spec.eval.samples import Setting, draw, parse_setting
 from visual_spec.eval.timing import Decoded, ratio_with_error, summarise_row, time_rounds
+from visual_spec.samplers.checks import COUPLINGS
 from visual_spec.samplers.columns_jacobi import UNITS, ColumnJacobiSampler
-from visual_spec.samplers.jacobi import COUPLINGS
 
 METHODS = (
     "gumbel+identical",

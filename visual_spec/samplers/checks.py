@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from visual_spec.models.protocol import NextTokenModel
 from visual_spec.samplers.law import TokenLaw, check_finite, non_finite
+
+# How the drafts of a slot in successive rounds depend on each other, and how they are tested.
+COUPLINGS = ("gumbel", "independent", "maximal")
+ACCEPTANCES = ("identical", "exact")
 
 
 def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None:
@@ -30,8 +36,39 @@ def check_batch_size(batch_size: int) -> None:
     Raises:
         ValueError: it is no integer of at least 1.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r}; pass an integer of at least 1.")
+    check_count("batch_size", batch_size)
+
+
+def check_count(name: str, value: object, note: str = "") -> None:
+    """Refuse a setting that is no integer of at least 1; `note` is said behind that.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}; pass an integer of at least 1{note}.")
+
+
+def check_coupled(options: object, initial_drafts: Sequence[str]) -> None:
+    """Refuse how a sampler couples, tests and begins its drafts, if there is no such way.
+
+    Args:
+        options: has `coupling`, `acceptance` and `initial_draft`.
+        initial_drafts: the beginnings it knows.
+
+    Raises:
+        ValueError: a name that is not one of those allowed, or acceptance "identical" without coupling "gumbel".
+    """
+    choices = {"coupling": COUPLINGS, "acceptance": ACCEPTANCES, "initial_draft": initial_drafts}
+    given = {name: getattr(options, name) for name in choices}
+    for name, allowed in choices.items():
+        if given[name] not in allowed:
+            raise ValueError(f"{name}={given[name]!r}; pass one of {', '.join(allowed)}.")
+    if given["acceptance"] == "identical" and given["coupling"] != "gumbel":
+        raise ValueError(
+            "acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
+            f"coupling='gumbel', got coupling={given['coupling']!r}. Pass coupling='gumbel', or acceptance='exact'."
+        )
 
 
 def check_allowed(law: TokenLaw, vocab_size: int) -> None:

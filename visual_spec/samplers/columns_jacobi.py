@@ -26,12 +26,11 @@ from visual_spec.samplers.acceptance import (
     residual,
 )
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled
 from visual_spec.samplers.columns import Entries, check_column_request
 from visual_spec.samplers.columns_relaxed import check_codebooks, rule_by_codebook
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.drafts import LAST_LAW, LEFT, UNIFORM, uniform_draft
-from visual_spec.samplers.jacobi import ACCEPTANCES, COUPLINGS
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.product_residual import draw_product_residual, product_acceptance
@@ -62,23 +61,10 @@ class ColumnOptions:
     tries: int = 8
 
     def __post_init__(self) -> None:
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(
-                f"window={self.window!r}; pass an integer of at least 1 (1 is one column a call)."
-            )
-        for name, allowed in (
-            ("coupling", COUPLINGS),
-            ("acceptance", ACCEPTANCES),
-            ("unit", UNITS),
-            ("initial_draft", COLUMN_DRAFTS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; pass one of {', '.join(allowed)}.")
-        if self.acceptance == "identical" and self.coupling != "gumbel":
-            raise ValueError(
-                f"acceptance='identical' compares a draft with the token that its entry's own noise draws, so it needs "
-                f"coupling='gumbel', got coupling={self.coupling!r}. Pass coupling='gumbel', or acceptance='exact'."
-            )
+        check_count("window", self.window, " (1 is one column a call)")
+        if self.unit not in UNITS:
+            raise ValueError(f"unit={self.unit!r}; pass one of {', '.join(UNITS)}.")
+        check_coupled(self, COLUMN_DRAFTS)
 
     @property
     def redraws(self) -> bool:

@@ -32,7 +32,7 @@ from visual_spec.samplers.acceptance import (
     residual,
 )
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.checks import ACCEPTANCES, CheckedLaw, check_count, check_request
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.drafters import check_drafter, draft_law, start_drafter
 from visual_spec.samplers.law import TokenLaw
@@ -40,9 +40,6 @@ from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.relaxed import RELAXED, Relaxable
 from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
-
-ACCEPTANCES = ("exact", "identical")
-
 
 # --------------------------------------------------------------------------------------------------------- state
 
@@ -147,8 +144,7 @@ class DraftedOptions:
     rule: AcceptanceRule = EXACT
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_drafts, bool) or not isinstance(self.num_drafts, int) or self.num_drafts < 1:
-            raise ValueError(f"num_drafts={self.num_drafts!r}; pass an integer of at least 1.")
+        check_count("num_drafts", self.num_drafts)
         if not 0 <= self.stop_below <= 1:
             raise ValueError(
                 f"stop_below={self.stop_below!r}; pass a probability from 0 (never stop early) to 1."

@@ -7,7 +7,7 @@ exactness tests drive the very code that decodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,18 +29,15 @@ from visual_spec.samplers.acceptance import (
     residual,
 )
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled, check_request
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.drafts import INITIAL_DRAFTS, LAST_LAW, UNIFORM, copied_draft, uniform_draft
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.relaxed import RELAXED, Relaxable
 from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
 from visual_spec.samplers.window import AUTO, WIDTHS, WindowPolicy, adaptive
-
-COUPLINGS = ("gumbel", "independent", "maximal")
-ACCEPTANCES = ("identical", "exact")
 
 
 @dataclass(frozen=True)
@@ -57,22 +54,8 @@ class JacobiOptions:
     rule: AcceptanceRule = EXACT
 
     def __post_init__(self) -> None:
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(
-                f"window={self.window!r}; pass an integer of at least 1 (1 is one token a call), or 'auto'."
-            )
-        for name, allowed in (
-            ("coupling", COUPLINGS),
-            ("acceptance", ACCEPTANCES),
-            ("initial_draft", INITIAL_DRAFTS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; pass one of {', '.join(allowed)}.")
-        if self.acceptance == "identical" and self.coupling != "gumbel":
-            raise ValueError(
-                f"acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
-                f"coupling='gumbel', got coupling={self.coupling!r}. Pass coupling='gumbel', or acceptance='exact'."
-            )
+        check_count("window", self.window, " (1 is one token a call)")
+        check_coupled(self, INITIAL_DRAFTS)
 
     @property
     def redraws(self) -> bool:
@@ -126,9 +109,10 @@ def prepare(
     slots = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
     target = law(cache.logits[:, None], slots, cache.guided)  # [B, 1, V]
     tokens = slots.new_zeros(batch_size, model.grid.num_tokens + options.window)
-    tokens[:, :1] = noise.categorical(target, slots, TOKEN)
     if fused.fits(cache.logits):  # drawn as every sampler on this device draws it
         tokens[:, :1] = fused.draw_tokens(law, noise, cache.logits[:, None], slots, cache.guided)
+    else:
+        tokens[:, :1] = noise.categorical(target, slots, TOKEN)
     state = JacobiState(
         cache=cache,
         tokens=tokens,
@@ -295,7 +279,7 @@ def redraft(
         state.draft_law, state.draft_columns = target, F.pad(columns, (0, 1), value=NO_DRAFT)
 
 
-class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
+class SpeculativeJacobiSampler(Relaxable, SchedulerMixin, ConfigMixin):
     """Jacobi decoding with speculative acceptance: several tokens a call, from the autoregressive law or near it.
 
     SJD (Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi
@@ -347,6 +331,8 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         """The configuration as a checked record. A relaxed acceptance puts its rule in when the tables are made."""
         names = ("window", "coupling", "acceptance", "initial_draft")
         settings = {name: self.config[name] for name in names}
+        if isinstance(settings["window"], str) and settings["window"] != AUTO:
+            raise ValueError(f"window={settings['window']!r}; pass an integer of at least 1, or {AUTO!r}.")
         if settings["window"] == AUTO:
             if settings["acceptance"] != "identical":
                 raise ValueError(
@@ -357,21 +343,6 @@ class SpeculativeJacobiSampler(SchedulerMixin, ConfigMixin):
         if settings["acceptance"] in RELAXED:
             settings["acceptance"] = "exact"
         return JacobiOptions(**settings)
-
-    @property
-    def relaxation(self) -> Relaxation:
-        """How the acceptance relaxes the exact rule, as a checked record."""
-        return Relaxation(**{field.name: self.config[field.name] for field in fields(Relaxation)})
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output law is that of autoregressive sampling."""
-        return self.relaxation.lossless
-
-    @property
-    def needs_codebook(self) -> bool:
-        """Whether a call needs `codebook`."""
-        return self.relaxation.needs_codebook
 
     @property
     def identical(self) -> bool:

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from visual_spec.models.protocol import DecodeState, OrderModel, TokenGrid
 from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
-from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.drafts import LEFT, UNIFORM, UP, uniform_draft
-from visual_spec.samplers.jacobi import ACCEPTANCES, COUPLINGS
 from visual_spec.samplers.loop import columns_of
 from visual_spec.samplers.order import RowOrder
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise
-from visual_spec.samplers.rows import RowSampler, RowState, check_count, commit, prepare, score
+from visual_spec.samplers.rows import RowSampler, RowState, commit, prepare, score
 from visual_spec.samplers.trace import Stopwatch
 
 ROW_DRAFTS = (LEFT, UP, UNIFORM)
@@ -40,18 +39,7 @@ class ParallelJacobiOptions:
     def __post_init__(self) -> None:
         for name in ("rows", "drafts", "lead"):
             check_count(name, getattr(self, name))
-        for name, allowed in (
-            ("coupling", COUPLINGS),
-            ("acceptance", ACCEPTANCES),
-            ("initial_draft", ROW_DRAFTS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; pass one of {', '.join(allowed)}.")
-        if self.acceptance == "identical" and self.coupling != "gumbel":
-            raise ValueError(
-                "acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
-                f"coupling='gumbel', got coupling={self.coupling!r}. Pass coupling='gumbel', or acceptance='exact'."
-            )
+        check_coupled(self, ROW_DRAFTS)
 
 
 def parallel_jacobi_prepare(

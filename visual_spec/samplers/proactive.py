@@ -52,7 +52,7 @@ from torch import Tensor
 from visual_spec.models.protocol import TreeModel
 from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.checks import CheckedLaw, check_count, check_request
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.jacobi import JacobiOptions, JacobiState, prepare, redraft
 from visual_spec.samplers.law import TokenLaw
@@ -96,9 +96,7 @@ class ProactiveOptions:
                 "sibling_rule='recursive', or acceptance='exact'."
             )
         for name in ("siblings", "depth"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}; pass an integer of at least 1.")
+            check_count(name, getattr(self, name))
         if self.depth >= self.window:
             raise ValueError(
                 f"depth={self.depth} in a window of {self.window} slots, which has {self.window - 1} drafts; "

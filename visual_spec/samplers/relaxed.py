@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.acceptance import EXACT, AcceptanceRule, exact_acceptance
+from visual_spec.samplers.checks import check_count
 
 GROUPED = "grouped"
 CLUSTERED = "clustered"
@@ -357,9 +358,7 @@ class Relaxation:
         if self.acceptance not in allowed:
             raise ValueError(f"acceptance={self.acceptance!r}; pass one of {', '.join(allowed)}.")
         for name in ("group_size", "neighbours"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}; pass an integer of at least 1.")
+            check_count(name, getattr(self, name))
         for name in ("probability_gap", "delta"):
             if not _between(getattr(self, name), 0, 1):
                 raise ValueError(f"{name}={getattr(self, name)!r}; pass a probability, from 0 to 1.")

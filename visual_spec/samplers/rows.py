@@ -20,7 +20,7 @@ from torch import Tensor
 from visual_spec.models.protocol import DecodeState, OrderModel, TokenGrid
 from visual_spec.samplers.acceptance import exact_acceptance, residual
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.checks import CheckedLaw, check_count, check_request
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import HostCopy
@@ -184,11 +184,6 @@ def raster_divergence(
             return total
         fed = slice(following - 1, following - 1 + width)
         logits, first = model(state, tokens[:, fed], slots[:, fed]), following
-
-
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}; pass an integer of at least 1.")
 
 
 def _check_model(model: OrderModel, sampler: str) -> None:

@@ -25,9 +25,9 @@ from torch import Tensor
 from visual_spec.models.protocol import TreeModel
 from visual_spec.samplers.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_request
+from visual_spec.samplers.checks import ACCEPTANCES, CheckedLaw, check_count, check_request
 from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.drafted import ACCEPTANCES, DraftedState, catch_up, commit, prepare
+from visual_spec.samplers.drafted import DraftedState, catch_up, commit, prepare
 from visual_spec.samplers.drafters import check_drafter, draft_law, start_drafter
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import columns_of, decode
@@ -58,9 +58,7 @@ class TreeOptions:
 
     def __post_init__(self) -> None:
         for name in ("depth", "width"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}; pass an integer of at least 1.")
+            check_count(name, getattr(self, name))
         for name, allowed in (("siblings", SIBLINGS), ("acceptance", ACCEPTANCES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; pass one of {', '.join(allowed)}.")
