@@ -17,6 +17,7 @@ from visual_spec.data.shapes_classes import class_of, object_slots, sample_one_o
 from visual_spec.models.var import VARTransformer
 from visual_spec.models.var_vq import MultiscaleVQModel
 from visual_spec.training import var, var_tokenizer
+from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 from visual_spec.training.var import (
     VarTraining,
@@ -27,11 +28,7 @@ from visual_spec.training.var import (
     tokenize_classes,
     train_var,
 )
-from visual_spec.training.var_tokenizer import (
-    CodeAverages,
-    VarTokenizerTraining,
-    train_var_tokenizer,
-)
+from visual_spec.training.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
 
 SCALES = (1, 2, 4)
 BOUNDS = (0, 1, 5, 21)

@@ -25,7 +25,7 @@ from visual_spec.data.shapes import (
     sample_dataset,
 )
 from visual_spec.models.shapes_features import ShapesFeatures
-from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.loop import Checkpoint, Descent, write_json
 
 LAYOUTS = ("alone", "side by side", "stacked", "inside", "overlapping")
 
@@ -104,18 +104,14 @@ def train_classifier(
     A run that was interrupted goes on from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
-    checkpoint = Checkpoint(out / "resume.pt", every)
     wanted, pictures = small_dataset(settings.scenes, settings.seed, model.config["image_size"])
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
-    start = 0
-    if saved := checkpoint.load():
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        start = saved["step"]
+    descend = Descent([optimiser], settings.steps, settings.learning_rate, clip=None)
+    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
     model.train()
-    for step in range(start, settings.steps):
+    for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.
         rng = np.random.default_rng((settings.seed, step))
         chosen = rng.integers(len(pictures), size=settings.batch_size)
@@ -126,19 +122,8 @@ def train_classifier(
         loss = loss_of(
             model.read(model.raw(batch + torch.from_numpy(noise))), {n: t[chosen] for n, t in wanted.items()}
         )
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
-        if step % 20 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 4)))
-        if (step + 1) % every == 0:
-            checkpoint.save(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
-            print(
-                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
+        descend(loss, step)
+        checkpoint.after(step, settings.steps, loss)
     model.eval()
     standardise(model, pictures[:4000])
     model.half().save_pretrained(out)
@@ -151,7 +136,7 @@ def train_classifier(
         "loss": checkpoint.curve,
     }
     write_json(out / "training.json", record)
-    checkpoint.path.unlink(missing_ok=True)
+    checkpoint.remove()
     return record
 
 

@@ -30,8 +30,8 @@ from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE, sample_datase
 from visual_spec.data.tunes_parser import prompt_accuracy
 from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.models.encodec import decode_codes, encode_waves
-from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
-from visual_spec.training.var_tokenizer import CodeAverages
+from visual_spec.training.codebook import CodeAverages
+from visual_spec.training.loop import Checkpoint, Descent, write_json
 
 _WINDOWS = (128, 256, 512, 1024, 2048)  # samples, 8 to 128 ms
 _FLOOR = 3e-4  # amplitude, about -70 dB: quieter partials than that do not count
@@ -297,22 +297,15 @@ def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, ever
     codes = ResidualCodes(model)
     parameters = list(model.parameters())
     optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.8, 0.99), weight_decay=0.0)
-    checkpoint = Checkpoint(out / "resume.pt", every)
-    start = 0
-    if saved := checkpoint.load():
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        codes.load_state_dict(saved["codes"])
-        start = saved["step"]
+    descend = Descent([optimiser], settings.steps, settings.learning_rate)
+    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend, codes=codes)
     model.train()
-    for step in range(start, settings.steps):
+    for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.
         rng = np.random.default_rng((settings.seed, step))
         target = to_waves(_batch(samples, settings, step, rng), device)
         if step == settings.continuous_steps:
             codes.start(_latents(model, samples[:200], settings.bfloat16), rng)
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
         quantised = step >= settings.continuous_steps
         count = len(codes.books)
         if rng.random() < settings.quantiser_dropout:
@@ -321,27 +314,12 @@ def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, ever
             model, codes if quantised else None, target, count, bfloat16=settings.bfloat16
         )
         loss = codec_loss(output[:, 0], target[:, 0], settings)
-        optimiser.zero_grad(set_to_none=True)
-        (loss + settings.commitment * commitment).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
+        descend(loss + settings.commitment * commitment, step)
         if quantised:
             codes.follow(wanted, ids, settings.average_decay)
             if step < settings.revive_until * settings.steps and step % 20 == 0:
                 codes.revive(wanted, ids, settings.idle_steps, rng)
-        if step % 50 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 5)))
-        if (step + 1) % every == 0:
-            checkpoint.save(
-                model=model.state_dict(),
-                optimiser=optimiser.state_dict(),
-                codes=codes.state_dict(),
-                step=step + 1,
-            )
-            print(
-                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
+        checkpoint.after(step, settings.steps, loss, curve_every=50, digits=5)
     codes.finish()
     model.eval()
     record = {
@@ -353,7 +331,7 @@ def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, ever
     }
     model.save_pretrained(out)
     write_json(out / "training.json", record)
-    checkpoint.path.unlink(missing_ok=True)
+    checkpoint.remove()
     return record
 
 

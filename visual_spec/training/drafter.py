@@ -21,7 +21,7 @@ from torch import Tensor
 from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, sample_scene
 from visual_spec.models.eagle import EagleDrafter, logits_of
 from visual_spec.models.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.loop import Checkpoint, Descent, write_json
 
 Draw = Callable[[list[str], float, int], Tensor]
 Encode = Callable[[list[str]], TextCondition]
@@ -241,30 +241,14 @@ def train_drafter(
         {"params": [p for p in drafter.parameters() if p.ndim != 2], "weight_decay": 0.0},
     ]
     optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
-    checkpoint = Checkpoint(out / "resume.pt", every)
-    start = 0
-    if saved := checkpoint.load():
-        drafter.load_state_dict(saved["drafter"])
-        optimiser.load_state_dict(saved["optimiser"])
-        start = saved["step"]
-    for step in range(start, settings.steps):
+    descend = Descent([optimiser], settings.steps, settings.learning_rate, warmup=50)
+    checkpoint = Checkpoint(out / "resume.pt", every, drafter=drafter, descend=descend)
+    for step in range(checkpoint.resume(), settings.steps):
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(drawn.tokens), size=settings.batch_size))
         loss = drafter_loss(drafter, target, *_batch(drawn, chosen, target), settings)
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 50)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimiser.step()
-        if step % 10 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 4)))
-        if (step + 1) % every == 0:
-            checkpoint.save(drafter=drafter.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
-            print(
-                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
+        descend(loss, step)
+        checkpoint.after(step, settings.steps, loss, curve_every=10)
     drafter.eval()
     record = {
         "settings": asdict(settings),
@@ -275,5 +259,5 @@ def train_drafter(
     }
     drafter.save_pretrained(out / "drafter")
     write_json(out / "drafter" / "training.json", record)
-    checkpoint.path.unlink(missing_ok=True)
+    checkpoint.remove()
     return record

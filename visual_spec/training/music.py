@@ -42,7 +42,7 @@ from visual_spec.models.caption_encoder import CaptionEncoder, split_words
 from visual_spec.models.encodec import encode_waves
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.musicgen import MagnetModel, MusicgenColumnModel
-from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
 
 KINDS = ("autoregressive", "masked")
 SPAN = 3  # frames that MAGNeT hides together, 60 ms
@@ -257,28 +257,15 @@ def train_music(
     modules = nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
     encoder.requires_grad_(settings.train_text_encoder)
     trained = [p for p in modules.parameters() if p.requires_grad]
-    matrices = [p for p in model.model.decoder.layers.parameters() if p.ndim == 2]
-    others = [p for p in trained if not any(p is matrix for matrix in matrices)]
-    optimisers = [
-        torch.optim.Muon(
-            matrices,
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    checkpoint = Checkpoint(out / "resume.pt", every)
-    start = 0
-    if saved := checkpoint.load():
-        modules.load_state_dict(saved["modules"])
-        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
-            optimiser.load_state_dict(state)
-        start = saved["step"]
+    optimisers = muon_and_adamw(
+        model.model.decoder.layers, trained, settings.learning_rate, settings.weight_decay
+    )
+    descend = Descent(optimisers, settings.steps, settings.learning_rate)
+    checkpoint = Checkpoint(out / "resume.pt", every, modules=modules, descend=descend)
     loss_of = _loss(model, encoder, settings)
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
     draw = _draw_masked if settings.kind == "masked" else _draw_autoregressive
-    for step in range(start, settings.steps):
+    for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(codes), size=settings.batch_size))
@@ -286,25 +273,8 @@ def train_music(
         dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
         batch = (words[chosen, forms], codes[chosen].long(), dropped, *draw(model, settings, step, rng))
         loss = step_loss(*(part.to(device) for part in batch))
-        modules.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        for optimiser in optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
-            optimiser.step()
-        if step % 20 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 4)))
-        if (step + 1) % every == 0:
-            checkpoint.save(
-                modules=modules.state_dict(),
-                optimisers=[optimiser.state_dict() for optimiser in optimisers],
-                step=step + 1,
-            )
-            print(
-                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
+        descend(loss, step)
+        checkpoint.after(step, settings.steps, loss)
     modules.eval()
     record = {
         "settings": asdict(settings),
@@ -316,7 +286,7 @@ def train_music(
     model.save_pretrained(out / "transformer")
     encoder.save_pretrained(out / "text_encoder")
     write_json(out / "training.json", record)
-    checkpoint.path.unlink(missing_ok=True)
+    checkpoint.remove()
     return record
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from visual_spec.data.shapes import CELL, Scene, sample_dataset
 from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.codebook import CodeAverages
+from visual_spec.training.loop import Checkpoint, Descent, write_json
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,13 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
     torch.manual_seed(settings.seed)
     scenes, pictures = sample_dataset(settings.scenes, settings.seed)
     codebook = model.quantize.embedding.weight.requires_grad_(False)
-    averages = {
-        "count": torch.ones(len(codebook)),
-        "total": torch.zeros_like(codebook),
-        "idle": torch.zeros(len(codebook)),
-    }
+    averages = CodeAverages(codebook)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
-    checkpoint = Checkpoint(out / "resume.pt", every)
-    start = 0
-    if saved := checkpoint.load():
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        averages, start = saved["averages"], saved["step"]
+    descend = Descent([optimiser], settings.steps, settings.learning_rate)
+    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend, averages=averages)
     model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    for step in range(start, settings.steps):
+    for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.
         rng = np.random.default_rng((settings.seed, step))
         chosen = rng.integers(len(pictures), size=settings.batch_size)
@@ -94,8 +87,6 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
             ]
         target = to_signed(batch).contiguous(memory_format=torch.channels_last)
 
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
         unit = F.normalize(model.encode_latents(target), dim=1)  # [B, D, h, w]
         flat = unit.detach().permute(0, 2, 3, 1).flatten(0, 2)  # [B*h*w, D]
         if step < settings.continuous_steps:
@@ -108,23 +99,11 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
             commitment = (unit - quantised).square().sum(1).mean()
             codes = unit + (quantised - unit).detach()
         loss = reconstruction_loss(model.decode_latents(codes), target)
-        optimiser.zero_grad(set_to_none=True)
-        (loss + settings.commitment * commitment).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
+        descend(loss + settings.commitment * commitment, step)
         if step >= settings.continuous_steps:
             revive = step < 0.7 * settings.steps and step % 20 == 0
             _follow_latents(codebook, flat, ids.flatten(), averages, settings.average_decay, revive)  # pyright: ignore
-        if step % 50 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 5)))
-        if (step + 1) % every == 0:
-            checkpoint.save(
-                model=model.state_dict(), optimiser=optimiser.state_dict(), averages=averages, step=step + 1
-            )
-            print(
-                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
+        checkpoint.after(step, settings.steps, loss, curve_every=50, digits=5)
     codebook.copy_(F.normalize(codebook, dim=-1))
     model.eval().to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
     record = {
@@ -135,7 +114,7 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
     }
     model.save_pretrained(out)
     write_json(out / "training.json", record)
-    checkpoint.path.unlink(missing_ok=True)
+    checkpoint.remove()
     return record
 
 
@@ -153,7 +132,7 @@ def _crop(picture: np.ndarray, scene: Scene, size: int, rng: np.random.Generator
 
 @torch.no_grad()
 def _initialise_codebook(
-    model: VQModel, pictures: np.ndarray, averages: dict, settings: TokenizerTraining
+    model: VQModel, pictures: np.ndarray, averages: CodeAverages, settings: TokenizerTraining
 ) -> None:
     """k-means on the unit sphere over latents of a few hundred pictures."""
     codebook = model.quantize.embedding.weight
@@ -170,32 +149,31 @@ def _initialise_codebook(
         total = torch.zeros_like(codebook).index_add_(0, nearest, latents)
         used = total.norm(dim=-1) > 0
         codebook[used] = F.normalize(total[used], dim=-1)
-    averages["count"].fill_(1.0)
-    averages["total"].copy_(codebook)
+    averages.restart(codebook)
 
 
 @torch.no_grad()
 def _follow_latents(
-    codebook: Tensor, latents: Tensor, ids: Tensor, averages: dict, decay: float, revive: bool
+    codebook: Tensor, latents: Tensor, ids: Tensor, averages: CodeAverages, decay: float, revive: bool
 ) -> None:
     """Move each code towards the latents it served; move idle codes onto the worst-served latents of this batch."""
     count = torch.zeros(len(codebook)).index_add_(0, ids, torch.ones(len(ids)))
     total = torch.zeros_like(codebook).index_add_(0, ids, latents)
-    averages["count"].mul_(decay).add_(count, alpha=1 - decay)
-    averages["total"].mul_(decay).add_(total, alpha=1 - decay)
-    codebook.copy_(F.normalize(averages["total"], dim=-1))
-    averages["idle"].add_(1).mul_((count == 0).float())
+    averages.count.mul_(decay).add_(count, alpha=1 - decay)
+    averages.total.mul_(decay).add_(total, alpha=1 - decay)
+    codebook.copy_(F.normalize(averages.total, dim=-1))
+    averages.idle.add_(1).mul_((count == 0).float())
     if not revive:
         return
-    idle = (averages["idle"] > 150).nonzero()[:, 0]
+    idle = (averages.idle > 150).nonzero()[:, 0]
     if len(idle):
         error = 1.0 - (latents * codebook[ids]).sum(-1)
         chosen = torch.multinomial(error.clamp_min(1e-8), min(len(idle), 64))
         idle = idle[: len(chosen)]
         codebook[idle] = latents[chosen]
-        averages["total"][idle] = latents[chosen]
-        averages["count"][idle] = 1.0
-        averages["idle"][idle] = 0.0
+        averages.total[idle] = latents[chosen]
+        averages.count[idle] = 1.0
+        averages.idle[idle] = 0.0
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from visual_spec.models.caption_encoder import CaptionEncoder
 from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.models.multiscale import TokenUpsampler
 from visual_spec.training.ar import tokenize_dataset
-from visual_spec.training.loop import Checkpoint, cosine_rate
+from visual_spec.training.loop import Checkpoint, Descent
 
 
 @dataclass(frozen=True)
@@ -50,31 +50,15 @@ def train_upsampler(
         for side in sides
     )
     optimiser = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
-    checkpoint = Checkpoint(out / "resume.pt", every)
-    start = 0
-    if saved := checkpoint.load():
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        start = saved["step"]
+    descend = Descent([optimiser], settings.steps, settings.learning_rate)
+    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
     model.train()
-    for step in range(start, settings.steps):
+    for step in range(checkpoint.resume(), settings.steps):
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(small), size=settings.batch_size))
         loss = F.cross_entropy(model(small[chosen]).mT, large[chosen])
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        if step % 20 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 4)))
-        if (step + 1) % every == 0:
-            checkpoint.save(model=model.state_dict(), optimiser=optimiser.state_dict(), step=step + 1)
-            print(
-                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
+        descend(loss, step)
+        checkpoint.after(step, settings.steps, loss)
     model.eval()
     small, large = (
         tokenize_dataset(vq_model, encoder, 400, 777, held_out=True, side=side)[1].long() for side in sides
@@ -84,7 +68,7 @@ def train_upsampler(
             F.cross_entropy(model(a).mT, b).item()
             for a, b in zip(small.split(50), large.split(50), strict=True)
         ]
-    checkpoint.path.unlink(missing_ok=True)
+    checkpoint.remove()
     return {
         "settings": asdict(settings),
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -24,7 +24,7 @@ from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of, object_slots, sample_one_object_scenes
 from visual_spec.models.var import VARTransformer
 from visual_spec.models.var_vq import MultiscaleVQModel
-from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
 from visual_spec.training.tokenizer import to_signed
 
 
@@ -179,25 +179,9 @@ def train_var(
         teacher.eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
     model.train()
     parameters = list(model.parameters())
-    # Muon for the matrices of the blocks, as in `visual_spec.training.ar`.
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    others = [p for p in parameters if not any(p is matrix for matrix in matrices)]
-    optimisers = [
-        torch.optim.Muon(
-            matrices,
-            lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    checkpoint = Checkpoint(out / "resume.pt", every)
-    start = 0
-    if saved := checkpoint.load():
-        model.load_state_dict(saved["model"])
-        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
-            optimiser.load_state_dict(state)
-        start = saved["step"]
+    optimisers = muon_and_adamw(model.blocks, parameters, settings.learning_rate, settings.weight_decay)
+    descend = Descent(optimisers, settings.steps, settings.learning_rate)
+    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
 
     def loss_of(
         maps: list[Tensor],
@@ -213,7 +197,7 @@ def train_var(
         return (losses * weights).mean() / weights.mean()
 
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
-    for step in range(start, settings.steps):
+    for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
@@ -229,25 +213,8 @@ def train_var(
                 with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
                     teacher_logits = teacher.teacher_forced(maps, label_ids, dropped).float()
         loss = step_loss(maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, teacher_logits)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimiser in optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
-            optimiser.step()
-        if step % 20 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 4)))
-        if (step + 1) % every == 0:
-            checkpoint.save(
-                model=model.state_dict(),
-                optimisers=[optimiser.state_dict() for optimiser in optimisers],
-                step=step + 1,
-            )
-            print(
-                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
+        descend(loss, step)
+        checkpoint.after(step, settings.steps, loss)
     model.eval()
     record = {
         "settings": asdict(settings),
@@ -258,7 +225,7 @@ def train_var(
     }
     model.save_pretrained(out)
     write_json(out / "training.json", record)
-    checkpoint.path.unlink(missing_ok=True)
+    checkpoint.remove()
     return record
 
 

@@ -26,7 +26,8 @@ from visual_spec.data.shapes import caption, sample_dataset
 from visual_spec.data.shapes_parser import all_correct, score
 from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.models.var_vq import MultiscaleVQModel
-from visual_spec.training.loop import Checkpoint, cosine_rate, write_json
+from visual_spec.training.codebook import CodeAverages
+from visual_spec.training.loop import Checkpoint, Descent, write_json
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 
 
@@ -50,48 +51,6 @@ class VarTokenizerTraining:
     scenes: int = 6000
     bfloat16: bool = False
     seed: int = 0
-
-
-class CodeAverages:
-    """Running sums that the codes of a codebook `[V, D]` are the quotients of."""
-
-    def __init__(self, codes: Tensor) -> None:
-        self.count = torch.ones(len(codes), device=codes.device)
-        self.total = codes.detach().clone()
-        self.idle = torch.zeros(len(codes), device=codes.device)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"count": self.count, "total": self.total, "idle": self.idle}
-
-    def load_state_dict(self, saved: dict[str, Tensor]) -> None:
-        for name, value in self.state_dict().items():
-            value.copy_(saved[name])
-
-    @torch.no_grad()
-    def follow(self, codes: Tensor, vectors: Tensor, ids: Tensor, decay: float) -> None:
-        """Move each code towards the mean of the vectors `[N, D]` that it, `ids` `[N]`, served."""
-        count = torch.zeros_like(self.count).index_add_(0, ids, torch.ones_like(ids, dtype=self.count.dtype))
-        total = torch.zeros_like(self.total).index_add_(0, ids, vectors)
-        self.count.mul_(decay).add_(count, alpha=1 - decay)
-        self.total.mul_(decay).add_(total, alpha=1 - decay)
-        # A code out of use keeps its place; its sums fade until dividing them would be noise.
-        known = self.count > 1e-6
-        codes[known] = self.total[known] / self.count[known, None]
-        self.idle.add_(1).mul_(count == 0)
-
-    @torch.no_grad()
-    def revive(self, codes: Tensor, vectors: Tensor, ids: Tensor, idle_steps: int, noise: Tensor) -> None:
-        """Move codes that were idle for longer onto vectors drawn by squared error, at most 64; `noise` `[N]` is
-        uniform."""
-        idle = (self.idle > idle_steps).nonzero()[:64, 0]
-        # The smallest of exponential races are draws without replacement.
-        error = (vectors - codes[ids]).square().sum(-1).clamp_min(1e-8)
-        chosen = (-noise.clamp_min(1e-20).log() / error).argsort()[: len(idle)]
-        idle = idle[: len(chosen)]
-        codes[idle] = vectors[chosen]
-        self.total[idle] = vectors[chosen]
-        self.count[idle] = 1.0
-        self.idle[idle] = 0.0
 
 
 def initialise(model: MultiscaleVQModel) -> None:
@@ -180,49 +139,26 @@ def train_var_tokenizer(
     averages = CodeAverages(codebook)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
-    checkpoint = Checkpoint(out / "resume.pt", every)
-    start = 0
-    if saved := checkpoint.load():
-        model.load_state_dict(saved["model"])
-        optimiser.load_state_dict(saved["optimiser"])
-        averages.load_state_dict(saved["averages"])
-        start = saved["step"]
+    descend = Descent([optimiser], settings.steps, settings.learning_rate)
+    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend, averages=averages)
     model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    for step in range(start, settings.steps):
+    for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.
         rng = np.random.default_rng((settings.seed, step))
         batch = pictures[rng.integers(len(pictures), size=settings.batch_size)]
         target = to_signed(torch.from_numpy(batch).to(device)).contiguous(memory_format=torch.channels_last)
         if step == settings.continuous_steps:
             codebook.copy_(_first_codes(model, pictures, len(codebook), rng))
-            averages = CodeAverages(codebook)
-        for group in optimiser.param_groups:
-            group["lr"] = cosine_rate(step, settings.steps, settings.learning_rate, 100)
-
+            averages.restart(codebook)
         quantised = step >= settings.continuous_steps
         loss, distance, vectors, ids = _losses(model, target, settings, quantised)
-        optimiser.zero_grad(set_to_none=True)
-        (loss + distance).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
+        descend(loss + distance, step)
         if quantised:
             averages.follow(codebook, vectors, ids, settings.average_decay)
             if step < settings.revive_until * settings.steps and step % 20 == 0:
                 noise = torch.from_numpy(rng.random(len(ids), dtype=np.float32)).to(device)
                 averages.revive(codebook, vectors, ids, settings.idle_steps, noise)
-        if step % 50 == 0:
-            checkpoint.curve.append((step, round(loss.item(), 5)))
-        if (step + 1) % every == 0:
-            checkpoint.save(
-                model=model.state_dict(),
-                optimiser=optimiser.state_dict(),
-                averages=averages.state_dict(),
-                step=step + 1,
-            )
-            print(
-                f"step {step + 1}/{settings.steps} loss {loss.item():.4f} {checkpoint.seconds:.0f} s",
-                flush=True,
-            )
+        checkpoint.after(step, settings.steps, loss, curve_every=50, digits=5)
     model.eval().to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
     record = {
         "settings": asdict(settings),
@@ -233,7 +169,7 @@ def train_var_tokenizer(
     }
     model.save_pretrained(out)
     write_json(out / "training.json", record)
-    checkpoint.path.unlink(missing_ok=True)
+    checkpoint.remove()
     return record
 
 

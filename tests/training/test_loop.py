@@ -1,0 +1,83 @@
+"""Steps under one rate are those of plain loops, and a run that was interrupted goes on where it was."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from visual_spec.training.loop import Checkpoint, Descent, cosine_rate, muon_and_adamw
+
+TOTAL = 9
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 1))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        50 * model(torch.randn(8, 3, generator=generator)).square().mean()
+    )  # steep, so that gradients are clipped
+
+
+def descent(model: nn.Sequential) -> Descent:
+    return Descent(muon_and_adamw(model[1], model.parameters(), 0.1, 0.02), TOTAL, 0.1, warmup=3)
+
+
+def equal(first: nn.Module, second: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_steps_are_those_of_a_plain_loop():
+    model = network()
+    other = copy.deepcopy(model)
+    matrices = [other[1][0].weight, other[1][1].weight]  # the matrices of the blocks, and nothing else
+    rest = [p for p in other.parameters() if not any(p is matrix for matrix in matrices)]
+    muon = torch.optim.Muon(matrices, lr=0.1, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    descend = descent(model)
+    for step in range(TOTAL):
+        descend(loss_of(model, step), step)
+        other.zero_grad()
+        loss_of(other, step).backward()
+        norm = torch.stack([p.grad.norm() for p in other.parameters()]).norm()
+        assert step or norm > 1
+        for p in other.parameters():
+            p.grad.mul_((1 / (norm + 1e-6)).clamp(max=1))
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group["lr"] = cosine_rate(step, TOTAL, 0.1, 3)
+        muon.step()
+        adamw.step()
+    for found, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys):
+    def run(out: Path, until: int) -> tuple[nn.Sequential, Checkpoint]:
+        model = network()
+        descend = descent(model)
+        checkpoint = Checkpoint(out / "resume.pt", 3, model=model, descend=descend)
+        for step in range(checkpoint.resume(), until):
+            loss = loss_of(model, step)
+            descend(loss, step)
+            checkpoint.after(step, TOTAL, loss, curve_every=2, digits=3)
+        return model, checkpoint
+
+    whole, record = run(tmp_path / "whole", TOTAL)
+    run(tmp_path / "parts", 5)  # saved behind step 2, so that two steps are lost
+    again, resumed = run(tmp_path / "parts", TOTAL)
+    assert equal(whole, again) and not equal(whole, network())
+    assert resumed.curve == record.curve and [step for step, _ in record.curve] == [0, 2, 4, 6, 8]
+    assert [line.split(" loss")[0] for line in capsys.readouterr().out.splitlines()][:3] == [
+        "step 3/9",
+        "step 6/9",
+        "step 9/9",
+    ]
+    resumed.remove()
+    assert not (tmp_path / "parts" / "resume.pt").exists()
+    resumed.remove()
