@@ -7,20 +7,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.tiny import tiny_pipeline
 from tests.tiny_audio import RATE, tiny_audio_pipeline
 from visual_spec import cli
 from visual_spec.pipelines import embedded
+from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.masked import MaskedSampler
 
 PROMPT = "a slow organ"
+
+
+def masked_sampler() -> MaskedSampler:
+    return MaskedSampler(steps=(4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     tiny_audio_pipeline(default_guidance_scale=1.0).save_pretrained(folder / "tunes")
+    tiny_audio_pipeline(masked_sampler(), masked=True, reach=4).save_pretrained(folder / "tunes_masked")
     tiny_pipeline().save_pretrained(folder / "shapes")
     return folder
 
@@ -95,6 +103,39 @@ def test_compare_says_when_codes_differ_and_fails_when_a_promise_is_broken(tmp_p
     assert "promises the plain codes, and did not give them" in capsys.readouterr().err
 
 
+def test_a_masked_model_plays_by_the_sampler_it_was_saved_with(tmp_path, capsys):
+    masked = ["--model", "tunes_masked", "--json"]
+    assert play(tmp_path / "own", PROMPT, "--seed", "3", *masked) == 0
+    document = last_line(capsys)
+    assert document["sampler"]["name"] == "masked" and document["sampler"]["steps"] == [4, 2, 2]
+    (clip,) = document["clips"]
+    assert clip["calls"] == 4 + 2 + 2
+    pipe: Any = AudioPipeline.from_pretrained("tunes_masked")
+    pipe.set_progress_bar_config(disable=True)
+    waves = pipe(PROMPT, generator=[torch.Generator().manual_seed(3)]).audios[0, 0]
+    assert np.abs(samples(clip["file"]) / 32767 - waves).max() < 1e-4
+    assert play(tmp_path / "fewer", PROMPT, "--sampler", "masked:steps=2/1/1", "--seed", "3", *masked) == 0
+    assert last_line(capsys)["sampler"]["steps"] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--compare"],
+            "tunes_masked fills in hidden codes; there is no plain decoding of it to compare with",
+        ),
+        (["--window", "4"], "window given, which tunes_masked's own sampler does not have"),
+        (["--sampler", "column-jacobi"], "does not fill in hidden codes; those that do: MaskedSampler"),
+    ],
+)
+def test_what_a_masked_model_does_not_do_is_refused(tmp_path, capsys, arguments, message):
+    assert play(tmp_path / "out", PROMPT, "--model", "tunes_masked", *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_is_overwritten_unasked(tmp_path, capsys):
     (tmp_path / "000-a-slow-organ-seed0.wav").write_bytes(b"mine")
     assert play(tmp_path, PROMPT, "--model", "none") == 2  # refused before the model is looked for
@@ -114,7 +155,10 @@ def test_nothing_is_overwritten_unasked(tmp_path, capsys):
         ([PROMPT, "--coupling", "maximal"], "acceptance='identical'"),
         ([PROMPT, "--temperature", "nan"], "temperature=nan"),
         ([PROMPT, "--model", "shapes"], "shapes draws pictures; leave --music out"),
-        ([PROMPT, "--model", "tunez"], "unknown model 'tunez'; embedded models are shapes, tunes"),
+        (
+            [PROMPT, "--model", "tunez"],
+            "unknown model 'tunez'; embedded models are shapes, tunes, tunes_masked",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, arguments, message):

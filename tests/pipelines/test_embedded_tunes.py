@@ -1,4 +1,4 @@
-"""The music model that is part of the package: prompts to audio, plain and accelerated. Skipped where it is missing."""
+"""The music model that is part of the package: prompts to audio, plain and accelerated."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,8 @@ import torch
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE, held_out_prompts
 from visual_spec.data.tunes_parser import score
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.pipelines.embedded import embedded_models
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-
-pytestmark = pytest.mark.skipif("tunes" not in embedded_models(), reason="the package has no tunes yet")
 
 
 def load() -> AudioPipeline:

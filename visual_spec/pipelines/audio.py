@@ -25,10 +25,11 @@ from visual_spec.models.magnet_checkpoint import load_magnet, load_magnet_codec
 from visual_spec.models.musicgen import MagnetModel, MusicgenColumnModel, MusicgenModules, text_condition
 from visual_spec.models.patterns import CodebookPattern
 from visual_spec.pipelines.audio_files import prepare_clip
-from visual_spec.pipelines.audio_stream import WaveStream, decode_windows
+from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
 from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.token_image import check_generator
+from visual_spec.samplers.checks import check_count
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.law import TokenLaw
@@ -326,8 +327,7 @@ class AudioPipeline(VisualPipeline):
         """
         self.check_sampler()
         each = num_waveforms_per_prompt
-        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-            raise ValueError(f"num_waveforms_per_prompt={each!r}; pass an integer of at least 1.")
+        check_count("num_waveforms_per_prompt", each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
         unknown = [
@@ -339,13 +339,10 @@ class AudioPipeline(VisualPipeline):
             )
         if not (math.isfinite(stretch_in_s) and stretch_in_s > 0):
             raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
-        if (prompt is None) == (prompt_embeds is None):
-            given = "neither" if prompt is None else "both"
-            raise ValueError(f"{given} of prompt and prompt_embeds given; pass exactly one of them.")
-        if prompt_embeds is None:
-            count = self._check_prompt(prompt)
-        else:
-            count = _check_embeds(prompt_embeds, prompt_attention_mask)
+        prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
+        if prompts:
+            self._check_words(prompts)
+        count = len(prompts) if prompt_embeds is None else len(prompt_embeds)
         check_generator(generator, count * each, "clip")
         clip = None
         if audio is not None:
@@ -360,75 +357,31 @@ class AudioPipeline(VisualPipeline):
         self.plan(audio_length_in_s, extend_stride_in_s, given)
         return clip
 
-    def _check_prompt(self, prompt: Any) -> int:
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        if not isinstance(prompts, (list, tuple)) or not all(isinstance(text, str) for text in prompts):
-            raise TypeError(f"prompt={prompt!r}; pass a string or a list of strings.")
-        if not prompts:
-            raise ValueError("prompt is an empty list; pass at least one prompt.")
-        if hasattr(self.text_encoder, "word_ids"):
-            self.text_encoder.word_ids(list(prompts))  # refuses prompts without a word, and over-long ones
-            return len(prompts)
-        if self.text_encoder is None and not hasattr(self._model, "text_encoder"):
-            raise ValueError(
-                "this pipeline was loaded without a text encoder; pass prompt_embeds, or set pipe.text_encoder."
-            )
+    def _check_words(self, prompts: list[str]) -> None:
+        if hasattr(self.text_encoder, "word_ids") or (
+            self.text_encoder is None and not hasattr(self._model, "text_encoder")
+        ):
+            return check_own_words(self.text_encoder, prompts)
         if self.tokenizer is None:
             raise ValueError("the text encoder has no tokenizer; pass prompt_embeds, or set pipe.tokenizer.")
         for text in prompts:
             if not text.strip():
                 raise ValueError(f"prompt {text!r} has no words; give at least one.")
-        return len(prompts)
 
     def plan(
         self, audio_length_in_s: float | None, extend_stride_in_s: float | None, given_frames: int = 0
     ) -> list[tuple[int, int]]:
-        """The windows that a clip is decoded in: frames that are kept from before, and frames that are new.
+        """The windows that a clip is decoded in, see `plan_windows`.
 
         Args:
             given_frames: of the clip to go on from.
 
         Raises:
-            ValueError: a length of zero, or beyond the limit without a stride; a stride out of its range; a clip to go
-                on from that fills the length.
+            ValueError: as `plan_windows`.
         """
-        limit, longest = self.config["max_audio_length_in_s"], self.max_frames
+        limit = self.config["max_audio_length_in_s"]
         length = limit if audio_length_in_s is None else audio_length_in_s
-        if not (math.isfinite(length) and round(length * self.frame_rate) >= 1):
-            raise ValueError(
-                f"audio_length_in_s={length}; pass at least one frame of {1 / self.frame_rate:g} s, and at most "
-                f"{limit:g} s, or more of them with extend_stride_in_s."
-            )
-        total = round(length * self.frame_rate)
-        if given_frames >= total:
-            raise ValueError(
-                f"audio of {given_frames / self.frame_rate:g} s leaves nothing to play of audio_length_in_s={length:g}"
-                ", which counts it; pass a greater length, or a shorter clip."
-            )
-        keep = longest
-        if extend_stride_in_s is not None:
-            stride = round(extend_stride_in_s * self.frame_rate) if math.isfinite(extend_stride_in_s) else 0
-            if not 1 <= stride < longest:
-                raise ValueError(
-                    f"extend_stride_in_s={extend_stride_in_s}; pass at least {1 / self.frame_rate:g} and less than "
-                    f"{limit:g}, the length of the window: the rest of it is what the music goes on from."
-                )
-            keep = longest - stride
-        elif total > longest:
-            raise ValueError(
-                f"audio_length_in_s={length:g}, but this model was trained on clips of {limit:g} s; pass at most that, "
-                f"or extend_stride_in_s (such as {0.6 * limit:.3g}) to go on by a window of {limit:g} s that moves by "
-                "so many seconds."
-            )
-        if total <= longest:
-            return [(given_frames, total - given_frames)]
-        windows, place = [], given_frames
-        while place < total:
-            kept = min(place, keep)
-            new = min(longest - kept, total - place)
-            windows.append((kept, new))
-            place += new
-        return windows
+        return plan_windows(length, extend_stride_in_s, given_frames, limit=limit, frame_rate=self.frame_rate)
 
     def encode_prompt(
         self,
@@ -633,14 +586,3 @@ class AudioPipeline(VisualPipeline):
         wake(self.codec)
         books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])  # [K, V, D]
         return {"codebook": books.repeat_interleave(self.channels, 0)}
-
-
-def _check_embeds(embeds: Tensor, mask: Tensor | None) -> int:
-    if embeds.ndim != 3:
-        raise ValueError(f"prompt_embeds of shape {tuple(embeds.shape)}; pass [prompts, words, channels].")
-    if mask is not None and mask.shape != embeds.shape[:2]:
-        raise ValueError(
-            f"prompt_attention_mask of shape {tuple(mask.shape)} beside prompt_embeds of shape {tuple(embeds.shape)}; "
-            f"pass a mask of shape {tuple(embeds.shape[:2])}."
-        )
-    return embeds.shape[0]

@@ -1,5 +1,6 @@
 """Decoding of clips window by window, heard while it goes on: committed columns, and waves in equal stretches."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -102,6 +103,60 @@ class WatchedModel:
     def codes(self, condition: Any) -> Tensor:
         """Codes [B, K, T]; those of frames that are not known yet mean nothing."""
         return self.model.codes(self.fed[:, : self.grid.width], condition)
+
+
+def plan_windows(
+    length: float, stride: float | None, given_frames: int = 0, *, limit: float, frame_rate: float
+) -> list[tuple[int, int]]:
+    """The windows that a clip is decoded in: frames that are kept from before, and frames that are new.
+
+    Args:
+        length: of the clip in seconds, what is given of it included.
+        stride: seconds that the window moves by, of a clip longer than `limit`.
+        given_frames: of the clip to go on from.
+        limit: seconds of a window, the length that the model was trained on.
+        frame_rate: frames per second.
+
+    Raises:
+        ValueError: a length of zero, or beyond the limit without a stride; a stride out of its range; a clip to go on
+            from that fills the length.
+    """
+    longest = round(limit * frame_rate)
+    if not (math.isfinite(length) and round(length * frame_rate) >= 1):
+        raise ValueError(
+            f"audio_length_in_s={length}; pass at least one frame of {1 / frame_rate:g} s, and at most {limit:g} s, or "
+            "more of them with extend_stride_in_s."
+        )
+    total = round(length * frame_rate)
+    if given_frames >= total:
+        raise ValueError(
+            f"audio of {given_frames / frame_rate:g} s leaves nothing to play of audio_length_in_s={length:g}, which "
+            "counts it; pass a greater length, or a shorter clip."
+        )
+    keep = longest
+    if stride is not None:
+        moved = round(stride * frame_rate) if math.isfinite(stride) else 0
+        if not 1 <= moved < longest:
+            raise ValueError(
+                f"extend_stride_in_s={stride}; pass at least {1 / frame_rate:g} and less than {limit:g}, the length of "
+                "the window: the rest of it is what the music goes on from."
+            )
+        keep = longest - moved
+    elif total > longest:
+        raise ValueError(
+            f"audio_length_in_s={length:g}, but this model was trained on clips of {limit:g} s; pass at most that, or "
+            f"extend_stride_in_s (such as {0.6 * limit:.3g}) to go on by a window of {limit:g} s that moves by so many "
+            "seconds."
+        )
+    if total <= longest:
+        return [(given_frames, total - given_frames)]
+    windows, place = [], given_frames
+    while place < total:
+        kept = min(place, keep)
+        new = min(longest - kept, total - place)
+        windows.append((kept, new))
+        place += new
+    return windows
 
 
 def decode_windows(

@@ -12,9 +12,10 @@ from visual_spec.models.eagle import EagleDrafter
 from visual_spec.models.llamagen import LlamaGenTransformer
 from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.models.multiscale import MultiscaleDrafter
+from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.token_image import TokenImagePipeline, check_generator, load_official
+from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
 from visual_spec.samplers import (  # noqa: F401
     autoregressive,
     drafted,

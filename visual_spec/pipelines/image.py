@@ -17,8 +17,9 @@ from visual_spec.models.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.llamagen_vq import VQModel
 from visual_spec.models.multiscale import MultiscaleDrafter
 from visual_spec.models.t5_features import T5Features
+from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.token_image import TokenImagePipeline, check_generator, load_official
+from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
 from visual_spec.samplers import (  # noqa: F401
     autoregressive,
     drafted,
@@ -144,39 +145,11 @@ class ImagePipeline(TokenImagePipeline):
             output_type=output_type,
             callback_tensors=callback_on_step_end_tensor_inputs,
         )
-        if (prompt is None) == (prompt_embeds is None):
-            given = "neither" if prompt is None else "both"
-            raise ValueError(f"{given} of prompt and prompt_embeds given; pass exactly one of them.")
-        if prompt_embeds is None:
-            count = self._check_prompt(prompt)
-        else:
-            count = self._check_embeds(prompt_embeds, prompt_attention_mask)
+        prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
+        if prompts:
+            check_own_words(self.text_encoder, prompts)
+        count = len(prompts) if prompt_embeds is None else len(prompt_embeds)
         check_generator(generator, count * num_images_per_prompt)
-
-    def _check_prompt(self, prompt: Any) -> int:
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        if not isinstance(prompts, (list, tuple)) or not all(isinstance(text, str) for text in prompts):
-            raise TypeError(f"prompt={prompt!r}; pass a string or a list of strings.")
-        if not prompts:
-            raise ValueError("prompt is an empty list; pass at least one prompt.")
-        if self.text_encoder is None:
-            raise ValueError(
-                "this pipeline was loaded without a text encoder; pass prompt_embeds, or set pipe.text_encoder."
-            )
-        self.text_encoder.word_ids(list(prompts))  # refuses prompts without a word, and over-long ones
-        return len(prompts)
-
-    def _check_embeds(self, embeds: torch.Tensor, mask: torch.Tensor | None) -> int:
-        if embeds.ndim != 3:
-            raise ValueError(
-                f"prompt_embeds of shape {tuple(embeds.shape)}; pass [prompts, words, channels]."
-            )
-        if mask is not None and mask.shape != embeds.shape[:2]:
-            raise ValueError(
-                f"prompt_attention_mask of shape {tuple(mask.shape)} beside prompt_embeds of shape "
-                f"{tuple(embeds.shape)}; pass a mask of shape {tuple(embeds.shape[:2])}."
-            )
-        return embeds.shape[0]
 
     def encode_prompt(
         self,

@@ -19,8 +19,10 @@ from visual_spec.models.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.scale_cache import CompressedVAR
 from visual_spec.models.t5_features import T5Features
 from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.token_image import OUTPUT_TYPES, check_generator
+from visual_spec.pipelines.token_image import OUTPUT_TYPES
+from visual_spec.samplers.checks import check_count
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage
 
@@ -233,32 +235,14 @@ class InfinityPipeline(VisualPipeline):
         self.check_sampler()
         self._check_models()
         count = num_images_per_prompt
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"num_images_per_prompt={count!r}; pass an integer of at least 1.")
+        check_count("num_images_per_prompt", count)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        if (prompt is None) == (prompt_embeds is None):
-            given = "neither" if prompt is None else "both"
-            raise ValueError(f"{given} of prompt and prompt_embeds given; pass exactly one of them.")
-        texts = [prompt] if isinstance(prompt, str) else list(prompt or ())
-        if prompt_embeds is None and (not texts or not all(isinstance(text, str) for text in texts)):
-            raise ValueError(f"prompt={prompt!r}; pass a string or a list of at least one string.")
-        texts += [] if negative_prompt is None else [negative_prompt]
-        if texts and self.text_encoder is None:
-            raise ValueError(
-                "this pipeline was loaded without a text encoder; pass prompt_embeds, or set pipe.text_encoder."
-            )
+        prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
+        texts = prompts + ([] if negative_prompt is None else [negative_prompt])
         if texts:
-            self.text_encoder.word_ids(texts)  # refuses prompts without a word, and over-long ones
-        if prompt_embeds is not None:
-            shape, mask = tuple(prompt_embeds.shape), prompt_attention_mask
-            if len(shape) != 3 or (mask is not None and tuple(mask.shape) != shape[:2]):
-                raise ValueError(
-                    f"prompt_embeds of shape {shape}, prompt_attention_mask of shape "
-                    f"{None if mask is None else tuple(mask.shape)}; pass [prompts, words, channels] and, where words "
-                    "are missing, [prompts, words]."
-                )
-        rows = len(texts) - (negative_prompt is not None) if prompt_embeds is None else len(prompt_embeds)
+            check_own_words(self.text_encoder, texts)
+        rows = len(prompts) if prompt_embeds is None else len(prompt_embeds)
         check_generator(generator, rows * count)
 
     def encode_prompt(

@@ -13,9 +13,11 @@ from visual_spec.models.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.token_image import OUTPUT_TYPES, check_generator
+from visual_spec.pipelines.token_image import OUTPUT_TYPES
+from visual_spec.samplers.checks import check_count
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import CODE_LAW, VAR_LAW, ScaleWiseSampler, Stage, code_stages
 
@@ -360,8 +362,7 @@ class ScaleImagePipeline(VisualPipeline):
                 "width out."
             )
         count = num_images_per_label
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"num_images_per_label={count!r}; pass an integer of at least 1.")
+        check_count("num_images_per_label", count)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
         asked = callback_on_step_end_tensor_inputs or ()

@@ -10,6 +10,7 @@ from diffusers.image_processor import VaeImageProcessor
 from visual_spec.models.checkpoints import Checkpoint, Source, load_pair, official_defaults
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, wake
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.samplers.checks import check_count
 from visual_spec.samplers.law import TokenLaw
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -76,8 +77,7 @@ class TokenImagePipeline(VisualPipeline):
                 f"height={height}, width={width}, but this model draws {size[0]} x {size[1]} pixels "
                 f"({grid.height} x {grid.width} tokens); leave height and width out."
             )
-        if isinstance(pictures_each, bool) or not isinstance(pictures_each, int) or pictures_each < 1:
-            raise ValueError(f"{pictures_each_name}={pictures_each!r}; pass an integer of at least 1.")
+        check_count(pictures_each_name, pictures_each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
         unknown = [name for name in callback_tensors or () if name not in self._callback_tensor_inputs]
@@ -170,26 +170,3 @@ def load_official(
         path = transformer.path if isinstance(transformer, Checkpoint) else os.fspath(transformer)
         raise ValueError(f"{path} draws from {kind}; load it with {other}.from_official.")
     return model, tokenizer, official_defaults(model)
-
-
-def check_generator(generator: Any, pictures: int, noun: str = "picture") -> None:
-    """Refuse what is neither None, one `torch.Generator`, nor a list of one per picture, or per what `noun` says.
-
-    Raises:
-        TypeError, ValueError: names what was given, and what to pass.
-    """
-    if generator is None or isinstance(generator, torch.Generator):
-        return
-    if not isinstance(generator, (list, tuple)):
-        raise TypeError(
-            f"generator is a {type(generator).__name__}; pass a torch.Generator or a list of them."
-        )
-    if len(generator) != pictures:
-        raise ValueError(
-            f"{len(generator)} generators for {pictures} {noun}s; pass one per {noun}, or a single one."
-        )
-    kinds = sorted({type(item).__name__ for item in generator if not isinstance(item, torch.Generator)})
-    if kinds:
-        raise TypeError(
-            f"the generator list also holds {', '.join(kinds)}; every entry must be a torch.Generator."
-        )
