@@ -47,6 +47,9 @@ class CachedState(DecodeState):
         self.logits, self.prompt_mask = self.logits[rows], self.prompt_mask[rows]
         self.start, self.features = self.start[rows], self.features[rows]
 
+    def buffers(self) -> list[Tensor]:
+        return [*self.cache.buffers(), self.prompt_mask, self.start]
+
 
 def consecutive(ids: list[int]) -> slice | Tensor:
     """An index of these rows of a table: a slice, so that indexing is a view, where the ids follow each other."""

@@ -66,6 +66,9 @@ class LlamaGenState(DecodeState):
         self.logits, self.prefix_mask = self.logits[rows], self.prefix_mask[rows]
         self.features = self.features[rows]
 
+    def buffers(self) -> list[Tensor]:
+        return [self.keys, self.values, self.prefix_mask]
+
 
 def feed_forward_width(dim: int) -> int:
     """Hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""

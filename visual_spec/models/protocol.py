@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,28 @@ class DecodeState:
             NotImplementedError: by states that always hold the whole batch.
         """
         raise NotImplementedError
+
+    def buffers(self) -> list[Tensor]:
+        """What calls read and write in place, in a fixed order: all that one state has to take over from another of the
+        same shape to go on as that one.
+
+        Raises:
+            NotImplementedError: by states whose calls cannot be recorded as CUDA graphs.
+        """
+        raise NotImplementedError
+
+
+def modules_of(model: Any) -> list[nn.Module]:
+    """The model itself, or what an adapter runs."""
+    if isinstance(model, nn.Module):
+        return [model]
+    return [value for value in vars(model).values() if isinstance(value, nn.Module)]
+
+
+def owner_of(model: Any) -> Any:
+    """What lives as long as the weights, to remember things by: adapters are made anew for every request."""
+    modules = modules_of(model)
+    return modules[0] if modules else model
 
 
 class NextTokenModel(Protocol):

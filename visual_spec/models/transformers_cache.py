@@ -201,6 +201,10 @@ class SlotCache(Cache):
             here = rows.to(layer.keys.device)
             layer.keys, layer.values = layer.keys[here], layer.values[here]
 
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of all layers, each [R, H, S, D]."""
+        return [held for layer in self.layers for held in (layer.keys, layer.values) if held is not None]
+
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy what stands at places `sources` [R, D] to places `targets` [R, D]."""
         rows = torch.arange(len(sources), device=sources.device)[:, None]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import NextTokenModel
+from visual_spec.models.protocol import DecodeState, NextTokenModel
 from visual_spec.samplers.checks import CheckedLaw, check_request
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.fused import draw_tokens
+from visual_spec.samplers.graph import AUTO, can_record, check_graph, recorded, wants_graph
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import CounterNoise, draw_keys
 from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
@@ -21,16 +24,52 @@ from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
 Callback = Callable[[int, Tensor], Any]
 
 
+@dataclass
+class AutoregressiveState:
+    """A batch between two calls.
+
+    Attributes:
+        cache: the model's own state.
+        tokens: long [B, L], by slot.
+        slots: long [B, 1], the next one, the same for all samples.
+    """
+
+    cache: DecodeState
+    tokens: Tensor
+    slots: Tensor
+
+
+def step(
+    model: NextTokenModel, state: AutoregressiveState, law: CheckedLaw, noise: CounterNoise, watch: Stopwatch
+) -> None:
+    """One target call and one token for every sample. Updates `state`; no host synchronisation on CUDA."""
+    device, guided = state.tokens.device, state.cache.guided
+    before = state.slots - 1
+    logits = model(state.cache, state.tokens.gather(1, before), before)  # [R, 1, V]
+    watch.lap("model", device)
+    state.tokens.scatter_(1, state.slots, draw_tokens(law, noise, logits, state.slots, guided))
+    state.slots = state.slots + 1
+    watch.lap("verify", device)
+
+
 class AutoregressiveSampler(SchedulerMixin, ConfigMixin):
-    """Draws the token of each slot from the model's law, with the slot's own noise, in raster order."""
+    """Draws the token of each slot from the model's law, with the slot's own noise, in raster order.
+
+    Args:
+        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.graph`; the tokens are the same. "auto" does
+            so where it can.
+
+    Raises:
+        ValueError: another value.
+    """
 
     config_name = "sampler_config.json"
     lossless = True
     identical = True
 
     @register_to_config
-    def __init__(self) -> None:
-        pass
+    def __init__(self, graph: bool | str = AUTO) -> None:
+        check_graph(graph)
 
     @torch.no_grad()
     def __call__(
@@ -58,26 +97,36 @@ class AutoregressiveSampler(SchedulerMixin, ConfigMixin):
             FloatingPointError: logits that define no law.
         """
         check_request(model, law, batch_size)
+        graph = self.config["graph"]
+        recording = wants_graph(graph, model)
         keys = draw_keys(generator, batch_size)
         num_tokens = model.grid.num_tokens
         watch = Stopwatch()
-        state = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=1)
-        device = state.logits.device
+        cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=1)
+        device = cache.logits.device
         watch.lap("prefill", device)
         noise = CounterNoise(keys, device)
         checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
         tokens = torch.zeros(batch_size, num_tokens, dtype=torch.long, device=device)
-        lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
-        logits = state.logits[:, None]  # [R, 1, V]
+        slots = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
+        tokens[:, :1] = draw_tokens(checked, noise, cache.logits[:, None], slots, law.guided)
+        watch.lap("verify", device)
+        state = AutoregressiveState(cache, tokens, slots + 1)
+
+        def call(state: AutoregressiveState, checked: CheckedLaw, noise: CounterNoise) -> None:
+            step(model, state, checked, noise, watch)
+
+        parts = state, checked, noise
+        advance = partial(call, *parts)
+        if recording and (graph is True or can_record(cache)):
+            parts, advance = recorded(model, (law, batch_size), call, parts, watch, strict=graph is True)
+            state, checked, noise = parts
+        lengths = torch.ones(batch_size, dtype=torch.long, device=device)
         for slot in range(num_tokens):
-            slots = torch.full((batch_size, 1), slot, device=device)
             if slot:
-                logits = model(state, tokens[:, slot - 1 : slot], slots - 1)
-                watch.lap("model", device)
-            tokens[:, slot] = draw_tokens(checked, noise, logits, slots, law.guided)[:, 0]
-            watch.lap("verify", device)
+                advance()
             if callback is not None:
-                callback(slot, lengths + slot + 1)
+                callback(slot, lengths + slot)
         checked.finish()
         seconds, phase_seconds = watch.read()
         trace = DecodeTrace(
@@ -90,4 +139,4 @@ class AutoregressiveSampler(SchedulerMixin, ConfigMixin):
             phase_seconds=phase_seconds,
             peak_memory=watch.peak_memory(device),
         )
-        return SampleResult(tokens, trace)
+        return SampleResult(state.tokens.clone(), trace)

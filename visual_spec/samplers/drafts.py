@@ -38,7 +38,12 @@ class Draft:
 
 
 def uniform_draft(
-    noise: CounterNoise, slots: Tensor, round: int, *, allowed: tuple[int, int], law_like: Tensor | None
+    noise: CounterNoise,
+    slots: Tensor,
+    round: int | Tensor,
+    *,
+    allowed: tuple[int, int],
+    law_like: Tensor | None,
 ) -> Draft:
     """Every allowed id with equal probability.
 
@@ -54,7 +59,7 @@ def uniform_draft(
     law = None
     if law_like is not None:
         law = law_like.new_full(law_like.shape[-1:], -torch.inf)  # [V]
-        law[first:stop] = -math.log(stop - first)
+        law[first:stop].fill_(-math.log(stop - first))
     return Draft(tokens, law, UNIFORM)
 
 

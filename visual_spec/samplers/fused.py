@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.kernels.draw import EVERY_SLOT, LawNumbers, draw, on_gpu
-from visual_spec.kernels.verify import NO_DRAFT, verify
+from visual_spec.kernels.verify import verify
 from visual_spec.samplers.acceptance import identical_acceptance
 from visual_spec.samplers.checks import CheckedLaw
 from visual_spec.samplers.law import TokenLaw
@@ -76,21 +76,18 @@ def verify_exact(
     drafts: Tensor,
     guided: bool,
     stored_laws: Tensor,
-    draft_laws: Tensor | None,
+    draft_laws: Tensor,
     *,
-    round: int,
+    round: int | Tensor,
     coupling: str,
 ) -> Verdict:
     """Test the drafts [B, W - 1] by the exact rule, replace refused ones, and draw the slots anew from their laws.
 
     Args:
         stored_laws: [B, C, V], the laws that drafts were drawn from.
-        draft_laws: long [B, W], which of them each draft was drawn from, as in `kernels.verify`; None: its own column.
+        draft_laws: long [B, W], which of them each draft was drawn from, as in `kernels.verify`.
         coupling: of the next drafts; under "maximal" they are the tokens themselves.
     """
-    if draft_laws is None:
-        columns = torch.arange(drafts.shape[1], device=drafts.device).expand_as(drafts)
-        draft_laws = F.pad(columns, (0, 1), value=NO_DRAFT)
     stream, draw_round = {"gumbel": (TOKEN, 0), "independent": (DRAFT, round), "maximal": (None, 0)}[coupling]
     laws, accept, tokens, drawn, finite = verify(
         logits,

@@ -32,6 +32,8 @@ from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled, check_request
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.drafts import INITIAL_DRAFTS, LAST_LAW, UNIFORM, copied_draft, uniform_draft
+from visual_spec.samplers.graph import AUTO as AUTO_GRAPH
+from visual_spec.samplers.graph import can_record, check_graph, recorded, wants_graph
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
@@ -80,7 +82,7 @@ class JacobiState:
             slot behind the drafts and is -inf, the law of no draft. None under identical acceptance.
         draft_columns: long [B, W], where `draft_law` is that of the last call, unmoved: which column of it each draft
             was drawn from, or a constant of `kernels.verify`. None: its own.
-        round: index of the last call (the prefill is 0).
+        round: index of the last call (the prefill is 0); a long tensor [] where calls are recorded as graphs.
         target_calls: long [B].
         commit_call: long [B, L + W], by slot: the last call that had the slot in its window, which for a committed
             slot is the call that committed it.
@@ -92,7 +94,7 @@ class JacobiState:
     tokens: Tensor
     lengths: Tensor
     draft_law: Tensor | None
-    round: int
+    round: int | Tensor
     target_calls: Tensor
     commit_call: Tensor
     meter: DivergenceMeter | None = None
@@ -124,6 +126,10 @@ def prepare(
         meter=None if options.rule.lossless else DivergenceMeter(batch_size, device),
     )
     redraft(model, state, target, slots.new_ones(batch_size), law, noise, options)
+    if state.draft_law is not None and options.fusible and fused.fits(cache.logits):
+        # Each draft from the law in its own column, said as kernels say it.
+        columns = torch.arange(options.window - 1, device=device).expand(batch_size, -1)
+        state.draft_columns = F.pad(columns, (0, 1), value=NO_DRAFT)
     return state
 
 
@@ -187,7 +193,7 @@ def step(
             at = slots.gather(1, refused)
             state.tokens.scatter_(1, at, noise.categorical(law_there, at, RESIDUAL, state.round))
 
-    state.commit_call.scatter_(1, slots, torch.full_like(slots, state.round))
+    state.commit_call.scatter_(1, slots, torch.zeros_like(slots) + state.round)
     num_tokens = model.grid.num_tokens
     state.target_calls += state.lengths < num_tokens
     state.lengths = (state.lengths + kept + 1).clamp_(max=num_tokens)
@@ -210,6 +216,7 @@ def _verify_fused(
     window = law, noise, logits, slots, drafts, state.cache.guided
     if state.draft_law is None:
         return fused.verify_identical(*window)
+    assert state.draft_columns is not None
     laws = state.draft_law, state.draft_columns
     return fused.verify_exact(*window, *laws, round=state.round, coupling=options.coupling)
 
@@ -302,6 +309,8 @@ class SpeculativeJacobiSampler(Relaxable, SchedulerMixin, ConfigMixin):
         group_size, probability_gap, code_distance: of "grouped" (the size also of "clustered").
         delta, factor, neighbours: of "lantern".
         bounded: hold a relaxed acceptance back so that no slot moves more than `delta`. All these: see `Relaxation`.
+        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.graph`; the tokens are the same. "auto" does
+            so where it can.
 
     Raises:
         ValueError: a value that is not one of these.
@@ -323,7 +332,9 @@ class SpeculativeJacobiSampler(Relaxable, SchedulerMixin, ConfigMixin):
         factor: float | None = None,
         neighbours: int = 64,
         bounded: bool = False,
+        graph: bool | str = AUTO_GRAPH,
     ) -> None:
+        check_graph(graph)
         _ = self.relaxation, self.options  # which refuse what is not allowed
 
     @property
@@ -368,8 +379,9 @@ class SpeculativeJacobiSampler(Relaxable, SchedulerMixin, ConfigMixin):
         On CUDA the end is noticed one call late, so `callback` may be called once more after the last commit.
         """
         check_request(model, law, batch_size)
-        relaxation = self.relaxation
+        relaxation, graph = self.relaxation, self.config["graph"]
         relaxation.check(codebook, model.vocab_size)
+        recording = wants_graph(graph, model)
         keys = draw_keys(generator, batch_size)
         num_tokens = model.grid.num_tokens
         watch = Stopwatch()
@@ -381,8 +393,19 @@ class SpeculativeJacobiSampler(Relaxable, SchedulerMixin, ConfigMixin):
         noise = CounterNoise(keys, device)
         checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
         state = prepare(model, cache, checked, noise, options)
-        advance = partial(step, model, state, checked, noise, options, watch)
+
+        def call(state: JacobiState, checked: CheckedLaw, noise: CounterNoise) -> None:
+            step(model, state, checked, noise, options, watch)
+
+        parts = state, checked, noise
+        advance = partial(call, *parts)
+        recording = recording and (graph is True or can_record(cache))
+        if recording:
+            state.round = torch.zeros((), dtype=torch.long, device=device)
+            key = (replace(options, rule=EXACT), relaxation, codebook, law, batch_size)
+            parts, advance = recorded(model, key, call, parts, watch, strict=graph is True)
+            state, checked, noise = parts
         if self.config["window"] == AUTO:
             policy = WindowPolicy.of(model, (batch_size, law.guided, str(device)))
             advance = adaptive(advance, state, policy, num_tokens)
-        return decode(self, state, checked, noise, advance, watch, callback)
+        return decode(self, state, checked, noise, advance, watch, callback, shrinks=not recording)

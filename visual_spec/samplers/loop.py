@@ -52,7 +52,6 @@ class TextState(Protocol):
 
     tokens: Tensor
     lengths: Tensor
-    round: int
     target_calls: Tensor
     commit_call: Tensor
     meter: DivergenceMeter | None
@@ -117,6 +116,8 @@ def decode(
     advance: Callable[[], None],
     watch: Stopwatch,
     callback: Callback | None,
+    *,
+    shrinks: bool = True,
 ) -> SampleResult:
     """Call `advance`, one step on `state`, until every sample is complete, and draw up the result.
 
@@ -125,12 +126,13 @@ def decode(
         state, law, noise: shrink as samples are completed, where the state can.
         callback: called after the prefill and after every step. On CUDA the end is noticed one call late, so it may be
             called once more after the last commit.
+        shrinks: False keeps complete samples in the batch, for steps that were recorded for all of it.
     """
     num_tokens, device = law.num_tokens, state.tokens.device
-    roster = Roster(state)
-    shrinks, on_host = roster.can_shrink, HostCopy()
+    roster, call = Roster(state), 0
+    shrinks, on_host = shrinks and roster.can_shrink, HostCopy()
     if callback is not None:
-        callback(0, state.lengths)
+        callback(call, state.lengths.clone())
     while True:
         lengths = on_host(state.lengths)
         if lengths is not None:
@@ -142,8 +144,9 @@ def decode(
                 roster.leave(ended, law, noise)
                 on_host = HostCopy()
         advance()
+        call += 1
         if callback is not None:
-            callback(state.round, roster.result("lengths"))
+            callback(call, roster.result("lengths").clone())
     law.finish()
     seconds, phase_seconds = watch.read()
     trace = DecodeTrace(

@@ -226,7 +226,7 @@ def step(
     rest = torch.arange(depth + 1, window, device=device).expand(batch_size, -1)
     model.keep(state.cache, torch.cat([*columns, rest], 1), slots - 1)
     state.tokens.scatter_(1, slots, torch.cat([*chosen, candidates], 1))
-    state.commit_call.scatter_(1, slots, torch.full_like(slots, state.round))
+    state.commit_call.scatter_(1, slots, torch.zeros_like(slots) + state.round)
     num_tokens = model.grid.num_tokens
     state.target_calls += state.lengths < num_tokens
     state.lengths = (state.lengths + kept + 1).clamp_(max=num_tokens)
@@ -267,7 +267,7 @@ def _verify(
     laws: Tensor,
     noise: CounterNoise,
     slots: Tensor,
-    round: int,
+    round: int | Tensor,
     options: ProactiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """The siblings [B, K] of a slot under the law [B, 1, V]: the kept one, long [B], K for none; the token, [B, 1]."""
@@ -290,7 +290,7 @@ def _verify_chain(
     laws: Tensor,
     noise: CounterNoise,
     slots: Tensor,
-    round: int,
+    round: int | Tensor,
     options: ProactiveOptions,
 ) -> tuple[Tensor, Tensor]:
     """One draft a slot, as in `jacobi.step`: which are kept, bool [B, C - 1], and the token of each of C slots.

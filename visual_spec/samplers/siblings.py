@@ -47,7 +47,7 @@ def without(law: Tensor, tokens: Tensor) -> Tensor:
 
 
 def with_replacement(
-    law: Tensor, count: int, noise: CounterNoise, slots: Tensor, round: int, stream: int = DRAFT
+    law: Tensor, count: int, noise: CounterNoise, slots: Tensor, round: int | Tensor, stream: int = DRAFT
 ) -> tuple[Tensor, Tensor]:
     """Independent siblings from one law.
 
@@ -68,7 +68,7 @@ def with_replacement(
 
 
 def without_replacement(
-    law: Tensor, count: int, noise: CounterNoise, slots: Tensor, round: int, stream: int = DRAFT
+    law: Tensor, count: int, noise: CounterNoise, slots: Tensor, round: int | Tensor, stream: int = DRAFT
 ) -> tuple[Tensor, Tensor]:
     """Siblings that differ, drawn one after the other from what the earlier ones leave of a law.
 
@@ -118,7 +118,7 @@ def sibling_tests(
     return torch.cat(tests, 1), left[:, 0]
 
 
-def first_kept(probability: Tensor, noise: CounterNoise, slots: Tensor, round: int) -> Tensor:
+def first_kept(probability: Tensor, noise: CounterNoise, slots: Tensor, round: int | Tensor) -> Tensor:
     """Make the tests [B, K] in turn: the index of the first sibling that passes, long [B], K for none.
 
     Args:
@@ -137,7 +137,7 @@ def recursive_rejection(
     draft_laws: Tensor,
     noise: CounterNoise,
     slots: Tensor,
-    round: int,
+    round: int | Tensor,
     valid: Tensor | None = None,
     rule: AcceptanceRule = EXACT,
 ) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def moved_mass(
 
 
 def k_seq(
-    target: Tensor, drafts: Tensor, draft_law: Tensor, noise: CounterNoise, slots: Tensor, round: int
+    target: Tensor, drafts: Tensor, draft_law: Tensor, noise: CounterNoise, slots: Tensor, round: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """K-SEQ for independent siblings: each is kept with probability min(1, target / (rho * draft)).
 

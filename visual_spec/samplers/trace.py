@@ -22,7 +22,8 @@ class DecodeTrace:
             them: it yields slot 0.
         commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0).
         seconds: wall time of the whole decode.
-        phase_seconds: the parts of it: "prefill", "model", "verify".
+        phase_seconds: the parts of it: "prefill", "model", "verify"; of calls that were replayed as graphs, "step",
+            which is "model" and "verify" together.
         peak_memory: bytes, the most that was allocated on the CUDA device; None on the CPU.
         divergence: measured distance to the target law a tested slot; None for a lossless sampler, which has none.
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
@@ -143,6 +144,8 @@ class Stopwatch:
     def lap(self, phase: str, device: torch.device) -> None:
         """Attribute the time since the last lap (or since construction) to `phase`."""
         if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():  # nothing is computed now
+                return
             if not self._events:
                 # The prefill is timed by the clock: there was no event before it, as no device was known.
                 torch.cuda.synchronize(device)

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from visual_spec.models.protocol import owner_of
 from visual_spec.samplers.loop import HostCopy
 
 AUTO = "auto"
@@ -48,7 +49,7 @@ class WindowPolicy:
     @classmethod
     def of(cls, model: Any, key: Any, widths: Sequence[int] = WIDTHS) -> WindowPolicy:
         """The policy that saw all calls of this model under `key`."""
-        known = _POLICIES.setdefault(model, {})
+        known = _POLICIES.setdefault(owner_of(model), {})
         if key not in known:
             known[key] = cls(widths)
         return known[key]
@@ -105,7 +106,7 @@ def adaptive(
     state.width = policy.choose()
 
     def step() -> None:
-        before, start = state.lengths, clock()
+        before, start = state.lengths.clone(), clock()  # a recorded step moves it in place
         widths.append(state.width)
         advance()
         whole = state.lengths < num_tokens
