@@ -4,6 +4,8 @@ The rule: feed the AR tokens of a bfloat16 run through the same model in wide wi
 draw another token must be a near-tie: the two tokens' scores (law plus noise) lie closer than the two calls' rounding.
 """
 
+from typing import Any
+
 import torch
 
 from tests.tiny import tiny_text_encoder, tiny_transformer
@@ -19,7 +21,8 @@ PROMPTS = ["a red circle", "a blue square on a circle", "blue", "red square"] * 
 
 def narrow_and_wide():
     """Scores (law plus the slot's noise) [B, L, V] of one-token calls and of one call over all slots."""
-    model = tiny_transformer(dim=64, vocab_size=40).to(torch.bfloat16)
+    model: Any = tiny_transformer(dim=64, vocab_size=40)
+    model.to(torch.bfloat16)
     condition = tiny_text_encoder()(PROMPTS)
     run = AutoregressiveSampler()(
         model, condition, law=LAW, generator=torch.Generator().manual_seed(0), batch_size=BATCH

@@ -25,6 +25,7 @@ from visual_spec.models.infinity import InfinityTransformer
 from visual_spec.models.infinity_scales import scales_for
 from visual_spec.models.llamagen import PRESETS
 from visual_spec.models.patterns import CodebookPattern
+from visual_spec.models.protocol import area_of
 from visual_spec.models.scale_budget import cache_bytes
 from visual_spec.models.var import VARTransformer
 from visual_spec.models.var_vq import MultiscaleVQModel
@@ -118,7 +119,7 @@ def test_sizes_of_infinity(name):
         network = InfinityTransformer(**infinity.PRESETS["2b" if "2B" in name else "8b"], scales=scales)
     width, layers = network.config["dim"], network.config["num_layers"]
     assert model.parameters == parameters(network)
-    assert (model.tokens, model.uncached) == (sum(n * n for n in scales), scales[-1] ** 2)
+    assert (model.tokens, model.uncached) == (sum(map(area_of, scales)), area_of(scales[-1]))
     assert (model.cached, model.calls) == (2 * layers * width, (catalogue.SCALES,))
 
 

@@ -167,7 +167,7 @@ def test_training_logits_equal_decoding_logits():
 )
 def test_presets_have_the_published_sizes_and_the_official_keys(name: str, millions: int):
     with torch.device("meta"):
-        model = LlamaGenTransformer(**PRESETS[name])
+        model = LlamaGenTransformer(**PRESETS[name])  # pyright: ignore[reportArgumentType]
     assert abs(sum(p.numel() for p in model.parameters()) / 1e6 - millions) < 0.01 * millions
     expected = {
         "tok_embeddings.weight",

@@ -46,7 +46,9 @@ def by_hand(
 ) -> torch.Tensor:
     model = MagnetModel(pipe.transformer, given.shape[-1] + new, reach=4)
     law = TokenLaw(guidance_scale=2.0, temperature=1.7, top_p=0.9)
-    asked = dict(law=law, generator=generators, batch_size=len(given), given=model.given(given))
+    asked: dict[str, Any] = dict(
+        law=law, generator=generators, batch_size=len(given), given=model.given(given)
+    )
     return sampler()(model, condition, **asked).tokens.transpose(1, 2)
 
 

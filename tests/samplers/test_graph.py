@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.models.test_cached_decoder import case
 from tests.tiny import seeded, tiny_transformer
@@ -243,7 +244,8 @@ def test_weights_that_come_and_go_are_not_recorded():
 def test_the_oldest_recordings_make_room(monkeypatch):
     def recording(numbers: int) -> graph.Recording:
         cache = SimpleNamespace(buffers=lambda: [torch.zeros(numbers, dtype=torch.int8)])
-        return graph.Recording((SimpleNamespace(cache=cache), SimpleNamespace(), SimpleNamespace()), (), ())
+        parts: Any = (SimpleNamespace(cache=cache), SimpleNamespace(), SimpleNamespace())
+        return graph.Recording(parts, (), ())
 
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=4 * 100)
@@ -264,7 +266,7 @@ class NoHost(TorchDispatchMode):
     """Refuses operations on what is not on the device. Reading the device fails by itself: there are no numbers."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for value in torch.utils._pytree.tree_leaves((args, kwargs or {})):
+        for value in tree_leaves((args, kwargs or {})):
             if isinstance(value, Tensor) and value.device.type != "cuda":
                 raise AssertionError(f"{func} of a {tuple(value.shape)} tensor on the {value.device}")
         return func(*args, **(kwargs or {}))
@@ -305,6 +307,7 @@ def no_host(monkeypatch: Any) -> Iterator[None]:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9}])
 def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
+    model: Any
     model, condition = (tiny_transformer(), captions(1)) if name == "llamagen" else case(name, torch.float32)
     law, options = TokenLaw(guidance_scale=2.0, **filters), getattr(SAMPLERS[sampler], "options", None)
     batch_size = 3 if name == "llamagen" else 4
@@ -320,13 +323,13 @@ def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
                 slots = torch.ones(batch_size, 1, dtype=torch.long, device="cuda")
                 tokens = torch.zeros(batch_size, model.grid.num_tokens, dtype=torch.long, device="cuda")
                 state = AutoregressiveState(cache, tokens, slots)
-                step: Any = lambda *parts: autoregressive.step(model, *parts, Stopwatch())  # noqa: E731
+                step: Any = lambda *given: autoregressive.step(model, given[0], checked, noise, Stopwatch())  # noqa: E731
             else:
                 relaxation = SAMPLERS[sampler].relaxation
                 options = jacobi.replace(options, rule=relaxation.rule(None, torch.device("cuda")))
                 state = jacobi.prepare(model, cache, checked, noise, options)
                 state.round = torch.zeros((), dtype=torch.long, device="cuda")
-                step = lambda *parts: jacobi.step(model, *parts, options, Stopwatch())  # noqa: E731
+                step = lambda *given: jacobi.step(model, given[0], checked, noise, options, Stopwatch())  # noqa: E731
             checked.remember(torch.zeros(batch_size, 1, dtype=torch.bool, device="cuda"), state.tokens[:, :1])
             parts = (state, checked, noise)
             known = [(tensor.shape, tensor.dtype) for tensor in graph._tensors(parts)]
@@ -351,7 +354,8 @@ def test_that_test_sees_what_waits(monkeypatch, line):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_graphs_on_a_gpu(name):
-    model = tiny_transformer().to("cuda")
+    model: Any = tiny_transformer()
+    model.to("cuda")
     sampler = type(SAMPLERS[name]).from_config(SAMPLERS[name].config, graph=True)
     plain = type(sampler).from_config(sampler.config, graph=False)
     for seed in (3, 40):

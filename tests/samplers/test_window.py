@@ -1,6 +1,7 @@
 """The chosen window is the one with the most tokens a second; the tokens are plain sampling's whatever it is."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_tokens_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale)
         policy.seconds.update(known)
         monkeypatch.setattr(WindowPolicy, "of", classmethod(lambda cls, *_: policy))
     pipe = tiny_pipeline(AutoregressiveSampler())
-    asked = dict(output_type="latent", guidance_scale=guidance_scale)
+    asked: Any = dict(output_type="latent", guidance_scale=guidance_scale)
     plain = pipe(PROMPTS, generator=seeded(1, 2, 3), **asked).images
     pipe.sampler = SpeculativeJacobiSampler(window="auto")
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from visual_spec.training.loop import Checkpoint, Descent, cosine_rate, muon_and
 TOTAL = 9
 
 
-def network() -> nn.Sequential:
+def network() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 1))
 
@@ -25,7 +26,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     )  # steep, so that gradients are clipped
 
 
-def descent(model: nn.Sequential) -> Descent:
+def descent(model: Any) -> Descent:
     return Descent(muon_and_adamw(model[1], model.parameters(), 0.1, 0.02), TOTAL, 0.1, warmup=3)
 
 
