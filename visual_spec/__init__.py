@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from visual_spec.models.projections import fuse_projections
     from visual_spec.models.protocol import TokenGrid
     from visual_spec.pipelines.accelerate import accelerate, restore, summary
     from visual_spec.pipelines.audio import AudioPipeline
@@ -56,6 +57,7 @@ _HOME = {
     "ZipARSampler": "visual_spec.samplers.rows",
     "accelerate": "visual_spec.pipelines.accelerate",
     "code_stages": "visual_spec.samplers.scales",
+    "fuse_projections": "visual_spec.models.projections",
     "restore": "visual_spec.pipelines.accelerate",
     "summary": "visual_spec.pipelines.accelerate",
 }
@@ -84,6 +86,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "code_stages",
+    "fuse_projections",
     "restore",
     "summary",
 ]

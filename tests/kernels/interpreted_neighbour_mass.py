@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.relaxing import codes, laws
 from visual_spec.kernels import neighbour_mass as module
@@ -76,3 +78,40 @@ def test_no_drafts():
     assert module.grouped_mass_triton(*none, codes(), 3, 1.0, 1.0).shape == (2, 0)
     assert module.clustered_mass_triton(*none, torch.arange(37)).shape == (2, 0)
     assert module.lantern_mass_triton(*none, neighbour_table(codes(), 2), 0.1, True).shape == (2, 0)
+
+
+def every_rule(*given: Tensor) -> list[Tensor]:
+    target, draft_law, drafts = given
+    return [
+        module.grouped_mass_triton(target, draft_law, drafts, codes(), 7, 0.15, 3.0),
+        module.clustered_mass_triton(target, draft_law, drafts, cluster_table(codes(), 9)),
+        module.lantern_mass_triton(target, draft_law, drafts, neighbour_table(codes(), 6), 0.1, True),
+    ]
+
+
+def test_parts_of_larger_tensors_are_read_where_they_lie(monkeypatch):
+    """All columns but the last, one codebook of three, and one law for all columns, as samplers hand them over."""
+    target, draft_law, drafts = laws(2, 4)
+    monkeypatch.setattr(Tensor, "contiguous", lambda self: self.clone() if self.dim() < 3 else pytest.fail())
+    for part in (np.s_[:, :-1], np.s_[:, 1::2]):
+        given = target[part], draft_law[part], drafts[part]
+        assert not given[0].is_contiguous()
+        expected = every_rule(*(tensor.clone(memory_format=torch.contiguous_format) for tensor in given))
+        assert all(torch.equal(*pair) for pair in zip(every_rule(*given), expected, strict=True))
+    wide = draft_law[:, :1].expand(-1, 4, -1)
+    expected = every_rule(target, wide.clone(memory_format=torch.contiguous_format), drafts)
+    assert all(torch.equal(*pair) for pair in zip(every_rule(target, wide, drafts), expected, strict=True))
+
+
+def test_rows_far_apart(tmp_path):
+    """Offsets beyond 2**31 numbers, from sample to sample and from draft to draft. The file is sparse."""
+    given, stride = [part[:, :1].clone() for part in laws(3, 2)], 2**30 + 48
+    flat = torch.from_numpy(np.memmap(tmp_path / "laws", np.float32, "w+", shape=(2 * stride + 64,)))
+    far = flat.as_strided((3, 1, 37), (stride, 37, 1), storage_offset=5)
+    expected = every_rule(*given)
+    far.copy_(given[0])
+    assert all(torch.equal(*pair) for pair in zip(every_rule(far, *given[1:]), expected, strict=True))
+    far.copy_(given[1])
+    turned = given[0].transpose(0, 1), far.transpose(0, 1), given[2].T
+    found = every_rule(*turned)
+    assert all(torch.equal(one, other.T) for one, other in zip(found, expected, strict=True))

@@ -44,8 +44,9 @@ def masked_sample(
     Returns:
         tokens: long [B, W], those of `draw`.
         log_probs: float32 [B, W], of the tokens under the law.
-        log_kept: float32 [B, W], of the mass that top-k and top-p keep (0 without them). log_probs + log_kept is the
-            log-probability before the filters, which MAGNeT's confidence is.
+        log_kept: float32 [B, W], of the mass that the law keeps of what temperature and guidance leave: 0 without top-k
+            and top-p, and at temperature 0 the mass of the likeliest token at temperature 1. log_probs + log_kept is
+            the log-probability before the filters, which MAGNeT's confidence is.
         finite: BoolTensor [B, W], as from `draw`.
         On CUDA by the Triton kernel, elsewhere by `masked_sample_reference`.
 
@@ -63,10 +64,8 @@ def masked_sample_reference(
     tokens, _ = draw_reference(logits, keys, slots, round, stream, law)
     at = tokens[..., None]
     log_probs = law_reference(logits, slots, law).gather(-1, at).squeeze(-1)
-    log_kept = torch.zeros_like(log_probs)
-    if law.temperature != 0:
-        whole = law_reference(logits, slots, law._replace(top_k=0, top_p=1.0))
-        log_kept = whole.gather(-1, at).squeeze(-1) - log_probs
+    whole = law_reference(logits, slots, law._replace(top_k=0, top_p=1.0, temperature=law.temperature or 1.0))
+    log_kept = whole.gather(-1, at).squeeze(-1) - log_probs
     return tokens, log_probs, log_kept, finite_reference(logits, law)
 
 
@@ -198,14 +197,16 @@ if triton is not None:
             uniform = uniform_tile(key, slot, at_round, start, STREAM, BLOCKS)
             soonest, winner = race(uniform, scores, ids, soonest, winner, True)
         token = tl.maximum(winner, first)
+        all_mass = tl.log(tl.sum(tl.sum(whole, 1), 0))
         log_prob = 0.0
-        kept_here = 0.0
+        kept_here = -all_mass  # greedy: the peak alone, of mass 1
         if not GREEDY:
             score, _, _ = guided_logits(row, token, winner >= 0, GUIDED)
             total = tl.log(tl.sum(tl.sum(kept, 1), 0))
             log_prob = score - peak - total
+            kept_here = 0.0
             if TOP_K or TOP_P:
-                kept_here = total - tl.log(tl.sum(tl.sum(whole, 1), 0))
+                kept_here = total - all_mass
         tl.store(tokens + place, token.to(tl.int64))
         tl.store(log_probs + place, log_prob)
         tl.store(log_kept + place, kept_here)

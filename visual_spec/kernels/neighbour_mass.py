@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from visual_spec.kernels.draw import compiled, on_gpu, triton
+from visual_spec.kernels.draw import compiled, on_gpu, rows_of_numbers, triton
 
 _TILE = 1024
 _WARPS = 8
@@ -37,7 +37,7 @@ def grouped_mass(
     """Probability of keeping each draft under GSD, min(1, P(C) / Q(C)): see `samplers.relaxed.grouped_acceptance`.
 
     Args:
-        target, draft_law: float32 [B, N, V] log-probabilities.
+        target, draft_law: float32 [B, N, V] log-probabilities; parts of larger tensors are read where they lie.
         drafts: long [B, N].
         size: tokens of a group, the draft included.
         gap: members have a probability less than this from the draft's.
@@ -222,12 +222,12 @@ def grouped_mass_triton(
     if drafts.numel() == 0:
         return out
     codebook = codebook.contiguous()
+    rows = _rows(target, draft_law)
     kernel: Any = wrap_triton(_grouped_kernel) if compiled(_grouped_kernel) else _grouped_kernel
     with torch.cuda.device_of(target):
         kernel[(drafts.numel(),)](
             out,
-            target.contiguous(),
-            draft_law.contiguous(),
+            *rows,
             drafts.contiguous(),
             codebook,
             target.shape[-1],
@@ -250,12 +250,12 @@ def clustered_mass_triton(target: Tensor, draft_law: Tensor, drafts: Tensor, clu
     out = _one_a_draft(target, draft_law, drafts)
     if drafts.numel() == 0:
         return out
+    rows = _rows(target, draft_law)
     kernel: Any = wrap_triton(_clustered_kernel) if compiled(_clustered_kernel) else _clustered_kernel
     with torch.cuda.device_of(target):
         kernel[(drafts.numel(),)](
             out,
-            target.contiguous(),
-            draft_law.contiguous(),
+            *rows,
             drafts.contiguous(),
             clusters.contiguous(),
             target.shape[-1],
@@ -273,12 +273,12 @@ def lantern_mass_triton(
     out = _one_a_draft(target, draft_law, drafts)
     if drafts.numel() == 0:
         return out
+    rows = _rows(target, draft_law)
     kernel: Any = wrap_triton(_lantern_kernel) if compiled(_lantern_kernel) else _lantern_kernel
     with torch.cuda.device_of(target):
         kernel[(drafts.numel(),)](
             out,
-            target.contiguous(),
-            draft_law.contiguous(),
+            *rows,
             drafts.contiguous(),
             neighbours.contiguous(),
             target.shape[-1],
@@ -289,6 +289,15 @@ def lantern_mass_triton(
             num_warps=1,
         )
     return out
+
+
+def _rows(target: Tensor, draft_law: Tensor) -> tuple[Any, ...]:
+    """The laws, the drafts of a sample, and the steps from sample to sample and from draft to draft in either law.
+
+    Samplers test all columns of a window but the last, or every K-th: such parts are not copied.
+    """
+    target, draft_law = rows_of_numbers(target), rows_of_numbers(draft_law)
+    return target, draft_law, target.shape[1], *target.stride()[:2], *draft_law.stride()[:2]
 
 
 def _power_of_two(count: int) -> int:
@@ -342,6 +351,11 @@ if triton is not None:
         out,
         target,
         draft_law,
+        width,
+        target_sample,
+        target_row,
+        draft_sample,
+        draft_row,
         drafts,
         codebook,
         vocab_size,
@@ -357,8 +371,8 @@ if triton is not None:
     ):
         infinity = float("inf")
         place = tl.program_id(0).to(tl.int64)
-        target += place * vocab_size
-        draft_law += place * vocab_size
+        target += place // width * target_sample + place % width * target_row
+        draft_law += place // width * draft_sample + place % width * draft_row
         draft = tl.load(drafts + place)
         own = tl.load(target + draft)
         target_mass, draft_mass = tl.exp(own), tl.exp(tl.load(draft_law + draft))
@@ -411,11 +425,23 @@ if triton is not None:
 
     @triton.jit
     def _clustered_kernel(
-        out, target, draft_law, drafts, clusters, vocab_size, TILE: tl.constexpr, TILES: tl.constexpr
+        out,
+        target,
+        draft_law,
+        width,
+        target_sample,
+        target_row,
+        draft_sample,
+        draft_row,
+        drafts,
+        clusters,
+        vocab_size,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
     ):
         place = tl.program_id(0).to(tl.int64)
-        target += place * vocab_size
-        draft_law += place * vocab_size
+        target += place // width * target_sample + place % width * target_row
+        draft_law += place // width * draft_sample + place % width * draft_row
         draft = tl.load(drafts + place)
         cluster = tl.load(clusters + draft)
         target_mass = tl.zeros([TILE], tl.float32)
@@ -433,6 +459,11 @@ if triton is not None:
         out,
         target,
         draft_law,
+        width,
+        target_sample,
+        target_row,
+        draft_sample,
+        draft_row,
         drafts,
         neighbours,
         vocab_size,
@@ -442,7 +473,8 @@ if triton is not None:
         COUNT: tl.constexpr,
     ):
         place = tl.program_id(0).to(tl.int64)
-        target += place * vocab_size
+        target += place // width * target_sample + place % width * target_row
+        draft_law += place // width * draft_sample + place % width * draft_row
         draft = tl.load(drafts + place)
         own = tl.load(target + draft)
         order = tl.arange(0, COUNT)
@@ -452,5 +484,5 @@ if triton is not None:
         if not FIXED:
             most = limit * tl.exp(own)
         lent = tl.sum(tl.where(tl.cumsum(mass, 0) <= most, mass, 0.0))
-        label = tl.load(draft_law + place * vocab_size + draft)
+        label = tl.load(draft_law + draft)
         tl.store(out + place, _keep(tl.exp(own) + lent, tl.exp(label), own))

@@ -35,14 +35,14 @@ from visual_spec.samplers.masking import (
     SCORES,
     SPAN_SCORES,
     Spans,
-    confidence,
+    draw_and_score,
     fixed_order,
     hidden_counts,
     hidden_shares,
     least_sure,
     mixed,
 )
-from visual_spec.samplers.randomness import CHOICE, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.randomness import CHOICE, CounterNoise, draw_keys
 from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
 
 # Falling temperatures end here, not at 0 (MAGNeT's code).
@@ -227,15 +227,22 @@ class MaskedSampler(SchedulerMixin, ConfigMixin):
                 drawing = unknown & spans.spread(hidden)  # [B, L]
                 # What stands where nothing is drawn is no one's concern: it counts as past the grid.
                 looked_at = torch.where(drawing, entries, checked.num_tokens)
-                target = checked(logits, looked_at, checked.law.guided)  # [B, L, V]
-                drawn = noise.categorical(target, entries, TOKEN, step)
-                tokens[..., stage] = drawn = torch.where(drawing, drawn, tokens[..., stage])
-                if order is not None or not left:  # the last step keeps all, whatever its score
+                # The last step keeps all, whatever its score.
+                asked = settings["score"] if order is None and left else None
+                drawn, score = draw_and_score(
+                    checked,
+                    noise,
+                    logits,
+                    entries,
+                    looked_at,
+                    step,
+                    score=asked,
+                    filtered=settings["filtered_score"],
+                )
+                tokens[..., stage] = torch.where(drawing, drawn, tokens[..., stage])
+                if score is None:
                     score = hidden.float() if order is None else order
                 else:
-                    score = confidence(
-                        settings["score"], self._scored_law(target, logits, checked.law), drawn
-                    )
                     if rescorer is not None:
                         watch.lap("verify", device)
                         score = self._rescored(score, rescorer, own, tokens, model.mask_id, stage)
@@ -279,15 +286,6 @@ class MaskedSampler(SchedulerMixin, ConfigMixin):
         if settings["temperature"] == "falling" and temperature:
             temperature = max(temperature * left, _LEAST_TEMPERATURE)
         return replace(law, guidance_scale=scale, temperature=temperature)
-
-    def _scored_law(self, target: Tensor, logits: Tensor, law: TokenLaw) -> Tensor:
-        """The law that draws are scored by, [B, L, V]."""
-        filtered = law.top_k or law.top_p < 1 or not law.temperature
-        if self.config["filtered_score"] or not filtered:
-            return target
-        # Greedy draws are all certain; what tells them apart is the law without a temperature.
-        plain = replace(law, top_k=0, top_p=1.0, temperature=law.temperature or 1.0)
-        return plain(logits, law.guided)
 
     def _rescored(
         self, sure: Tensor, rescorer: Rescorer, condition: Any, tokens: Tensor, mask_id: int, stage: int

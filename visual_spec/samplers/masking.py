@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.protocol import TokenGrid
-from visual_spec.samplers.randomness import CHOICE, CounterNoise
+from visual_spec.samplers import fused
+from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.randomness import CHOICE, TOKEN, CounterNoise
 
 # Schedules: the share that is hidden when a decode has come `u` of its way, falling from 1 to 0.
 SCHEDULES = {
@@ -111,7 +115,55 @@ class Spans:
         return F.pad(values, (0, missing), value=fill).unflatten(1, (self.count, self.length))
 
 
-# -- score -------------------------------------------------------------------------------------------------------------
+# -- draw and score ----------------------------------------------------------------------------------------------------
+
+
+def draw_and_score(
+    law: CheckedLaw,
+    noise: CounterNoise,
+    logits: Tensor,
+    slots: Tensor,
+    checked_slots: Tensor,
+    step: int,
+    *,
+    score: str | None,
+    filtered: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Draw every position from its law, and say how sure each draw is. In one kernel on a GPU, but for entropies.
+
+    Args:
+        logits: [R, L, V], R = 2B where the law is guided, else B.
+        slots: long [B, L], counters of the noise.
+        checked_slots: long [B, L], under which the logits are checked; `law.num_tokens` where they are not.
+        step: round of the noise.
+        score: one of `SCORES` that looks at the law; None where nobody asks.
+        filtered: score by the law that is drawn from; if not, by that law before top-k and top-p, and greedy draws by
+            the law of temperature 1: they are all certain, and that is what tells them apart.
+
+    Returns:
+        Tokens, long [B, L]; and scores [B, L], None without a score.
+    """
+    guided = law.law.guided
+    if fused.fits(logits) and score != "entropy":
+        numbers = fused.numbers(law.law, guided, logits.shape[-1])
+        drawn, log_probs, log_kept, finite = masked_sample(
+            logits, noise.keys, slots, numbers, stream=TOKEN, round=step
+        )
+        law.remember(~finite, checked_slots)
+        sure = log_probs if filtered else log_probs + log_kept
+        return drawn, None if score is None else sure if score == "log_probability" else sure.exp()
+    target = law(logits, checked_slots, guided)  # [B, L, V]
+    drawn = noise.categorical(target, slots, TOKEN, step)
+    if score is None:
+        return drawn, None
+    return drawn, confidence(score, target if filtered else _unfiltered(law.law, target, logits), drawn)
+
+
+def _unfiltered(law: TokenLaw, target: Tensor, logits: Tensor) -> Tensor:
+    """`target` [B, L, V] as it is before top-k and top-p, at temperature 1 if it is greedy."""
+    if not (law.top_k or law.top_p < 1 or not law.temperature):
+        return target
+    return replace(law, top_k=0, top_p=1.0, temperature=law.temperature or 1.0)(logits, law.guided)
 
 
 def confidence(score: str, log_probs: Tensor, drawn: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ The share of drafts kept then grows by just as much: rules differ in which token
 decode measures its own `moved` (`trace.DivergenceMeter`).
 
 No rule keeps a draft that the target law forbids, whatever its kin.
+
+On a GPU each rule is one kernel (`kernels.neighbour_mass`), up to rounding; what it computes is written out here.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.neighbour_mass import clustered_mass, grouped_mass, lantern_mass
+from visual_spec.samplers import fused
 from visual_spec.samplers.acceptance import EXACT, AcceptanceRule, exact_acceptance
 from visual_spec.samplers.checks import check_count
 
@@ -74,6 +78,10 @@ def grouped_acceptance(
     Returns:
         [B, N], of the laws' dtype.
     """
+    if _by_kernel(target, draft_law):
+        return grouped_mass(
+            target, draft_law, drafts, size=size, gap=gap, distance=distance, codebook=codebook
+        )
     at = drafts[..., None]  # [B, N, 1]
     own = target.gather(-1, at)
     ids = torch.arange(target.shape[-1], device=target.device)
@@ -100,6 +108,8 @@ def clustered_acceptance(target: Tensor, draft_law: Tensor, drafts: Tensor, *, c
     Args:
         clusters: long [V], the cluster of every token, from `cluster_table`.
     """
+    if _by_kernel(target, draft_law):
+        return clustered_mass(target, draft_law, drafts, clusters=clusters)
     together = clusters == clusters[drafts][..., None]  # [B, N, V]
     masses = [law.masked_fill(~together, -torch.inf).exp().sum(-1) for law in (target, draft_law)]
     own = target.gather(-1, drafts[..., None]).squeeze(-1)
@@ -140,6 +150,8 @@ def lantern_acceptance(
     Returns:
         [B, N], of the laws' dtype.
     """
+    if _by_kernel(target, draft_law):
+        return lantern_mass(target, draft_law, drafts, neighbours=neighbours, delta=delta, factor=factor)
     _, _, merged = _merge(target, drafts, neighbours, delta, factor)
     return (merged / draft_law.gather(-1, drafts[..., None]).exp_()).clamp_(max=1).squeeze(-1)
 
@@ -168,6 +180,10 @@ def _merge(
     lent = mass.cumsum(-1) <= (delta if factor is None else (factor - 1) * own)
     lent &= own > 0  # a forbidden token stays forbidden
     return near, lent, own + (mass * lent).sum(-1, keepdim=True)
+
+
+def _by_kernel(target: Tensor, draft_law: Tensor) -> bool:
+    return fused.fits(target) and target.dtype == draft_law.dtype
 
 
 def bounded_acceptance(

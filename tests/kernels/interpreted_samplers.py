@@ -1,0 +1,100 @@
+"""Decodes by the kernels of masked and relaxed samplers, in Triton's interpreter; run by tests/samplers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.relaxing import codes
+from visual_spec.kernels import draw as draw_module
+from visual_spec.kernels import masked_sample, neighbour_mass
+from visual_spec.models.protocol import TokenGrid
+from visual_spec.models.tabular import TabularMaskedModel, TabularModel
+from visual_spec.samplers import fused
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.masked import MaskedSampler
+
+KERNELS = (
+    (draw_module, "draw"),
+    (masked_sample, "masked_sample"),
+    (neighbour_mass, "grouped_mass"),
+    (neighbour_mass, "clustered_mass"),
+    (neighbour_mass, "lantern_mass"),
+)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Take the path of a GPU from here on, by the kernels themselves. Says which of them ran."""
+    names: set[str] = set()
+
+    def watched(module: Any, name: str) -> Any:
+        real = getattr(module, f"{name}_triton")
+
+        def call(*args: Any) -> Any:
+            names.add(name)
+            return real(*args)
+
+        return call
+
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, "_TILE", 64)
+        monkeypatch.setattr(module, f"{name}_reference", watched(module, name))
+    monkeypatch.setattr(fused, "fits", lambda logits: logits.dtype == torch.float32)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("settings", "law"),
+    [
+        (
+            dict(clock="magnet", span=2, temperature="falling", guidance="falling"),
+            TokenLaw(guidance_scale=3.0, temperature=2.0, top_p=0.8),
+        ),
+        (dict(score="probability", filtered_score=True, choice_temperature=1.0), TokenLaw(top_k=2)),
+        (dict(), TokenLaw(temperature=0.0)),
+    ],
+)
+def test_masked_decodes(request, settings, law):
+    model = TabularMaskedModel(TokenGrid(1, 4), 3, conditions=2, dtype=torch.float32)
+
+    def decode() -> Any:
+        generator = torch.Generator().manual_seed(3)
+        condition = torch.tensor([1, 0] if law.guided else [1])
+        sampler = MaskedSampler(3, **settings)
+        return sampler(model, condition, law=law, generator=generator, batch_size=len(condition))
+
+    expected = decode()
+    launched = request.getfixturevalue("launched")
+    found = decode()
+    assert launched == {"masked_sample"}
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.trace.entry_call, expected.trace.entry_call)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(acceptance="grouped", group_size=4, code_distance=3.0, probability_gap=0.4),
+        dict(acceptance="clustered", group_size=3),
+        dict(acceptance="lantern", delta=0.3, neighbours=3),
+    ],
+)
+def test_relaxed_decodes(request, settings):
+    model = TabularModel(TokenGrid(2, 4), 7, order=2, conditions=2, dependence=0.2, dtype=torch.float32)
+
+    def decode():
+        generator = torch.Generator().manual_seed(3)
+        sampler = SpeculativeJacobiSampler(3, **settings)
+        condition, law = torch.tensor([1, 0]), TokenLaw()
+        return sampler(model, condition, law=law, generator=generator, batch_size=2, codebook=codes(7))
+
+    expected = decode()
+    launched = request.getfixturevalue("launched")
+    found = decode()
+    assert launched == {"draw", f"{settings['acceptance']}_mass"}
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.trace.commit_call, expected.trace.commit_call)

@@ -1,0 +1,155 @@
+"""Projections of one input as one matrix product: query, key and value, and the gate and value of gated layers.
+
+Decoding reads every weight once a call. Three products with narrow matrices are three launches, each too small to fill
+a GPU; with one matrix of all their rows there is one. `fuse_projections` joins them in place, in LlamaGen and in the
+decoders of transformers models (Janus, Chameleon, Emu3, GLM-Image). The layers' own code stays: it goes on to ask every
+projection by its name. The one that is asked first computes all of them, and the others hand out their parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# By the name of the layer that holds them, so that attention to another sequence is left alone. In the order in which
+# the layers ask, which is also that of their rows.
+_GROUPS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj"),
+    "mlp": ("gate_proj", "up_proj"),
+    "feed_forward": ("w1", "w3"),
+}
+
+
+def fuse_projections(model: nn.Module) -> None:
+    """Join the projections of self-attention, and those of gated layers, in place.
+
+    Outputs are the same up to the rounding of a matrix product. No weight is held twice. State dicts keep the keys of
+    separate projections: files are written and read as before. Parameters are new ones, so an optimizer made before
+    knows them no more.
+
+    Args:
+        model: a `LlamaGenTransformer`, a transformers model, or any module around such layers. Biases, keys and values
+            narrower than the queries, and norms behind the projections are kept. Quantise it afterwards, not before.
+
+    Raises:
+        ValueError: nothing to join; or projections that are no plain linear layers of one dtype and device, all with a
+            bias or none. Then nothing was changed.
+    """
+    found: list[tuple[nn.Module, tuple[str, ...]]] = []
+    for path, layer in model.named_modules():
+        names = _GROUPS.get(path.rpartition(".")[2], ())
+        parts = [getattr(layer, name, None) for name in names]
+        if not names or None in parts or isinstance(parts[0], JoinedProjections):
+            continue
+        _check(path, names, parts)
+        found.append((layer, names))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} holds no layer with projections to join ("
+            + "; ".join(f"{layer}: {', '.join(names)}" for layer, names in _GROUPS.items())
+            + "); pass a model that does, and only once."
+        )
+    for layer, names in found:
+        joined = JoinedProjections([getattr(layer, name) for name in names], names)
+        setattr(layer, names[0], joined)
+        for index, name in enumerate(names[1:], 1):
+            setattr(layer, name, Part(joined, index))
+        joined.register_state_dict_post_hook(_write_separately)
+        # On the layer: when they load, the projections are shown their own keys only.
+        layer.register_load_state_dict_pre_hook(_read_separately)
+
+
+class JoinedProjections(nn.Linear):
+    """Several projections, one below the other in one matrix. Called, it is the first of them; see `Part`.
+
+    Args:
+        layers: the projections, checked.
+        names: theirs in the layer that holds them.
+    """
+
+    def __init__(self, layers: list[nn.Linear], names: tuple[str, ...]) -> None:
+        first = layers[0]
+        sizes = [layer.out_features for layer in layers]
+        super().__init__(first.in_features, sum(sizes), first.bias is not None, device="meta")
+        self.names, self.sizes = names, sizes
+        for kind in ("weight", "bias") if first.bias is not None else ("weight",):
+            rows = [getattr(layer, kind) for layer in layers]
+            joined = torch.cat([part.detach() for part in rows])
+            setattr(self, kind, nn.Parameter(joined, requires_grad=rows[0].requires_grad))
+        self.train(first.training)
+        self._held: tuple[Tensor, tuple[Tensor, ...]] | None = None
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """A projection of `x [..., in]`, as a view of all of them."""
+        held = self._held
+        # Asked in another order, or of another input, it computes anew, and is slow but right.
+        if held is None or held[0] is not x:
+            held = self._held = x, super().forward(x).split(self.sizes, -1)
+        if index == len(self.sizes) - 1:
+            self._held = None  # nothing outlives the call of the layer
+        return held[1][index]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.part(input, 0)
+
+
+class Part(nn.Module):
+    """One of the other projections of a `JoinedProjections`."""
+
+    def __init__(self, joined: JoinedProjections, index: int) -> None:
+        super().__init__()
+        self._joined = (joined,)  # in a tuple: its parameters belong to the layer once
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._joined[0].part(x, self.index)
+
+
+def _check(path: str, names: tuple[str, ...], parts: list[Any]) -> None:
+    for name, part in zip(names, parts, strict=True):
+        plain = type(part) is nn.Linear and type(part.weight) is nn.Parameter
+        hooked = plain and (part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook"))
+        if not plain or hooked:
+            what = f"{type(part).__name__} of {type(part.weight).__name__}" if hasattr(part, "weight") else ""
+            raise ValueError(
+                f"{path}.{name} is a {what or type(part).__name__}{' with hooks' if hooked else ''}; only plain linear "
+                "layers can be joined: do so before they are quantised, adapted or offloaded."
+            )
+    for what, values in (
+        ("input widths", [part.in_features for part in parts]),
+        ("dtypes", [part.weight.dtype for part in parts]),
+        ("devices", [part.weight.device for part in parts]),
+        ("biases", [part.bias is not None for part in parts]),
+        ("trainable weights", [part.weight.requires_grad for part in parts]),
+    ):
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{path}.{', '.join(names)} differ in their {what}: {', '.join(map(str, values))}; they cannot be one "
+                "matrix."
+            )
+
+
+def _write_separately(joined: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Hook of a matrix's state dict: the rows of each projection under its own key, as views."""
+    layer = prefix.removesuffix(f"{joined.names[0]}.")
+    whole = {kind: state.pop(f"{prefix}{kind}", None) for kind in ("weight", "bias")}
+    start = 0
+    for name, size in zip(joined.names, joined.sizes, strict=True):
+        for kind, rows in whole.items():
+            if rows is not None:
+                state[f"{layer}{name}.{kind}"] = rows[
+                    start : start + size
+                ]  # not split: quantised weights know slices
+        start += size
+
+
+def _read_separately(layer: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Hook of a layer before it loads: one matrix of the rows of each projection, if all are there."""
+    for joined in (child for child in layer.children() if isinstance(child, JoinedProjections)):
+        for kind in ("weight", "bias"):
+            keys = [f"{prefix}{name}.{kind}" for name in joined.names]
+            if all(key in state for key in keys):
+                rows = [state.pop(key) for key in keys]
+                state[keys[0]] = torch.cat(rows)
