@@ -35,7 +35,8 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 bench: $(STAMP)
-	$(BIN)/visual-spec bench
+	$(BIN)/visual-spec bench --methods gumbel+identical --windows 8 16 32 64 --batch-sizes 1
+	$(BIN)/visual-spec bench --methods gumbel+identical --windows 2 4 8 16 --batch-sizes 8
 
 clean:
 	rm -rf .venv build demo *.egg-info

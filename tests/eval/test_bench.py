@@ -12,7 +12,7 @@ import torch
 
 from tests.tiny import tiny_pipeline, tiny_transformer
 from visual_spec.data import shapes
-from visual_spec.eval import bench, files, measure, timing
+from visual_spec.eval import bench, curve, files, measure, timing
 from visual_spec.models.protocol import TokenGrid
 from visual_spec.models.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
@@ -36,6 +36,7 @@ def small_prompts(monkeypatch):
     monkeypatch.setattr(shapes, "held_out_prompts", lambda count: [PROMPTS[i % 3] for i in range(count)])
     monkeypatch.setattr(bench, "held_out_prompts", shapes.held_out_prompts)
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(measure, "matmul_peak", lambda device, dtype: 2e10)
 
 
 shared_pipeline = cache(tiny_pipeline)
@@ -297,7 +298,7 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    for place, name in ((timing, "curve"), (files.os, "fsync"), (files.os, "replace")):
+    for place, name in ((curve, "curve"), (files.os, "fsync"), (files.os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupt if name != "curve" else lambda *_, **__: interrupt())
             with pytest.raises(KeyboardInterrupt):

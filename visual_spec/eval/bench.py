@@ -4,9 +4,9 @@ Without `--curve` it times: in every round the plain sampler and all others deco
 seeds one after the other, so that a drift of the machine hits all of them, and speed-ups are taken within a round.
 With `--curve` it counts calls only, over windows, guidance scales and couplings. Only token decoding is timed; turning
 tokens into pixels costs every sampler the same, and is given once. With `--random-weights` it times the calls of a
-LlamaGen of official size, and states the acceptance instead of measuring it (`visual_spec.eval.true_size`). Next-scale
+model of official size, and states the acceptance instead of measuring it (`visual_spec.eval.true_size`). Next-scale
 models, embedded or of official size, have rows of their own (`visual_spec.eval.scale_bench`), and so has music
-(`visual_spec.eval.music_bench`).
+(`visual_spec.eval.music_bench`). On CUDA every sampler has two rows, without and with a recorded graph.
 
 The last line of the output is one JSON document with the raw seconds.
 """
@@ -20,12 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visual_spec.eval.tables import bench_table
+from visual_spec.eval.tables import curve_table as curve_table
+from visual_spec.eval.tables import markdown as markdown
+
 if TYPE_CHECKING:
     from visual_spec.pipelines.token_image import TokenImagePipeline
 
 METHODS = ("gumbel+identical", "gumbel+exact", "maximal+exact", "independent+exact")
 _BENCH = {"windows": [16, 32, 64], "guidance_scales": [1.0], "methods": ["gumbel+identical", "maximal+exact"]}
-_TRUE_SIZE = {**_BENCH, "guidance_scales": None}  # None: that of the model
+_TRUE_SIZE = {**_BENCH, "guidance_scales": None, "methods": list(METHODS)}  # None: that of the model
 _CURVE = {"windows": [4, 8, 16, 32, 64], "guidance_scales": [1.0, 3.0, 5.0], "methods": list(METHODS)}
 
 
@@ -55,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="M",
-        help=f"coupling+acceptance, of {', '.join(METHODS)} (default: gumbel+identical maximal+exact; curve: all); for "
-        "next-scale models rows such as scale-wise:num_draft_scales=6,cache_share=0.1 (default: all it has); for music "
-        "also unit+coupling+acceptance, such as column+maximal+exact, and rows such as masked:steps=20 (default: all)",
+        help=f"coupling+acceptance, of {', '.join(METHODS)} (default: gumbel+identical maximal+exact; curve and random "
+        "weights: all); for next-scale models rows such as scale-wise:num_draft_scales=6,cache_share=0.1 (default: all "
+        "it has); for music also unit+coupling+acceptance, such as column+maximal+exact, and rows such as "
+        "masked:steps=20 (default: all)",
     )
     parser.add_argument(
         "--masked",
@@ -92,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--random-weights",
         action="store_true",
-        help="--model names a size, such as llamagen-xxl or llamagen-xl-t2i, whose acceptance is stated, not "
-        "measured; or var-d16, or var-d30+var-d16 for CoDe",
+        help="--model names a size, such as llamagen-xxl, llamagen-xl-t2i, janus-pro-7b, lumina-mgpt-7b or emu3-8b, "
+        "whose acceptance is stated, not measured; or var-d16, or var-d30+var-d16 for CoDe",
     )
     sizes.add_argument(
         "--count-only", action="store_true", help="next-scale models: count arithmetic and bytes, run nothing"
@@ -106,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stated: every draft is accepted with this probability (default: 0.75)",
     )
     sizes.add_argument(
-        "--image-size", type=int, metavar="N", help="pixels (default: 384, and 512 for -t2i and var-d36)"
+        "--image-size", type=int, metavar="N", help="pixels (default: what the model was released for)"
     )
     sizes.add_argument(
         "--slots", type=int, default=32, metavar="N", help="slots decoded in a timed round (default: 32)"
@@ -117,6 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document here too")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the rows against the roofline of the machine: .svg or .png",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
 
 
@@ -139,8 +150,13 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     from visual_spec.eval.files import refuse_existing, write_atomically
 
-    if args.out is not None:
-        refuse_existing(args.out, args.overwrite)
+    for path in (args.out, args.plot):
+        if path is not None:
+            refuse_existing(path, args.overwrite)
+    if args.plot is not None:
+        from visual_spec.eval.roofline import refuse_plot
+
+        refuse_plot(args.plot)  # where there is no matplotlib
 
     rows = None
     if not args.random_weights:
@@ -150,11 +166,16 @@ def run(args: argparse.Namespace) -> int:
         rows_of_masked(args.masked, rows)  # refuses one that does not fit
     elif args.masked is not None:
         raise ValueError("--masked is for music models that are there; leave it out, or --random-weights")
-    if rows is not None and rows.plays:
+    plays = rows is not None and rows.plays
+    by_scales = rows.by_scales if rows is not None else args.model.startswith("var-")
+    if args.plot is not None and (plays or by_scales or args.curve):
+        raise ValueError("--plot draws timed rows of next-token models; leave it out")
+    _refuse_dtype(args)
+    if plays:
         from visual_spec.eval import music_bench
 
         document, text = music_bench.run(args, _progress)
-    elif rows.by_scales if rows is not None else args.model.startswith("var-"):
+    elif by_scales:
         from visual_spec.eval import scale_bench
 
         args.temperature = 1.0 if args.temperature is None else args.temperature
@@ -167,6 +188,10 @@ def run(args: argparse.Namespace) -> int:
     print(text)
     print()
     line = json.dumps(document)
+    if args.plot is not None:
+        from visual_spec.eval.roofline import write_roofline
+
+        write_roofline(document, args.plot, overwrite=args.overwrite)
     if args.out is not None:
         write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=args.overwrite)
     print(line)
@@ -189,7 +214,11 @@ def _next_token(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from visual_spec.eval import timing
 
     samplers = timing.make_samplers(args.methods, args.windows, args.initial_draft)
-    return _true_size(args, samplers) if args.random_weights else _measure(args, samplers)
+    if args.random_weights:
+        from visual_spec.eval import size_bench
+
+        return size_bench.run(args, samplers, _progress)
+    return _measure(args, samplers)
 
 
 def _measure(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], str]:
@@ -209,7 +238,9 @@ def _measure(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], 
         "environment": timing.environment_of(pipe),
     }
     if args.curve:
-        document["rows"] = timing.curve(
+        from visual_spec.eval.curve import curve
+
+        document["rows"] = curve(
             pipe, samplers, laws, prompts, seed=args.seed, batch_size=max(args.batch_sizes), report=_progress
         )
         text = curve_table(document["rows"])
@@ -237,69 +268,6 @@ def _measure(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], 
         document["rows"] = rows
         text = bench_table(rows)
     return document, text
-
-
-def _true_size(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], str]:
-    """Document and table of a LlamaGen of official size with random weights."""
-    import torch
-
-    from visual_spec.eval import measure, timing, true_size
-    from visual_spec.models.checkpoints import official_defaults
-
-    chosen = true_size.architecture(args.model)
-    args.image_size = args.image_size or (512 if args.model.endswith("-t2i") else 384)
-    empty = true_size.on_meta(chosen, args.image_size)
-    defaults = official_defaults(empty)
-    args.top_k = defaults["default_top_k"] if args.top_k is None else args.top_k
-    args.guidance_scales = args.guidance_scales or [defaults["default_guidance_scale"]]
-    laws = [
-        timing.make_law(scale, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-        for scale in args.guidance_scales
-    ]
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    needed = true_size.needed_bytes(
-        empty,
-        dtype=dtype,
-        batch_size=max(args.batch_sizes),
-        window=max(args.windows),
-        guided=any(law.guided for law in laws),
-    )
-    true_size.refuse_what_does_not_fit(needed, device)
-    model = true_size.random_transformer(
-        chosen, image_size=args.image_size, dtype=dtype, device=device, seed=args.seed
-    )
-    rows = [
-        row
-        for batch_size in args.batch_sizes
-        for law in laws
-        for row in true_size.measure_calls(
-            model,
-            samplers,
-            law,
-            batch_size=batch_size,
-            runs=args.runs,
-            warmup=args.warmup,
-            slots=args.slots,
-            probability=args.accept_probability,
-            report=_progress,
-        )
-    ]
-    environment = measure.environment(device, dtype)
-    environment["transformer_parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    environment["copy_bandwidth"] = measure.copy_bandwidth(device)
-    timing.add_floors(rows, environment["copy_bandwidth"])
-    document = {
-        "kind": "random-weights",
-        "settings": settings_of(args),
-        "environment": environment,
-        "architecture": chosen.name,
-        "needed_bytes": needed,
-        "acceptance": true_size.acceptance_statement(args.accept_probability),
-        "rows": rows,
-    }
-    return document, true_size.size_table(rows, args.accept_probability)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -355,10 +323,31 @@ def load(
 
 
 def choose_device(name: str | None) -> Any:
-    """The device of a name; without one a GPU if there is one, else the CPU."""
+    """The device of a name; without one a GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: a name that PyTorch does not know, or a GPU that is not there.
+    """
     import torch
 
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(name or ("cuda" if count else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device {name} is no device; pass cpu, cuda, or cuda:1 and the like.") from error
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(
+            f"--device {name}, but PyTorch sees {count} GPUs here; pass --device cpu, or leave it out."
+        )
+    return device
+
+
+def _refuse_dtype(args: argparse.Namespace) -> None:
+    import torch
+
+    from visual_spec.eval.measure import refuse_dtype
+
+    refuse_dtype(choose_device(args.device), getattr(torch, args.dtype))
 
 
 def bench_prompts(pipe: Any, count: int) -> list[str]:
@@ -393,74 +382,6 @@ def environment_line(environment: dict[str, Any]) -> str:
         if "clip_ms" in environment:
             parts.append(f"codes to waves {environment['clip_ms']:.0f} ms per clip")
     return ", ".join(parts)
-
-
-def bench_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table of timed rows."""
-    header = [
-        "batch",
-        "guidance",
-        "sampler",
-        "window",
-        "calls",
-        "tokens/call",
-        "ms/call",
-        "floor",
-        "ms/image p50",
-    ]
-    header += ["p20 - p80", "speed-up", "same as plain", "peak MiB"]
-    lines = []
-    for row in rows:
-        image = row["ms_per_image"]
-        same = row["identical_samples"]
-        lines.append(
-            [
-                str(row["batch_size"]),
-                f"{row['guidance_scale']:g}",
-                row["name"],
-                str(row["window"] or "-"),
-                f"{row['calls']:.1f}",
-                f"{row['tokens_per_call']:.2f}",
-                f"{row['ms_per_call']:.2f}",
-                "-" if row["floor_ms_per_call"] is None else f"{row['floor_ms_per_call']:.2f}",
-                f"{image['p50']:.0f}",
-                f"{image['p20']:.0f} - {image['p80']:.0f}",
-                f"{row['speed_up']['p50']:.2f}x",
-                "-" if same is None else f"{same} of {row['samples']}",
-                f"{row['peak_memory_bytes'] / 2**20:.0f}",
-            ]
-        )
-    return markdown(header, lines)
-
-
-def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:
-    """Markdown: tokens, or `unit`, per call, one line per guidance and method, one column per window."""
-    windows = sorted({row["window"] for row in rows})
-    cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in rows}
-    lines = []
-    for scale, name in dict.fromkeys((row["guidance_scale"], row["name"]) for row in rows):
-        row = [cells[scale, name, window] for window in windows]
-        same = [cell["identical_samples"] for cell in row]
-        counted = "-" if same[0] is None else f"{sum(same)} of {sum(cell['samples'] for cell in row)}"
-        values = [f"{cell[f'{unit}_per_call']:.2f} +- {cell['standard_error']:.2f}" for cell in row]
-        lines.append([f"{scale:g}", name, *values, counted])
-    header = ["guidance", f"{unit} per call", *(f"W={window}" for window in windows), "same as plain"]
-    return markdown(header, lines)
-
-
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, words to the left and numbers to the right."""
-    widths = [max(3, *(len(line[i]) for line in [header, *lines])) for i in range(len(header))]
-    words = [name in ("sampler", "tokens per call", "columns per call", "accuracy of") for name in header]
-
-    def join(cells: Sequence[str]) -> str:
-        padded = [c.ljust(w) if left else c.rjust(w) for c, w, left in zip(cells, widths, words, strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = [
-        ":" + "-" * (w - 1) if left else "-" * (w - 1) + ":" for w, left in zip(widths, words, strict=True)
-    ]
-    return "\n".join([join(header), "| " + " | ".join(rule) + " |", *map(join, lines)])
 
 
 def _progress(text: str) -> None:

@@ -93,6 +93,124 @@ def copy_bandwidth(device: torch.device, mebibytes: int | None = None, repeats: 
     return 2 * source.numel() / best
 
 
+def matmul_peak(
+    device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 25
+) -> float:
+    """Operations per second of a square matrix product, the best of some runs: what arithmetic can reach here.
+
+    The matrices have 8192 rows on a GPU and 1024 on a CPU unless `size` says otherwise.
+    """
+    size = size or (8192 if device.type == "cuda" else 1024)
+    left, right = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
+    out = left @ right
+    best = min(timed(lambda: torch.mm(left, right, out=out), device)[1] for _ in range(repeats))
+    return 2 * size**3 / best
+
+
+def refuse_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a dtype that the device does not compute in, before anything is allocated.
+
+    Raises:
+        ValueError: names those that it does.
+    """
+    if not _computes_in(device, dtype):
+        known = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+        names = [str(other).removeprefix("torch.") for other in known if _computes_in(device, other)]
+        raise ValueError(
+            f"{device_name(device)} does not compute in {str(dtype).removeprefix('torch.')}; pass --dtype with one of "
+            f"{', '.join(names)}."
+        )
+
+
+def _computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type == "cuda" and dtype == torch.bfloat16:  # older chips emulate it, at a tenth of the speed
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        one = torch.ones(2, 2, dtype=dtype, device=device)
+        return bool(((one @ one) == 2).all())
+    except (RuntimeError, TypeError):
+        return False
+
+
+def busy_ms_per_call(
+    decode: Callable[[Callable[[int, Tensor], Any]], Any], device: torch.device
+) -> float | None:
+    """Milliseconds that a GPU worked on a call of a decode, the prefill left out, by PyTorch's profiler.
+
+    Args:
+        decode: runs a decode with a callback of samplers, which is called after the prefill and after every call.
+
+    Returns:
+        None on other devices, and where the profiler sees nothing of the device.
+    """
+    if device.type != "cuda":
+        return None
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    calls = 0
+
+    def note(index: int, lengths: Tensor) -> None:
+        nonlocal calls
+        calls = index
+        if index == 0:
+            torch.cuda.synchronize(device)
+            profiler.start()
+
+    decode(note)
+    torch.cuda.synchronize(device)
+    profiler.stop()
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or []
+        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    ]
+    return covered(spans) / 1000 / calls if spans and calls else None  # from microseconds
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def phase_figures(
+    seconds: Sequence[float],
+    phases: Sequence[dict[str, float]],
+    calls: Sequence[int],
+    *,
+    device: torch.device,
+    busy_ms: float | None = None,
+) -> dict[str, Any]:
+    """What a call spends its time on, medians over rounds.
+
+    Args:
+        seconds: of every round, the prefill left out.
+        phases: of every round, the seconds of its phases, the prefill left out.
+        calls: of every round.
+        busy_ms: what `busy_ms_per_call` found.
+
+    Returns:
+        `phase_ms_per_call`: by phase. On a GPU a phase ends where its last operation does, so that waiting for the
+        host counts as part of it. `gap_ms_per_call`: on a GPU the time in which it had nothing to do (None: unknown),
+        on a CPU what lies between the phases.
+    """
+    names = list(dict.fromkeys(name for laps in phases for name in laps))
+
+    def median(values: Sequence[float]) -> float:
+        return quantiles([1000 * value / count for value, count in zip(values, calls, strict=True)])["p50"]
+
+    if device.type == "cuda":
+        gap = None if busy_ms is None else max(0.0, median(seconds) - busy_ms)
+    else:
+        gap = median([whole - sum(laps.values()) for whole, laps in zip(seconds, phases, strict=True)])
+    return {
+        "phase_ms_per_call": {name: median([laps.get(name, 0.0) for laps in phases]) for name in names},
+        "gap_ms_per_call": gap,
+    }
+
+
 def weight_bytes_per_call(model: nn.Module, call: Callable[[], Any]) -> int:
     """Bytes of the parameters that `call`, one forward of the model, reads.
 

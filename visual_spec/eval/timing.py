@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from visual_spec.eval import measure
+from visual_spec.eval.official_sizes import of_llamagen
 from visual_spec.eval.rows import PLAIN
 from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.graph import can_record
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
@@ -58,6 +60,23 @@ def make_samplers(
     return entries
 
 
+def with_graphs(entries: Sequence[Entry], device: torch.device, *, recordable: bool) -> list[Entry]:
+    """On CUDA every entry as it runs without a graph and, where the model can be recorded, with one; else as it is."""
+    if device.type != "cuda":
+        return list(entries)
+    found = []
+    for entry in entries:
+        settings = measure.sampler_settings(entry.sampler)
+        kind = type(entry.sampler)
+        for graph, suffix in ((False, "eager"), (True, "graph")):
+            if recordable or not graph:
+                chosen = {name: value for name, value in settings.items() if name != "class"} | {
+                    "graph": graph
+                }
+                found.append(Entry(f"{entry.name}, {suffix}", kind(**chosen), entry.window))
+    return found
+
+
 def make_law(guidance_scale: float, **settings: Any) -> TokenLaw:
     """The law of a row; refuses values out of range."""
     return TokenLaw(guidance_scale=guidance_scale, **settings)
@@ -71,13 +90,18 @@ def environment_of(pipe: TokenImagePipeline) -> dict[str, Any]:
 
 
 def machine_facts(pipe: TokenImagePipeline) -> dict[str, float]:
-    """`copy_bandwidth` in bytes per second, and `picture_ms`, milliseconds from tokens to pixels of one image."""
+    """`copy_bandwidth` in bytes per second, `matmul_flops` in operations per second, and `picture_ms`, milliseconds
+    from tokens to pixels of one image."""
     tokens = torch.zeros(1, pipe.transformer.grid.num_tokens, dtype=torch.long, device=pipe.device)
     with torch.no_grad():
         seconds = [
             measure.timed(lambda: pipe.vq_model.decode_tokens(tokens), pipe.device)[1] for _ in range(4)
         ]
-    return {"copy_bandwidth": measure.copy_bandwidth(pipe.device), "picture_ms": min(seconds) * 1000}
+    return {
+        "copy_bandwidth": measure.copy_bandwidth(pipe.device),
+        "matmul_flops": measure.matmul_peak(pipe.device, pipe.transformer.dtype),
+        "picture_ms": min(seconds) * 1000,
+    }
 
 
 @torch.no_grad()
@@ -188,16 +212,24 @@ def bench(
         no_cache: also time one decoding without a cache.
 
     Returns:
-        One dict per row; plain decoding comes first. `seconds`: of every timed round. `calls` and
-        `tokens_per_call`: means over all timed samples, tokens per call as all tokens over all calls.
-        `ms_per_call`: median over rounds of seconds over forwards, where a batch takes as many forwards as its
-        slowest sample. `ms_per_image`: quantiles of seconds over batch size. `speed_up`: quantiles of plain seconds
-        over the row's, both of one round. `weight_bytes`, `cache_bytes`: what a call must read.
-        `identical_samples`: how many of `samples` have the tokens of plain decoding; None where not promised.
+        One dict per row; plain decoding comes first. On CUDA every sampler has two rows, see `with_graphs`.
+        `seconds`: of every timed round. `calls` and `tokens_per_call`: means over all timed samples, tokens per call
+        as all tokens over all calls. `ms_per_call`: median over rounds of seconds over forwards, where a batch takes
+        as many forwards as its slowest sample. `phase_ms_per_call`, `gap_ms_per_call`: see `measure.phase_figures`.
+        `ms_per_image`: quantiles of seconds over batch size. `speed_up`: quantiles of seconds of the fastest plain
+        row over the row's, both of one round. `weight_bytes`, `cache_bytes`: what a call must read. `flops_per_call`:
+        see `OfficialModel.call_flops`. `identical_samples`: how many of `samples` have the tokens of plain decoding;
+        None where not promised.
     """
     device = pipe.device
     entries = [Entry(PLAIN, AutoregressiveSampler()), *samplers]
+    with torch.no_grad():
+        state = pipe.transformer.prefill(
+            pipe.encode_prompt([prompts[0]]), batch_size=1, guided=False, window=1
+        )
+    entries = with_graphs(entries, device, recordable=can_record(state))
     samples = runs * batch_size
+    traces: dict[str, list[Any]] = {}  # by row
 
     def decode(entry: Entry, condition: Any, first: int) -> tuple[Decoded, float]:
         generator = [torch.Generator().manual_seed(seed + first + index) for index in range(batch_size)]
@@ -211,6 +243,7 @@ def bench(
             result = entry.sampler(
                 pipe.transformer, condition, law=law, generator=generator, batch_size=batch_size
             )
+            traces.setdefault(f"{entry.name}, {entry.window}", []).append(result.trace)
             return Decoded(result.tokens.cpu(), result.trace.target_calls)
 
         return measure.timed(work, device)
@@ -242,10 +275,17 @@ def bench(
         "weight_bytes": read[0],
         "cache_bytes": read[1],
     }
+    official = of_llamagen(PLAIN, pipe.transformer)
+    plain_rows = [n for n, entry in enumerate(entries) if isinstance(entry.sampler, AutoregressiveSampler)]
+    best = min(plain_rows, key=lambda index: measure.quantiles(seconds[index])["p50"])
     rows = []
     for index, entry in enumerate(entries):
         promised = entry.sampler.identical
-        row = summarise_row(seconds[index], calls[index], seconds[0], shared["tokens"])
+        row = summarise_row(seconds[index], calls[index], seconds[best], shared["tokens"])
+        row.update(_phases(entry, traces[f"{entry.name}, {entry.window}"][-runs:], pipe, condition, law))
+        row["flops_per_call"] = official.call_flops(
+            read[0], batch_size=batch_size, guided=law.guided, window=entry.window or 1
+        )
         row["identical_samples"] = identical[index] if promised and index else None
         row.update(peak_memory_bytes=peak[index], samples=samples, lossless=bool(entry.sampler.lossless))
         rows.append(
@@ -265,13 +305,33 @@ def bench(
         same = int((drawn_anew.tokens == plain.tokens).all(1).sum())
         row.update(identical_samples=same, samples=batch_size, lossless=True)
         row["peak_memory_bytes"] = measure.peak_memory(device)
+        row.update(phase_ms_per_call={}, gap_ms_per_call=None, flops_per_call=None)
         rows.insert(1, {"name": NO_CACHE, "window": None, "sampler": None, **shared, **row})
         report(f"batch {batch_size}, guidance {law.guidance_scale:g}: decoded once without a cache")
     return rows
 
 
+def _phases(
+    entry: Entry, traces: Sequence[Any], pipe: TokenImagePipeline, condition: Any, law: TokenLaw
+) -> dict[str, Any]:
+    """`measure.phase_figures` of the decodes that were timed."""
+    phases = [dict(trace.phase_seconds) for trace in traces]
+    seconds = [trace.seconds - laps.pop("prefill") for trace, laps in zip(traces, phases, strict=True)]
+    calls = [max(1, int(trace.target_calls.max()) - 1) for trace in traces]
+    batch_size = len(traces[0].target_calls)
+
+    def decode(callback: Callable[[int, Tensor], Any]) -> None:
+        generator = [torch.Generator().manual_seed(index) for index in range(batch_size)]
+        options = dict(law=law, generator=generator, batch_size=batch_size, callback=callback)
+        entry.sampler(pipe.transformer, condition, **options)
+
+    busy = measure.busy_ms_per_call(decode, pipe.device)
+    return measure.phase_figures(seconds, phases, calls, device=pipe.device, busy_ms=busy)
+
+
 def add_floors(rows: Sequence[dict[str, Any]], bandwidth: float) -> None:
-    """Add `floor_ms_per_call`: (weight + cache bytes) / bandwidth in bytes per second; None without a cache.
+    """Add `floor_ms_per_call`, (weight + cache bytes) / bandwidth in bytes per second, and `floor_share`, that over the
+    (median) milliseconds measured; None without a cache.
 
     A call that reads its weights and cache from memory takes no less; one whose weights fit into the caches of the
     processor may.
@@ -279,6 +339,13 @@ def add_floors(rows: Sequence[dict[str, Any]], bandwidth: float) -> None:
     for row in rows:
         floor = (row["weight_bytes"] + row["cache_bytes"]) / bandwidth * 1000
         row["floor_ms_per_call"] = None if row["name"] == NO_CACHE else floor
+        row["floor_share"] = None if row["name"] == NO_CACHE else floor / median_ms(row)
+
+
+def median_ms(row: dict[str, Any]) -> float:
+    """Milliseconds of a call: some rows have all quantiles."""
+    measured = row["ms_per_call"]
+    return measured["p50"] if isinstance(measured, dict) else measured
 
 
 def summarise_row(
@@ -300,72 +367,6 @@ def summarise_row(
         "ms_per_image": measure.quantiles([elapsed / batch_size * 1000 for elapsed in seconds]),
         "speed_up": measure.quantiles([p / s for p, s in zip(plain_seconds, seconds, strict=True)]),
     }
-
-
-def curve(
-    pipe: TokenImagePipeline,
-    samplers: Sequence[Entry],
-    laws: Sequence[TokenLaw],
-    prompts: Sequence[str],
-    *,
-    seed: int,
-    batch_size: int,
-    report: Callable[[str], Any] = lambda text: None,
-) -> list[dict[str, Any]]:
-    """Tokens per call of every sampler under every law, one sample per prompt; sample i has seed `seed + i`.
-
-    Returns:
-        One dict per cell: `calls_per_sample`, `tokens_per_call` (all tokens over all calls), `standard_error` of it
-        over samples, `identical_samples` (of `samples`, those with the tokens of plain decoding; None where not
-        promised).
-    """
-    length = pipe.transformer.grid.num_tokens
-    starts = range(0, len(prompts), batch_size)
-    rows = []
-    for law in laws:
-        with torch.no_grad():
-            conditions = [pipe.encode_prompt(list(prompts[start : start + batch_size])) for start in starts]
-
-        def decode(sampler: Any, law: TokenLaw = law, conditions: list = conditions) -> Decoded:
-            parts = []
-            for start, condition in zip(starts, conditions, strict=True):
-                seeds = range(seed + start, seed + min(start + batch_size, len(prompts)))
-                generator = [torch.Generator().manual_seed(number) for number in seeds]
-                parts.append(
-                    sampler(pipe.transformer, condition, law=law, generator=generator, batch_size=len(seeds))
-                )
-            return Decoded(
-                torch.cat([part.tokens.cpu() for part in parts]),
-                torch.cat([part.trace.target_calls for part in parts]),
-            )
-
-        plain = (
-            decode(AutoregressiveSampler()) if any(entry.sampler.identical for entry in samplers) else None
-        )
-        for entry in samplers:
-            found = decode(entry.sampler)
-            same = None
-            if plain is not None and entry.sampler.identical:
-                same = int((found.tokens == plain.tokens).all(1).sum())
-            rate, error = ratio_with_error(found.calls.tolist(), length)
-            rows.append(
-                {
-                    "name": entry.name.removeprefix("jacobi "),
-                    "window": entry.window,
-                    "sampler": measure.sampler_settings(entry.sampler),
-                    "guidance_scale": law.guidance_scale,
-                    "tokens": length,
-                    "samples": len(prompts),
-                    "calls_per_sample": found.calls.tolist(),
-                    "tokens_per_call": rate,
-                    "standard_error": error,
-                    "identical_samples": same,
-                }
-            )
-            report(
-                f"guidance {law.guidance_scale:g}, {rows[-1]['name']}, W={entry.window}: {rate:.2f} tokens per call"
-            )
-    return rows
 
 
 def ratio_with_error(calls: Sequence[int], tokens: int) -> tuple[float, float]:

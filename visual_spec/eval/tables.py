@@ -1,0 +1,88 @@
+"""The Markdown tables of `visual-spec bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# Columns of what a call spends its time on; those of phases that a sampler does not tell apart stay empty.
+PHASES = ["forward", "verify", "host gap"]
+
+
+def share_and_phases(row: dict[str, Any]) -> list[str]:
+    """Cells of `floor_share` in per cent, and of the milliseconds of `PHASES`."""
+    share, phases = row["floor_share"], row["phase_ms_per_call"]
+    times = [phases.get("model"), phases.get("verify"), row["gap_ms_per_call"]]
+    return [
+        "-" if share is None else f"{100 * share:.0f} %",
+        *("-" if value is None else f"{value:.2f}" for value in times),
+    ]
+
+
+def bench_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The Markdown table of timed rows."""
+    header = [
+        "batch",
+        "guidance",
+        "sampler",
+        "window",
+        "calls",
+        "tokens/call",
+        "ms/call",
+        "floor",
+        "ms/image p50",
+    ]
+    header += ["p20 - p80", "speed-up", "same as plain", "of floor", *PHASES, "peak MiB"]
+    lines = []
+    for row in rows:
+        image = row["ms_per_image"]
+        same = row["identical_samples"]
+        lines.append(
+            [
+                str(row["batch_size"]),
+                f"{row['guidance_scale']:g}",
+                row["name"],
+                str(row["window"] or "-"),
+                f"{row['calls']:.1f}",
+                f"{row['tokens_per_call']:.2f}",
+                f"{row['ms_per_call']:.2f}",
+                "-" if row["floor_ms_per_call"] is None else f"{row['floor_ms_per_call']:.2f}",
+                f"{image['p50']:.0f}",
+                f"{image['p20']:.0f} - {image['p80']:.0f}",
+                f"{row['speed_up']['p50']:.2f}x",
+                "-" if same is None else f"{same} of {row['samples']}",
+                *share_and_phases(row),
+                f"{row['peak_memory_bytes'] / 2**20:.0f}",
+            ]
+        )
+    return markdown(header, lines)
+
+
+def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:
+    """Markdown: tokens, or `unit`, per call, one line per guidance and method, one column per window."""
+    windows = sorted({row["window"] for row in rows})
+    cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in rows}
+    lines = []
+    for scale, name in dict.fromkeys((row["guidance_scale"], row["name"]) for row in rows):
+        row = [cells[scale, name, window] for window in windows]
+        same = [cell["identical_samples"] for cell in row]
+        counted = "-" if same[0] is None else f"{sum(same)} of {sum(cell['samples'] for cell in row)}"
+        values = [f"{cell[f'{unit}_per_call']:.2f} +- {cell['standard_error']:.2f}" for cell in row]
+        lines.append([f"{scale:g}", name, *values, counted])
+    header = ["guidance", f"{unit} per call", *(f"W={window}" for window in windows), "same as plain"]
+    return markdown(header, lines)
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns, words to the left and numbers to the right."""
+    widths = [max(3, *(len(line[i]) for line in [header, *lines])) for i in range(len(header))]
+    words = [name in ("sampler", "tokens per call", "columns per call", "accuracy of") for name in header]
+
+    def join(cells: Sequence[str]) -> str:
+        padded = [c.ljust(w) if left else c.rjust(w) for c, w, left in zip(cells, widths, words, strict=True)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = [
+        ":" + "-" * (w - 1) if left else "-" * (w - 1) + ":" for w, left in zip(widths, words, strict=True)
+    ]
+    return "\n".join([join(header), "| " + " | ".join(rule) + " |", *map(join, lines)])
