@@ -158,6 +158,22 @@ def test_decoding_without_a_cache_gives_the_plain_tokens():
 # -- the curve --------------------------------------------------------------------------------------------------------
 
 
+def test_fused_projections_draw_the_same_in_fewer_products(model, capsys, monkeypatch):
+    products = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: products.append(1) or linear(*args))
+    counts = []
+    for flag in ([], ["--fuse-projections"]):
+        products.clear()
+        rows = ["--methods", "gumbel+identical", "--windows", "4", "--batch-sizes", "1", "--warmup", "0"]
+        document, _ = run(capsys, model, *rows, "--dtype", "float64", "--without-no-cache", *flag)
+        assert document["settings"]["fuse_projections"] is bool(flag)
+        assert [row["identical_samples"] for row in document["rows"]] == [None, 5]
+        counts.append(len(products))
+    # A call of 2 layers: wqkv, wo, w1, w3, w2 each, and the head; fused one less a layer.
+    assert counts[1] / counts[0] == pytest.approx(9 / 11, abs=0.01)
+
+
 def test_the_curve_counts_what_single_samples_take(model, capsys):
     arguments = ["--curve", "--prompts", "3", "--batch-sizes", "2", "--seed", "9", "--windows", "2", "5"]
     document, table = run(capsys, model, *arguments, "--guidance-scales", "1", "2", "--methods", *METHODS)

@@ -119,6 +119,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
     parser.add_argument(
+        "--fuse-projections",
+        action="store_true",
+        help="of next-token models: projections of one input as one matrix product, in all rows",
+    )
+    parser.add_argument(
         "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document here too")
@@ -231,6 +236,10 @@ def _measure(args: argparse.Namespace, samplers: list) -> tuple[dict[str, Any], 
         for scale in args.guidance_scales
     ]
     pipe = load(args.model, args.device, args.dtype, args.threads)
+    if args.fuse_projections:
+        from visual_spec.models.projections import fuse_projections
+
+        fuse_projections(pipe.transformer)
     prompts = bench_prompts(pipe, args.prompts)
     document: dict[str, Any] = {
         "kind": "curve" if args.curve else "bench",

@@ -47,6 +47,10 @@ def run(
     whole = needed(*largest)
     true_size.refuse_what_does_not_fit(whole, device, at=needed, batch_size=largest[0], window=largest[1])
     official_sizes.fill(official, dtype=dtype, device=device, seed=args.seed)
+    if args.fuse_projections:
+        from visual_spec.models.projections import fuse_projections
+
+        fuse_projections(official.module)
     known = _baselines(official)
     rows, left_out = [], []
     for batch_size in args.batch_sizes:
