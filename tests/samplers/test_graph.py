@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.models.test_cached_decoder import case
+from tests.models.test_cached_decoder import case, rows_of
 from tests.tiny import seeded, tiny_transformer
 from visual_spec.kernels import philox
+from visual_spec.models import cached_decoder
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.protocol import TokenGrid
 from visual_spec.models.tabular import TabularModel
@@ -181,6 +182,22 @@ def test_adapters_share_the_recording_of_their_decoder(recordings):
         want = plain(model, condition, generator=seeded(*range(seed, seed + 4)), **settings)
         assert found.tokens.equal(want.tokens)
     assert len(recordings) == 1
+
+
+def test_recordings_serve_prompts_of_other_lengths(recordings, monkeypatch):
+    model, condition = case("janus")
+    fewer = rows_of(condition, [3])
+    assert fewer.prompt.ids.shape[1] < condition.prompt.ids.shape[1] == 7
+    alone = rows_of(condition, [0])
+    for fixed, made in ((False, 2), (True, 3)):
+        monkeypatch.setattr(cached_decoder, "_on_host", lambda tensor, fixed=fixed: not fixed)
+        for prompt in (fewer, alone):
+            settings: dict[str, Any] = dict(law=TokenLaw(guidance_scale=2.0), generator=seeded(5)[0])
+            found = SpeculativeJacobiSampler(4)(model, prompt, **settings)
+            settings["generator"] = seeded(5)[0]
+            want = AutoregressiveSampler(graph=False)(model, prompt, **settings)
+            assert found.tokens.equal(want.tokens)
+        assert len(recordings) == made
 
 
 # -- where it is refused, or cannot be done ----------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from visual_spec.models.protocol import DecodeState, TokenGrid
 from visual_spec.models.transformers_cache import ImagePrompt, Prompt, SlotCache
 
+_PROMPT_STEP = 32  # prompts are padded to multiples of it where shapes are fixed
+
 
 @dataclass
 class CachedState(DecodeState):
@@ -391,6 +393,10 @@ class CachedDecoder:
                 f"{' and '.join(map(str, counts))} prompts for a batch of {batch_size}; pass one a sample."
             )
         longest = max(part.ids.shape[1] for part in parts)
+        if not _on_host(
+            parts[0].ids.to(self.device)
+        ):  # few lengths, so that recordings fit the next prompts, too
+            longest = -(-longest // _PROMPT_STEP) * _PROMPT_STEP
 
         def joined(tensors: list[Tensor]) -> Tensor:
             padded = [F.pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors]
