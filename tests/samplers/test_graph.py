@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.models.test_cached_decoder import case, rows_of
+from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import seeded, tiny_transformer
-from visual_spec.kernels import philox
 from visual_spec.models import cached_decoder
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.protocol import TokenGrid
@@ -279,47 +276,6 @@ def test_the_oldest_recordings_make_room(monkeypatch):
 # -- nothing waits for the host ----------------------------------------------------------------------------------------
 
 
-class NoHost(TorchDispatchMode):
-    """Refuses operations on what is not on the device. Reading the device fails by itself: there are no numbers."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for value in tree_leaves((args, kwargs or {})):
-            if isinstance(value, Tensor) and value.device.type != "cuda":
-                raise AssertionError(f"{func} of a {tuple(value.shape)} tensor on the {value.device}")
-        return func(*args, **(kwargs or {}))
-
-
-def without_numbers(value: Any) -> Any:
-    """A copy with tensors of the same shapes on a CUDA device that need not be there."""
-    memo: dict[int, Any] = {}
-
-    def visit(item: Any) -> None:
-        if isinstance(item, Tensor) and id(item) not in memo:
-            fake = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="cuda")
-            memo[id(item)] = nn.Parameter(fake, False) if isinstance(item, nn.Parameter) else fake
-        elif isinstance(item, dict):
-            for part in item.values():
-                visit(part)
-        elif isinstance(item, (list, tuple)):
-            for part in item:
-                visit(part)
-        elif hasattr(item, "__dict__") and not isinstance(item, type) and id(item) not in seen:
-            seen.add(id(item))
-            visit(vars(item))
-
-    seen: set[int] = set()
-    visit(value)
-    return copy.deepcopy(value, memo)
-
-
-@contextmanager
-def no_host(monkeypatch: Any) -> Iterator[None]:
-    monkeypatch.setattr(philox, "philox_uniform_triton", lambda out, *_: out)
-    monkeypatch.setattr(Stopwatch, "lap", lambda *_: None)
-    with NoHost():
-        yield
-
-
 @pytest.mark.parametrize("name", ["llamagen", "janus", "lumina", "emu3"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9}])
@@ -330,11 +286,12 @@ def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
     batch_size = 3 if name == "llamagen" else 4
     window = 1 if options is None else options.window
     cache = model.prefill(condition, batch_size=batch_size, guided=True, window=window)
+    stand_in(monkeypatch)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, cache = without_numbers(model), without_numbers(cache)
         noise = without_numbers(CounterNoise(draw_keys(seeded(1)[0], batch_size), "cpu"))
         checked = CheckedLaw(law, model.grid.num_tokens, deferred=True)
-        with no_host(monkeypatch):
+        with NoHost():
             state: Any
             if options is None:
                 slots = torch.ones(batch_size, 1, dtype=torch.long, device="cuda")
@@ -357,11 +314,11 @@ def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
 
 
 @pytest.mark.parametrize("line", ["int(state.lengths.sum())", "state.lengths + torch.tensor([1]).to('cuda')"])
-def test_that_test_sees_what_waits(monkeypatch, line):
+def test_that_test_sees_what_waits(line):
     state = SimpleNamespace(lengths=torch.zeros(3, dtype=torch.long))
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = without_numbers(state)
-        with no_host(monkeypatch), pytest.raises((AssertionError, RuntimeError)):
+        with NoHost(), pytest.raises((AssertionError, RuntimeError)):
             eval(line, {"torch": torch, "state": state})
 
 

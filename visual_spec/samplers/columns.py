@@ -59,7 +59,7 @@ class Entries:
     def forced(self, laws: Tensor, valid: Tensor) -> Tensor:
         """Laws [B, N, K, V] with those of forced entries, not `valid` [B, N, K], put on token 0."""
         certain = laws.new_full(laws.shape[-1:], -torch.inf)
-        certain[0] = 0
+        certain[:1].fill_(0)
         return torch.where(valid[..., None], laws, certain)
 
     def draw(self, noise: CounterNoise, laws: Tensor, steps: Tensor, stream: int, round: int = 0) -> Tensor:

@@ -97,7 +97,7 @@ def grouped_acceptance(
     if distance is not None:
         assert codebook is not None
         member &= (codebook[group] - codebook[at]).square().sum(-1) < distance
-    member[..., below.shape[-1]] = True  # x itself, also when gap or distance is 0
+    member[..., below.shape[-1]].fill_(True)  # x itself, also when gap or distance is 0
     ratio = (inside * member).sum(-1) / (draft_law.gather(-1, group).exp_() * member).sum(-1)
     return ratio.clamp_(max=1).masked_fill_(own.squeeze(-1).isneginf(), 0)
 

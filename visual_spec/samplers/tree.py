@@ -168,7 +168,7 @@ def propose(
             children = noise.ranking(draft, slots, best.values.shape[-1], stream, round)  # [B, nodes, K]
             # First draws of first draws are always there: a tree keeps no fewer drafts than the chain in it.
             ranked = worth.clone()
-            ranked[:, 0, 0] = torch.inf
+            ranked[:, 0, 0].fill_(torch.inf)
         order = ranked.flatten(1).sort(dim=-1, descending=True, stable=True).indices[:, :width]  # [B, width]
         parents, ranks = order // best.values.shape[-1], order % best.values.shape[-1]
         tokens = children.flatten(1).gather(1, order)
