@@ -102,14 +102,15 @@ def build_parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     convert = commands.add_parser(
-        "convert", help="make a folder of official LlamaGen or VAR checkpoint files"
+        "convert", help="make a folder of official LlamaGen, VAR or Infinity checkpoint files"
     )
     convert.add_argument(
         "files",
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="a transformer, its tokenizer, or both in any order; of VAR also a smaller transformer, for CoDe",
+        help="a transformer (of Infinity 8B its folder), its tokenizer, or both in any order; of VAR also a smaller "
+        "transformer, for CoDe",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(

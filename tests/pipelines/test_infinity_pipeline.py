@@ -10,12 +10,15 @@ import torch
 
 from tests.tiny import seeded
 from tests.tiny_infinity import SIDES, tiny_bits, tiny_infinity
+from tests.tiny_scales import tiny_scale_pipeline
 from tests.tiny_t5 import tiny_t5, tiny_tokenizer
 from visual_spec.models.infinity_scales import scales_for
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.scale_budget import ScaleBudget
 from visual_spec.models.t5_features import T5Features
+from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.infinity import InfinityPipeline
+from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage
@@ -112,8 +115,9 @@ def test_compression_is_kept_and_measured(tmp_path: Path):
     )
 
 
-def test_official_files(tmp_path: Path):
-    """Sizes are read off the files; only the schedule is ours: the smallest, of 256 pixels."""
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A transformer and a tokenizer as the official files have them."""
     model = tiny_infinity(dtype=torch.float32, caption_dim=8, num_levels=15)
     weights = {}
     for key, value in model.state_dict().items():
@@ -123,17 +127,52 @@ def test_official_files(tmp_path: Path):
     torch.save(weights, tmp_path / "model.pth")
     tokenizer = tiny_bits(dtype=torch.float32, base_channels=32, norm_groups=32)
     torch.save({"vae": tokenizer.state_dict()}, tmp_path / "vae.pth")
+    return tmp_path / "model.pth", tmp_path / "vae.pth"
+
+
+def test_official_files(tmp_path: Path, files: tuple[Path, Path]):
+    """Sizes are read off the files; only the schedule is ours: the smallest, of 256 pixels."""
     text = tmp_path / "t5"
     tiny_t5().save_pretrained(text)
     tiny_tokenizer().save_pretrained(text)
-    pipe = InfinityPipeline.from_official(
-        tmp_path / "model.pth", tmp_path / "vae.pth", text, size=256, ratio=1.5, dtype=torch.bfloat16
-    )
+    pipe = InfinityPipeline.from_official(*files, text, size=256, ratio=1.5, dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
     assert pipe.transformer.dtype == pipe.vq_model.dtype == pipe.text_encoder.dtype == torch.bfloat16
     assert pipe.transformer.scales == scales_for(256, 1.5) and pipe.image_size == (42, 28)
     assert pipe.text_encoder.max_words == 7
     assert pipe("a red circle", generator=seeded(1)[0]).images[0].size == (28, 42)
+
+
+def test_official_files_become_a_folder(tmp_path: Path, files: tuple[Path, Path]):
+    model, tokenizer = files
+    facts = convert([tokenizer, model], tmp_path / "out", image_size=256)
+    assert facts["class"] == "InfinityPipeline"
+    assert facts["files"] == {str(model): "Infinity", str(tokenizer): "Infinity's tokenizer"}
+    generator = torch.Generator().manual_seed(3)
+    embeds = torch.randn(1, 4, 8, generator=generator)
+    found = load_pipeline(tmp_path / "out")
+    want = InfinityPipeline.from_official(model, tokenizer, size=256)
+    for pipe in (found, want):
+        pipe.set_progress_bar_config(disable=True)
+    settings: Any = dict(prompt_embeds=embeds, output_type="latent")
+    tokens = [pipe(generator=seeded(1), **settings).tokens for pipe in (found, want)]
+    assert torch.equal(*tokens)
+    assert convert([model], tmp_path / "one", image_size=256)["class"] == "InfinityTransformer"
+    assert convert([tokenizer], tmp_path / "two", image_size=512)["class"] == "BitwiseVQModel"
+    copy = tmp_path / "copy.pth"
+    copy.write_bytes(model.read_bytes())
+    torch.save(tiny_scale_pipeline().vq_model.state_dict(), tmp_path / "var.pth")
+    for given, message in [
+        ([model, copy], "model.pth and .*copy.pth are both of one kind"),
+        ([model, tmp_path / "var.pth"], "var.pth is not of Infinity, and other files are"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            convert(given, tmp_path / "three")
+    with pytest.raises(ValueError, match="a text encoder belongs into a pipeline"):
+        convert([model], tmp_path / "three", text_encoder="t5")
+    with pytest.raises(ValueError, match="size=300 given; Infinity draws"):
+        convert([model], tmp_path / "three", image_size=300)
+    assert not (tmp_path / "three").exists()
 
 
 def test_what_cannot_be_drawn_is_refused():

@@ -16,11 +16,15 @@ from visual_spec.models.checkpoints import (
     read_checkpoint,
     recognise,
 )
+from visual_spec.models.infinity_checkpoint import load_infinity_checkpoint
+from visual_spec.models.infinity_scales import scales_for
+from visual_spec.models.infinity_vq import load_infinity_vq_checkpoint
 from visual_spec.models.llamagen import LlamaGenTransformer
 from visual_spec.models.var import SCALES, VARTransformer, load_var_checkpoint
 from visual_spec.models.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 # What a folder has that an earlier conversion wrote.
@@ -42,13 +46,14 @@ def convert(
 
     Args:
         files: a LlamaGen transformer, its tokenizer, or both in any order; or a VAR transformer, a smaller one that
-            refines what it drafts (CoDe), and their tokenizer, or some of them; told apart by their keys.
+            refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of Infinity (of the 8B
+            the folder of its shards), its tokenizer, or both; told apart by their keys.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings.
         image_size: side of the pictures in pixels; None: what the file or its name says. A transformer by itself is
             taken for one over VQ-16 tokens. Of VAR only its tokenizer, where it stands alone, needs to be told: 256 if
-            it is not.
+            it is not. No file of Infinity says it: 1024 if it is not given.
         dtype: of the weights written; None keeps that of each file.
         overwrite: replace what an earlier conversion wrote at `out`.
 
@@ -62,7 +67,11 @@ def convert(
     _refuse_folder(out, overwrite)
     found: dict[type, Checkpoint] = {}
     names: dict[str, str] = {}
-    checkpoints = [read_checkpoint(file) for file in files]
+    sources = [Path(file) if Path(file).is_dir() else read_checkpoint(file) for file in files]
+    if any(map(_is_infinity, sources)):
+        model, names = _assemble_infinity(sources, text_encoder, image_size, dtype)
+        return _written(model, out, names)
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
     of_var = [_is_var(checkpoint) for checkpoint in checkpoints]
     if any(of_var):
         if not all(of_var):
@@ -92,6 +101,53 @@ def _written(model: Any, out: Path, names: dict[str, str]) -> dict[str, Any]:
         if isinstance(part, torch.nn.Module)
     }
     return {"folder": str(out), "class": type(model).__name__, "files": names, "parameters": counts}
+
+
+def _is_infinity(source: Path | Checkpoint) -> bool:
+    # Folders of shards there are only of Infinity.
+    return isinstance(source, Path) or "cfg_uncond" in source.weights or _is_infinity_tokenizer(source)
+
+
+def _is_infinity_tokenizer(source: Path | Checkpoint) -> bool:
+    if isinstance(source, Path) or _is_var_tokenizer(source):
+        return False
+    return any(key.startswith("encoder.down.0.") for key in source.weights)
+
+
+def _assemble_infinity(
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> tuple[Any, dict[str, str]]:
+    """The pipeline or model of Infinity's files, and what each of them is."""
+
+    def path(source: Path | Checkpoint) -> str:
+        return str(source if isinstance(source, Path) else source.path)
+
+    other = [path(source) for source in sources if not _is_infinity(source)]
+    if other:
+        raise ValueError(
+            f"{other[0]} is not of Infinity, and other files are; pass files of one family, one after the other."
+        )
+    tokenizers = [source for source in sources if _is_infinity_tokenizer(source)]
+    models = [source for source in sources if not _is_infinity_tokenizer(source)]
+    for several in (tokenizers, models):
+        if len(several) > 1:
+            raise ValueError(
+                f"{path(several[0])} and {path(several[1])} are both of one kind; pass one transformer of Infinity, "
+                "its tokenizer, or both."
+            )
+    known = {path(source): "Infinity" for source in models}
+    known |= {path(source): "Infinity's tokenizer" for source in tokenizers}
+    size = 1024 if image_size is None else image_size
+    if models and tokenizers:
+        return InfinityPipeline.from_official(
+            models[0], tokenizers[0], text_encoder, size=size, dtype=dtype
+        ), known
+    if text_encoder is not None:
+        raise ValueError(
+            "a text encoder belongs into a pipeline; pass Infinity's transformer and its tokenizer."
+        )
+    load: Any = load_infinity_checkpoint if models else load_infinity_vq_checkpoint
+    return load((models or tokenizers)[0], scales=scales_for(size), dtype=dtype), known
 
 
 def _is_var(checkpoint: Checkpoint) -> bool:
