@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import EncodecConfig, EncodecModel, MusicgenDecoderConfig, MusicgenForCausalLM
 
@@ -15,7 +16,15 @@ from visual_spec.training.codec import initialise
 
 WORDS = ["a", "slow", "sad", "organ", "melody", "in", "minor"]
 RATE, HOP, BOOKS, CODES = 400, 4, 3, 16
-LONGEST = 0.2  # seconds, 20 frames
+LONGEST = 0.2  # seconds
+FRAMES = round(LONGEST * RATE / HOP)
+PROMPT = "a slow sad organ"
+
+
+def clip_of(frames: int, channels: int = 1) -> np.ndarray:
+    """Noise [channels, samples]."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.rand(channels, frames * HOP, generator=generator).sub(0.5).numpy()
 
 
 def tiny_codec(**changes: Any) -> EncodecModel:

@@ -14,9 +14,11 @@ import torch
 from tests.tiny import seeded
 from tests.tiny_audio import (
     BOOKS,
+    FRAMES,
     HOP,
-    LONGEST,
+    PROMPT,
     RATE,
+    clip_of,
     tiny_audio_pipeline,
 )
 from visual_spec.models.encodec import decode_codes, encode_waves
@@ -27,18 +29,10 @@ from visual_spec.pipelines.audio_files import audio_bytes, prepare_clip, write_a
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 
-PROMPT = "a slow sad organ"
-FRAMES = round(LONGEST * RATE / HOP)
-
 
 @pytest.fixture
 def pipe() -> AudioPipeline:
     return tiny_audio_pipeline()
-
-
-def clip_of(frames: int, channels: int = 1) -> np.ndarray:
-    generator = torch.Generator().manual_seed(9)
-    return torch.rand(channels, frames * HOP, generator=generator).sub(0.5).numpy()
 
 
 # -- streaming and long form ------------------------------------------------------------------------------------------

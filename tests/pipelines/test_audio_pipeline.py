@@ -16,9 +16,12 @@ from tests.tiny import seeded
 from tests.tiny_audio import (
     BOOKS,
     CODES,
+    FRAMES,
     HOP,
     LONGEST,
+    PROMPT,
     RATE,
+    clip_of,
     tiny_audio_pipeline,
     tiny_codec,
     tiny_decoder,
@@ -35,18 +38,10 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 
-PROMPT = "a slow sad organ"
-FRAMES = round(LONGEST * RATE / HOP)
-
 
 @pytest.fixture
 def pipe() -> AudioPipeline:
     return tiny_audio_pipeline()
-
-
-def clip_of(frames: int, channels: int = 1) -> np.ndarray:
-    generator = torch.Generator().manual_seed(9)
-    return torch.rand(channels, frames * HOP, generator=generator).sub(0.5).numpy()
 
 
 # -- playing ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from visual_spec.models.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.infinity_vq import check_scales
 from visual_spec.models.llamagen import RMSNorm, TextCondition, rotary_table
-from visual_spec.models.protocol import ScaleState, Side, shape_of, sides_of
+from visual_spec.models.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
 from visual_spec.models.scale_budget import offsets_of
 from visual_spec.models.scale_cache import ScaleCache, StaticCache, block_causal
 from visual_spec.models.var import Attend, Attention, HeadNorm, modulated
@@ -400,13 +400,7 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
             TypeError, ValueError: as `check_condition`; maps of other shapes, or `stop` not behind them.
         """
         self.check_condition(condition, batch_size)
-        count = len(self.scales)
-        stop = count if stop is None else stop
-        if not len(maps) < stop <= count:
-            raise ValueError(
-                f"{len(maps)} maps and stop={stop} given; stop must lie behind scale {len(maps)}, which they predict, "
-                f"and this model has {count} scales"
-            )
+        stop = checked_stop(maps, stop, self.scales)
         if maps:
             self._check_map(maps[0], 1, batch_size)
         pooled, words, mask = self.embed_condition(condition, guided=guided)

@@ -229,6 +229,22 @@ def area_of(side: Side) -> int:
     return height * width
 
 
+def checked_stop(maps: Sequence[Tensor], stop: int | None, scales: Sequence[Side]) -> int:
+    """The first scale that a prefill with `maps` is not asked for; None stands for one behind the last.
+
+    Raises:
+        ValueError: it does not lie behind the scale that the maps predict.
+    """
+    count = len(scales)
+    stop = count if stop is None else stop
+    if not len(maps) < stop <= count:
+        raise ValueError(
+            f"{len(maps)} maps and stop={stop} given; stop must lie behind scale {len(maps)}, which they predict, "
+            f"and this model has {count} scales"
+        )
+    return stop
+
+
 def sides_of(scales: Iterable[Side | Sequence[int]]) -> tuple[Side, ...]:
     """Sides in their one spelling, by which they can be compared: an int for a square, else a tuple."""
     pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in scales]

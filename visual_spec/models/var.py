@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.checkpoints import Checkpoint, Difference, Source, read_checkpoint
 from visual_spec.models.llamagen import rotate
-from visual_spec.models.protocol import ScaleState
+from visual_spec.models.protocol import ScaleState, checked_stop
 from visual_spec.models.scale_budget import offsets_of
 from visual_spec.models.scale_cache import ScaleCache, StaticCache, block_causal
 
@@ -331,13 +331,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
             TypeError, ValueError: as `check_condition`; maps of other shapes, or `stop` not behind them.
         """
         self.check_condition(condition, batch_size)
-        count = len(self.scales)
-        stop = count if stop is None else stop
-        if not len(maps) < stop <= count:
-            raise ValueError(
-                f"{len(maps)} maps and stop={stop} given; stop must lie behind scale {len(maps)}, which they predict, "
-                f"and this model has {count} scales"
-            )
+        stop = checked_stop(maps, stop, self.scales)
         if maps:
             self._check_map(maps[0], 1, batch_size)
         classes = self.embed_condition(condition, guided=guided)
