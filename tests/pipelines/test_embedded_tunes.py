@@ -1,4 +1,7 @@
-"""The music model that is part of the package: prompts to audio, plain and accelerated."""
+"""The music models that are part of the package: prompts to audio, plain and accelerated."""
+
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,8 +10,11 @@ import torch
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE, held_out_prompts
 from visual_spec.data.tunes_parser import score
 from visual_spec.pipelines.audio import AudioPipeline
+from visual_spec.pipelines.embedded import embedded_folder
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_tunes.py"
 
 
 def load() -> AudioPipeline:
@@ -59,3 +65,41 @@ def test_tunes_are_of_their_own_prompt_rather_than_another():
         for heard in (clips, np.roll(clips, 1, 0))
     )
     assert own > other + 0.1
+
+
+def test_the_masked_model_hears_its_prompts_in_a_quarter_of_the_calls():
+    pipe = AudioPipeline.from_pretrained("tunes_masked")
+    pipe.set_progress_bar_config(disable=True)
+    prompts = held_out_prompts(8, seed=17)
+    out = pipe(prompts, generator=seeded(*range(8)))
+    assert out.trace.target_calls.tolist() == [20 + 10 + 10 + 10] * 8  # plain decoding of columns: 203
+    right = [
+        np.mean(list(score(prompt, clip[0]).values()))
+        for prompt, clip in zip(prompts, out.audios, strict=True)
+    ]
+    assert np.mean(right) > 0.65
+    alone = pipe(prompts[3], generator=seeded(3))
+    assert alone.codes[0].equal(out.codes[3])
+
+
+def test_the_two_models_share_their_codec_and_text_encoder():
+    columns, masked = (AudioPipeline.from_pretrained(name) for name in ("tunes", "tunes_masked"))
+    for part in ("codec", "text_encoder"):
+        weights, others = (getattr(pipe, part).state_dict() for pipe in (columns, masked))
+        assert all(torch.equal(weights[key], others[key]) for key in weights | others)
+        assert (embedded_folder("tunes_masked") / part).is_symlink()
+
+
+def test_only_equal_parts_are_linked(tmp_path):
+    link_equal_parts = runpy.run_path(str(SCRIPT))["link_equal_parts"]
+    for name, codec in [("one", b"same"), ("two", b"same"), ("three", b"other")]:
+        for part, content in [("codec", codec), ("text_encoder", name.encode())]:
+            (tmp_path / name / part).mkdir(parents=True)
+            (tmp_path / name / part / "model.safetensors").write_bytes(content)
+    for name in ("two", "three"):
+        link_equal_parts(tmp_path / name, tmp_path / "one")
+    assert (tmp_path / "two" / "codec").readlink() == Path("../one/codec")
+    for name, part in [("two", "text_encoder"), ("three", "codec"), ("three", "text_encoder")]:
+        assert not (tmp_path / name / part).is_symlink()
+    (tmp_path / "two").rename(tmp_path / "four")
+    assert (tmp_path / "four" / "codec" / "model.safetensors").read_bytes() == b"same"
