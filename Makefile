@@ -8,6 +8,8 @@ DEMO_PROMPTS = "a large red circle on a plain sky background" \
                "a small white cross inside a large green circle on a dotted pink background" \
                "three small purple diamonds on a gradient sand background"
 
+DEMO_CLASSES = "red circle" "yellow triangle" "purple diamond" "white star"
+
 DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
              "a fast happy guitar melody in D major, arching in dotted rhythm over a bass line"
 
@@ -21,7 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
+	$(BIN)/visual-spec generate $(DEMO_CLASSES) --model shapes_var --compare --out demo/scales --overwrite
 	$(BIN)/visual-spec generate --music $(DEMO_TUNES) --compare --window 4 --out demo/music --overwrite
+	$(BIN)/visual-spec generate --music $(DEMO_TUNES) --model tunes_masked --out demo/music-masked --overwrite
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
