@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from tests.tiny import seeded
 from tests.tiny_scales import tiny_scale_pipeline, tiny_var
 from visual_spec.data.shapes_classes import CLASS_NAMES, score_class
-from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
+from visual_spec.pipelines.embedded import describe, embedded_folder
 from visual_spec.pipelines.loading import load_refiner
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
@@ -78,7 +77,6 @@ def test_a_model_without_a_refiner(tmp_path, monkeypatch):
     assert not out.with_name("shapes_var_refiner").exists()
 
 
-@pytest.mark.skipif("shapes_var" not in embedded_models(), reason="the embedded weights are not there")
 def test_the_embedded_model_draws_the_classes_it_is_asked_for():
     pipe: Any = ScaleImagePipeline.from_pretrained("shapes_var")
     pipe.set_progress_bar_config(disable=True)

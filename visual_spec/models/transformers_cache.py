@@ -203,7 +203,8 @@ class SlotCache(Cache):
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers, each [R, H, S, D]."""
-        return [held for layer in self.layers for held in (layer.keys, layer.values) if held is not None]
+        layers = [layer for layer in self.layers if isinstance(layer, _SlotLayer)]
+        return [held for layer in layers for held in (layer.keys, layer.values) if held is not None]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy what stands at places `sources` [R, D] to places `targets` [R, D]."""
