@@ -207,3 +207,16 @@ def test_what_does_not_fit_the_device_is_refused_before_it_is_made(monkeypatch):
         ValueError, match=r"this needs .* GB \(weights .*, cache .*, logits .*\), and cpu has"
     ):
         bench.main(["--random-weights", "--device", "cpu", "--model", "var-large"])
+
+
+def test_a_model_is_timed_under_its_own_law(tmp_path, capsys):
+    tiny_scale_pipeline(default_guidance_scale=1.7, default_top_k=3, default_top_p=0.8).save_pretrained(
+        tmp_path
+    )
+    pipe = scale_cost.like_on_meta(
+        tiny_scale_pipeline(default_guidance_scale=1.7, default_top_k=3, default_top_p=0.8)
+    )
+    law = pipe.make_law()
+    assert (law.guidance_scale, law.top_k, law.top_p) == (1.7, 3, 0.8)
+    document, table, _ = run(capsys, "--model", tmp_path, "--count-only", "--methods", ROWS[1])
+    assert {row["guidance_scale"] for row in document["rows"]} == {1.7} and table[0]["guidance"] == "1.7"

@@ -82,9 +82,15 @@ def test_the_embedded_model_draws_the_classes_it_is_asked_for():
     pipe.set_progress_bar_config(disable=True)
     assert pipe.config["id2label"] == list(CLASS_NAMES) and pipe.image_size == (128, 128)
     assert describe(embedded_folder("shapes_var"))["image_size"] == 128
-    names = list(CLASS_NAMES[::4])
-    images = pipe(names, generator=seeded(*range(12)), num_draft_scales=len(pipe.vq_model.scales)).images
-    right = [all(score_class(name, image).values()) for name, image in zip(names, images, strict=True)]
-    assert np.mean(right) >= 0.75
+    names = list(CLASS_NAMES[::2])
+
+    def share_right(**settings: Any) -> float:
+        images = pipe(names, generator=seeded(*range(24)), **settings).images
+        scores = [score_class(name, image).values() for name, image in zip(names, images, strict=True)]
+        return float(np.mean(list(map(all, scores))))
+
+    # 78 % of 480 pictures by the large model alone, 72 % with the last scale by the small one.
+    assert share_right(num_draft_scales=len(pipe.vq_model.scales)) >= 0.65
+    assert share_right(num_draft_scales=7) >= 0.55
     red, number = pipe("red circle", generator=seeded(1)), pipe(0, generator=seeded(1))
     assert red.tokens.equal(number.tokens)

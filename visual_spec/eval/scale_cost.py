@@ -95,9 +95,11 @@ def pipeline_on_meta(
 
 
 def like_on_meta(pipe: ScaleImagePipeline) -> ScaleImagePipeline:
-    """The pipeline's shapes on the meta device."""
+    """The pipeline's shapes on the meta device, with its settings."""
     refiner = None if pipe.refiner is None else dict(pipe.refiner.config)
-    settings = {name: pipe.config[name] for name in ("num_draft_scales", "budget", "refiner_budget")}
+    kept = ("num_draft_scales", "budget", "refiner_budget")
+    law = tuple(f"default_{name}" for name in ("guidance_scale", "top_k", "top_p"))
+    settings = {name: pipe.config[name] for name in kept + law}
     return pipeline_on_meta(
         dict(pipe.transformer.config),
         dict(pipe.vq_model.config),
