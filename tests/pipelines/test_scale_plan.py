@@ -57,7 +57,8 @@ def test_a_row_is_a_sampler_and_a_plan():
             "scale-wise:window=3",
             "has no setting window; it takes cache_share, measure, num_draft_scales, ramp",
         ),
-        ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it has none"),
+        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it has none"),
+        ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes graph"),
     ],
 )
 def test_rows_that_cannot_be_read(text, message):
