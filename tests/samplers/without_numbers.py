@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from visual_spec.kernels import philox
+from visual_spec.models import memory
 from visual_spec.samplers.trace import Stopwatch
 
 
@@ -51,3 +52,4 @@ def stand_in(monkeypatch: Any) -> None:
     """Do without kernels and clocks that need a GPU."""
     monkeypatch.setattr(philox, "philox_uniform_triton", lambda out, *_: out)
     monkeypatch.setattr(Stopwatch, "lap", lambda *_: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visual_spec.models.memory import check_cache_fits
 from visual_spec.models.protocol import DecodeState, TokenGrid
 from visual_spec.models.transformers_cache import ImagePrompt, Prompt, SlotCache
 
@@ -196,13 +197,19 @@ class CachedDecoder:
 
         Raises:
             TypeError: a condition that is no `ImagePrompt`.
-            ValueError: another number of prompts than `batch_size`, or guidance without unconditional prompts.
+            ValueError: another number of prompts than `batch_size`, or guidance without unconditional prompts; a batch
+                whose cache has no room on the GPU.
         """
         prompt = self._rows(condition, batch_size, guided)
         rows, length = prompt.ids.shape
         positions, start = prompt.where
         # Slots run up to num_tokens + window - 1, at most one row end to a slot; a tree holds two columns a node.
-        cache = SlotCache(self.decoder.config.num_hidden_layers, length + self.length + 2 * window + 1)
+        config, num_places = self.decoder.config, length + self.length + 2 * window + 1
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * num_places
+        sample_bytes = numbers * self.decoder.dtype.itemsize * (rows // batch_size)
+        check_cache_fits(sample_bytes, batch_size, self.device)
+        cache = SlotCache(config.num_hidden_layers, num_places)
         places = torch.arange(length, device=self.device).expand(rows, -1)
         causal = places[0] <= places[0][:, None]  # [T, T]
         # A padding column sees itself, because a column that sees nothing is nan.

@@ -7,6 +7,7 @@ rejected slot is simply written again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.memory import check_cache_fits
 from visual_spec.models.protocol import DecodeState, TokenGrid
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -317,13 +319,15 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
 
         Raises:
-            TypeError, ValueError: as `check_condition`.
+            TypeError, ValueError: as `check_condition`; a batch whose cache has no room on the GPU.
         """
         self.check_condition(condition, batch_size)
         hidden, prefix_mask = self.embed_condition(condition, guided=guided)
         rows, prefix, dim = hidden.shape
         heads = self.config["num_heads"]
         shape = (len(self.layers), rows, heads, prefix + self.grid.num_tokens + window, dim // heads)
+        sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
+        check_cache_fits(sample_bytes, batch_size, hidden.device)
         # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
         keys, values = hidden.new_zeros(shape), hidden.new_zeros(shape)
         causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
