@@ -115,11 +115,9 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("gpu", "--device gpu is no device"), ("cuda:7", "--device cuda:7, but PyTorch sees . GPUs")],
+    [("gpu", "--device gpu is no device"), ("cuda:99", "--device cuda:99, but PyTorch sees .* GPUs")],
 )
 def test_devices_that_are_not_there_are_refused(name, message):
-    if name.startswith("cuda") and torch.cuda.device_count() > 7:
-        pytest.skip("there is one")
     with pytest.raises(ValueError, match=message):
         bench.choose_device(name)
 

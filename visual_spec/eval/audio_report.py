@@ -31,7 +31,7 @@ from visual_spec.eval.drawing import (
     legend_strip,
     text_width,
 )
-from visual_spec.eval.files import write_atomically
+from visual_spec.eval.files import render_page, write_atomically
 from visual_spec.eval.report import paid_slots
 from visual_spec.pipelines.accelerate import make_sampler
 from visual_spec.pipelines.audio_files import audio_bytes
@@ -190,17 +190,8 @@ def write_music_page(
         ValueError: no rows.
         FileExistsError: `path` exists, and `overwrite` is not set.
     """
-    import jinja2
-
     if not rows:
         raise ValueError("no rows to show; pass at least one AudioRow.")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     columns, calls = sum(len(row.commit_call) for row in rows), sum(row.fast_calls for row in rows)
     fast_seconds = sum(row.fast_seconds for row in rows)
     totals = {
@@ -223,8 +214,13 @@ def write_music_page(
                 "picture": _url("image/png", picture.getvalue()),
             }
         )
-    page = environment.get_template("music.html.jinja").render(
-        title=title, facts=dict(facts or {}), sections=sections, totals=totals, colours=RUN_COLOURS[0]
+    page = render_page(
+        "music.html.jinja",
+        title=title,
+        facts=dict(facts or {}),
+        sections=sections,
+        totals=totals,
+        colours=RUN_COLOURS[0],
     )
     return write_atomically(path, page, overwrite=overwrite)
 

@@ -1,10 +1,11 @@
-"""Writing results: complete files or none, and never over an older one unasked."""
+"""Writing results: complete files or none, never over an older one unasked, and pages from templates."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def refuse_existing(path: str | Path, overwrite: bool) -> Path:
@@ -47,3 +48,25 @@ def write_atomically(path: str | Path, content: str | bytes, *, overwrite: bool 
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def render_page(template: str, /, **values: Any) -> str:
+    """A page made of a template of this package.
+
+    Args:
+        template: its name, such as "report.html.jinja".
+        values: what it asks for; text is escaped.
+
+    Raises:
+        jinja2.UndefinedError: it asks for more.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(template).render(**values)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.files import refuse_existing, write_atomically
+from visual_spec.eval.files import refuse_existing, render_page, write_atomically
 
 Row = dict[str, Any]
 _Point = tuple[float, float, str, str]  # x, y, number, colour
@@ -339,17 +339,8 @@ def write_page(
         ValueError: no documents.
         FileExistsError: `path` exists and `overwrite` is not set.
     """
-    import jinja2
-
     if not documents:
         raise ValueError("no results to draw; pass results.json of visual-spec eval")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     sections = []
     for document in documents:
         extractors = list(document["rows"][0]["features"])
@@ -358,9 +349,7 @@ def write_page(
             content = base64.b64encode(_image(draw_frontier(document, extractor), "svg")).decode()
             charts.append((extractor, f"data:image/svg+xml;base64,{content}"))
         sections.append({"document": document, "extractors": extractors, "charts": charts})
-    page = environment.get_template("frontier.html.jinja").render(
-        title=title, sections=sections, styles=STYLES
-    )
+    page = render_page("frontier.html.jinja", title=title, sections=sections, styles=STYLES)
     return write_atomically(path, page, overwrite=overwrite)
 
 

@@ -34,7 +34,7 @@ from visual_spec.eval.drawing import (
     text_width,
     wrap_text,
 )
-from visual_spec.eval.files import write_atomically
+from visual_spec.eval.files import render_page, write_atomically
 from visual_spec.models.protocol import TokenGrid
 
 _SHEET_WIDTH = 1000
@@ -334,16 +334,7 @@ def write_html(
         ValueError: if `rows` is empty.
         FileExistsError: if `path` exists and `overwrite` is not set.
     """
-    import jinja2
-
     _check_rows(rows)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     scale_wise = isinstance(rows[0], ScaleComparisonRow)
     sections = []
     for row in rows:
@@ -369,7 +360,8 @@ def write_html(
         "speed_up": plain_seconds / fast_seconds if plain_seconds > 0 and fast_seconds > 0 else 0.0,
         "identical": sum(row.identical for row in rows),
     }
-    page = environment.get_template("report.html.jinja").render(
+    page = render_page(
+        "report.html.jinja",
         title=title,
         facts=dict(facts or {}),
         sections=sections,

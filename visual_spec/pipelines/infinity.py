@@ -19,7 +19,7 @@ from visual_spec.models.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.scale_cache import CompressedVAR
 from visual_spec.models.t5_features import T5Features
 from visual_spec.pipelines.base import VisualPipeline, wake
-from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
+from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts, check_scale_sampler
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.checks import check_count
@@ -164,11 +164,7 @@ class InfinityPipeline(VisualPipeline):
         Raises:
             TypeError: names the one that does.
         """
-        if not isinstance(self.sampler, ScaleWiseSampler):
-            raise TypeError(
-                f"sampler is {type(self.sampler).__name__}, which does not fit a next-scale model; pass a "
-                "ScaleWiseSampler."
-            )
+        check_scale_sampler(self.sampler)
 
     def _check_models(self) -> None:
         model, tokenizer = self.transformer, self.vq_model

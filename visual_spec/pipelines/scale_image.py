@@ -13,7 +13,7 @@ from visual_spec.models.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.base import VisualPipeline, wake
-from visual_spec.pipelines.inputs import check_generator
+from visual_spec.pipelines.inputs import check_generator, check_scale_sampler
 from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
@@ -263,11 +263,7 @@ class ScaleImagePipeline(VisualPipeline):
         Raises:
             TypeError: names the one that does.
         """
-        if not isinstance(self.sampler, ScaleWiseSampler):
-            raise TypeError(
-                f"sampler is {type(self.sampler).__name__}, which does not fit a next-scale model; pass a "
-                "ScaleWiseSampler."
-            )
+        check_scale_sampler(self.sampler)
 
     def _check_models(self) -> None:
         tokenizer = self.vq_model
