@@ -144,6 +144,15 @@ def test_a_recording_for_each_width_that_the_policy_asks_for(recordings, monkeyp
     assert len(recordings) == 3 and set(recording.replays) == {4, 8, 64}
 
 
+def test_a_fixed_window_is_not_the_last_one_that_a_policy_chose(recordings, monkeypatch):
+    model = tiny_transformer(grid_size=8)
+    monkeypatch.setattr(WindowPolicy, "choose", lambda self: 2)
+    draw(SpeculativeJacobiSampler("auto"), model, 3)
+    found = draw(SpeculativeJacobiSampler(64), model, 3)  # decodes of the same shapes
+    want = draw(SpeculativeJacobiSampler(64, graph=False), model, 3)
+    assert found.trace.target_calls.equal(want.trace.target_calls)
+
+
 def test_other_shapes_and_moved_weights_are_recorded_anew(recordings):
     model, sampler = tiny_transformer(), SpeculativeJacobiSampler(6)
     draw(sampler, model, 1)

@@ -136,6 +136,8 @@ def recorded(
     else:
         for fixed, new in zip(_tensors(recording.parts), _tensors(parts), strict=True):
             fixed.copy_(new)
+        if hasattr(state, "width"):
+            recording.parts[0].width = state.width  # a policy may have left another one there
     known[key] = recording
     _make_room(device, recording)
     fixed_parts = recording.parts

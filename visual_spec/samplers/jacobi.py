@@ -310,7 +310,7 @@ class SpeculativeJacobiSampler(Relaxable, SchedulerMixin, ConfigMixin):
         delta, factor, neighbours: of "lantern".
         bounded: hold a relaxed acceptance back so that no slot moves more than `delta`. All these: see `Relaxation`.
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.graph`; the tokens are the same. "auto" does
-            so where it can.
+            so where it can. Complete samples then stay in the batch to its end.
 
     Raises:
         ValueError: a value that is not one of these.
