@@ -39,7 +39,7 @@ FAMILIES = {
 
 # What is hung on an accelerated model.
 _NAMES = ("sampler", "last_trace", "generate_images", "decode_images", "generate")
-_PLAIN = "_visual_spec_plain"
+PLAIN = "_visual_spec_plain"
 
 # Settings of `generate` that change the law in ways a `TokenLaw` does not know, and the values that do nothing.
 _NEUTRAL = {
@@ -114,9 +114,8 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
             "SpeculativeJacobiSampler or AutoregressiveSampler."
         )
     for model in models:
+        keep_plain(model, _NAMES)
         own = model.__dict__
-        if _PLAIN not in own:
-            own[_PLAIN] = {name: own[name] for name in _NAMES if name in own}
         own["sampler"] = sampler
         own["last_trace"] = None
         own["generate_images"] = functools.partial(generate_images, model)
@@ -131,18 +130,29 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
 def restore(model_or_pipeline: Any) -> Any:
     """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
     for model in _models_of(model_or_pipeline):
-        own = model.__dict__
-        if _PLAIN in own:
-            before = own.pop(_PLAIN)
-            for name in _NAMES:
-                own.pop(name, None)
-            own.update(before)
+        put_plain_back(model, _NAMES)
     return model_or_pipeline
+
+
+def keep_plain(model: Any, names: Sequence[str]) -> None:
+    """Remember, at first, which of these attributes the model has of its own."""
+    own = model.__dict__
+    own.setdefault(PLAIN, {name: own[name] for name in names if name in own})
+
+
+def put_plain_back(model: Any, names: Sequence[str]) -> None:
+    """Give the model back what `keep_plain` remembered, if it did."""
+    own = model.__dict__
+    if PLAIN in own:
+        before = own.pop(PLAIN)
+        for name in names:
+            own.pop(name, None)
+        own.update(before)
 
 
 def summary(model_or_pipeline: Any) -> str:
     """One line on what the last pictures of each accelerated model cost: tokens, calls, tokens per call, seconds."""
-    accelerated = [model for model in _models_of(model_or_pipeline) if _PLAIN in model.__dict__]
+    accelerated = [model for model in _models_of(model_or_pipeline) if PLAIN in model.__dict__]
     if not accelerated:
         return f"{type(model_or_pipeline).__name__}: not accelerated"
     nothing = "nothing decoded yet"
@@ -310,7 +320,7 @@ def _generate(model: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
     """`generate` of an accelerated Janus or GLM-Image: pictures by `generate_images`, text as before."""
     kind = image_model_class(model)
     assert kind is not None
-    plain = getattr(model, _PLAIN).get("generate") or functools.partial(type(model).generate, model)
+    plain = getattr(model, PLAIN).get("generate") or functools.partial(type(model).generate, model)
     if kind.family == "Janus":
         if kwargs.get("generation_mode", "text") != "image":
             return plain(inputs, **kwargs)

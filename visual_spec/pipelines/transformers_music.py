@@ -21,7 +21,7 @@ from visual_spec.models.encodec import decode_codes, encode_waves
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.musicgen import MusicCondition, MusicgenColumnModel, text_condition
 from visual_spec.pipelines.base import wake
-from visual_spec.pipelines.transformers_models import law_of
+from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 
@@ -29,7 +29,6 @@ MODELS = ("MusicgenForConditionalGeneration",)
 
 # What is hung on an accelerated model.
 _NAMES = ("sampler", "last_trace", "last_codes", "generate_audio", "generate")
-_PLAIN = "_visual_spec_plain"
 
 
 def is_music_model(model: Any) -> bool:
@@ -64,9 +63,8 @@ def accelerate(model: Any, sampler: Any) -> Any:
             "ColumnAutoregressiveSampler, ColumnJacobiSampler."
         )
     MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
+    keep_plain(model, _NAMES)
     own = model.__dict__
-    if _PLAIN not in own:
-        own[_PLAIN] = {name: own[name] for name in _NAMES if name in own}
     own["sampler"], own["last_trace"], own["last_codes"] = sampler, None, None
     own["generate_audio"] = functools.partial(generate_audio, model)
     own["generate"] = functools.partial(_generate, model)
@@ -75,18 +73,13 @@ def accelerate(model: Any, sampler: Any) -> Any:
 
 def restore(model: Any) -> Any:
     """Undo `accelerate`; what was not accelerated is left as it is. Returns the same model."""
-    own = model.__dict__
-    if _PLAIN in own:
-        before = own.pop(_PLAIN)
-        for name in _NAMES:
-            own.pop(name, None)
-        own.update(before)
+    put_plain_back(model, _NAMES)
     return model
 
 
 def summary(model: Any) -> str:
     """One line on what the last clips of an accelerated model cost: columns, calls, columns per call, seconds."""
-    if _PLAIN not in model.__dict__:
+    if PLAIN not in model.__dict__:
         return f"{type(model).__name__}: not accelerated"
     trace = model.last_trace
     return trace.summary() if trace is not None else f"{type(model.sampler).__name__}: nothing decoded yet"
