@@ -3,6 +3,7 @@
 Fine-tuning a pair for collaborative decoding at N:
   the drafter: --start-from LARGE --scales-until N
   the refiner: --start-from SMALL --teacher LARGE --scales-from N
+  one that draws without guidance: the same with --teacher-guidance 2 --label-dropout 0
 
 Afterwards `--out` holds the weights and `training.json`, with the loss curve, held-out losses and the class accuracy of
 pictures drawn with them. An interrupted run resumes.
@@ -76,6 +77,13 @@ def main() -> None:
         type=float,
         help="of scales before --scales-from at the first step; default: 1 with a teacher, else 0",
     )
+    parser.add_argument(
+        "--teacher-guidance",
+        type=float,
+        default=defaults.teacher_guidance,
+        help="learn the teacher's laws as they are under this guidance scale; 1: without guidance",
+    )
+    parser.add_argument("--label-dropout", type=float, default=defaults.label_dropout)
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
     parser.add_argument("--scenes", type=int, default=defaults.scenes)
@@ -110,9 +118,11 @@ def main() -> None:
         batch_size=arguments.batch_size,
         scenes=arguments.scenes,
         learning_rate=arguments.learning_rate,
+        label_dropout=arguments.label_dropout,
         scales_from=arguments.scales_from,
         scales_until=arguments.scales_until,
         earlier_weight=(0.0 if teacher is None else 1.0) if earlier is None else earlier,
+        teacher_guidance=arguments.teacher_guidance,
         bfloat16=arguments.bfloat16,
         compile=arguments.compile,
         seed=arguments.seed,
@@ -122,7 +132,11 @@ def main() -> None:
     if arguments.judged_pictures and settings.scales_until is None:
         # A refiner is judged as it will be used: behind the model that it learned from.
         first = settings.scales_from
-        drawing = model if teacher is None or first == 0 else code_stages(teacher, model, first)
+        drawing = model
+        if teacher is not None and first:
+            # One that learned guided laws draws them without guidance.
+            own_law = TokenLaw() if settings.teacher_guidance != 1 else None
+            drawing = code_stages(teacher, model, first, small_law=own_law)
         record["drawn"] = accuracy_of_draws(
             drawing, vq_model, arguments.guidance_scale, arguments.judged_pictures
         )

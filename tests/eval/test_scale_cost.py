@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.tiny_scales import TINY_VQ, tiny_scale_pipeline
+from visual_spec.eval.samples import caches_of
 from visual_spec.eval.scale_cost import count_decode, like_on_meta, pipeline_on_meta
 from visual_spec.models.scale_budget import ScaleBudget
 from visual_spec.models.var import PRESETS, SCALES
@@ -109,6 +110,20 @@ def test_a_batch_shares_its_weights_and_nothing_else():
     words = 2 * 29 * 2 * 16  # both rows read the same maps, which are embedded once
     assert cost.flops == 2 * unguided.flops - words and cost.cache_bytes == 2 * unguided.cache_bytes
     assert cost.weight_bytes == unguided.weight_bytes
+
+
+def test_a_refiner_without_guidance_costs_half_the_rows():
+    both, half = (
+        like_on_meta(tiny_scale_pipeline(refiner_guidance_scale=scale)).stages(2) for scale in (None, 1.0)
+    )
+    costs = [[count_decode(stages, guided=guided) for guided in (True, False)] for stages in (both, half)]
+    (full, none), (mixed, still) = costs
+    assert still == none and none.flops < mixed.flops < full.flops and mixed.weight_bytes == full.weight_bytes
+    alone = like_on_meta(tiny_scale_pipeline(refiner_guidance_scale=1.0)).stages(4)
+    assert count_decode(alone, guided=True).flops > count_decode(alone, guided=False).flops
+    # The refiner's share of the difference is gone, the large model's is as it was.
+    rows = caches_of(half, 1, True, torch.float32), caches_of(both, 1, True, torch.float32)
+    assert rows[0][0] == rows[1][0] and 2 * rows[0][1].peak == rows[1][1].peak
 
 
 def test_every_weight_of_a_tiny_model_is_read_where_it_is_used():

@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,51 @@ def test_collaboration_draws_what_the_sampler_draws(split):
     alone = pair([3, 1, 0], generator=seeded(7, 8, 9), num_draft_scales=4)
     assert alone.tokens.equal(straight(pair.transformer, [3, 1, 0], [7, 8, 9]).tokens)
     assert [stage.scales for stage in pair.stages()] == [range(2), range(2, 4)]
+
+
+def test_a_refiner_may_draw_without_the_guidance_of_the_others(tmp_path):
+    pair = make_pair(refiner_guidance_scale=1.0)
+    for guidance, split in [(2.5, 2), (4.0, 3)]:
+        law = pair.make_law(guidance)
+        stages = code_stages(
+            pair.transformer, pair.refiner, split, small_law=replace(law, guidance_scale=1.0)
+        )
+        want = ScaleWiseSampler()(
+            stages, pair.vq_model, torch.tensor([3, 1]), law=law, generator=seeded(7, 8), batch_size=2
+        )
+        given = dict(guidance_scale=guidance, num_draft_scales=split)
+        assert pair([3, 1], generator=seeded(7, 8), **given).tokens.equal(want.tokens)
+        guided = make_pair()([3, 1], generator=seeded(7, 8), **given)
+        assert not guided.tokens.equal(want.tokens)
+        # Half of the rows, so half of the cache: of the refiner only.
+        (first, second), (other, double) = want.trace.cache_bytes, guided.trace.cache_bytes
+        assert first == other and 2 * second == double
+    pair.save_pretrained(tmp_path / "saved")
+    saved = ScaleImagePipeline.from_pretrained(tmp_path / "saved", torch_dtype=torch.float32)
+    saved.set_progress_bar_config(disable=True)
+    assert saved(3, generator=seeded(1)).tokens.equal(pair(3, generator=seeded(1)).tokens)
+    with pytest.raises(ValueError, match="guidance_scale=nan"):
+        make_pair(refiner_guidance_scale=float("nan"))
+
+
+def test_a_refiner_without_guidance_is_held_against_guided_laws():
+    """The distance is to what the large model would have drawn from, not to its unguided laws."""
+    pair = make_pair(refiner_guidance_scale=1.0, sampler=ScaleWiseSampler(measure=True))
+    pair.refiner = tiny_var(0, torch.float32)  # the transformer's weights
+    law = pair.make_law(3.0)
+    output = pair([3, 1], generator=seeded(7, 8), guidance_scale=3.0, num_draft_scales=3)
+    model, labels = pair.transformer, torch.tensor([3, 1])
+    canvas, maps = pair.vq_model.begin(2, torch.device("cpu"), torch.float32), []
+    for scale, part in enumerate(output.tokens.split([1, 4, 9, 16], 1)[:3]):
+        canvas = pair.vq_model.accumulate(canvas, scale, part)
+        maps.append(pair.vq_model.next_map(canvas, scale + 1))
+    plain = model.prefill(labels, batch_size=2, guided=True, maps=maps).logits
+    conditional, null = plain.double().chunk(2)
+    slots = torch.arange(14, 30).expand(2, -1)
+    alone = replace(law, guidance_scale=1.0)(conditional, False, slots).exp()
+    guided = law(torch.cat([conditional, null]), True, slots).exp()
+    want = (alone - guided).abs().sum(-1).mean() / 2
+    assert output.trace.divergence == pytest.approx(float(want), rel=1e-5) and want > 0.05
 
 
 def test_compressed_caches_are_used_and_put_away():

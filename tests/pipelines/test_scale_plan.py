@@ -145,6 +145,21 @@ def test_a_whole_share_is_no_compression_but_off_undoes_one(pipe):
     assert ScalePlan.plain(tiny_scale_pipeline().config) == ScalePlan("all")
 
 
+def test_the_refiner_of_a_plan_draws_with_the_guidance_of_the_others_unless_told(pipe, tmp_path):
+    other = tiny_var(3, torch.float32)
+    other.save_pretrained(tmp_path / "other")
+    own = tiny_scale_pipeline(refiner=other)
+    want = {scale: own([3, 1], generator=seeded(7, 8), num_draft_scales=2) for scale in (None, 1.0)}
+    own.register_to_config(refiner_guidance_scale=1.0)
+    want[1.0] = own([3, 1], generator=seeded(7, 8), num_draft_scales=2)
+    assert not want[1.0].tokens.equal(want[None].tokens)
+    pipe.register_to_config(refiner_guidance_scale=1.0)
+    for scale in (None, 1.0):
+        plan = ScalePlan(2, refiner=str(tmp_path / "other"), refiner_guidance_scale=scale)
+        assert drawn(pipe, plan).tokens.equal(want[scale].tokens)
+    assert pipe.config["refiner_guidance_scale"] == 1.0
+
+
 def test_layers_share_alike_where_there_is_nothing_to_calibrate_on(pipe, monkeypatch):
     monkeypatch.setattr(scale_plan, "calibrate", lambda *_, **__: pytest.fail("drew pictures"))
     with ScalePlan("all", 0.7).on(pipe, calibrated=False):

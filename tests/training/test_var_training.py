@@ -21,6 +21,7 @@ from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 from visual_spec.training.var import (
     VarTraining,
+    guided_logits,
     held_out_losses,
     initialise,
     slot_losses,
@@ -367,6 +368,39 @@ def test_a_refiner_comes_closer_to_its_teacher_and_the_teacher_stays(vq_model, t
     after = divergence()
     assert after[2] < 0.5 * before[2]
     assert all(torch.equal(value, copy[key]) for key, value in teacher.state_dict().items())
+
+
+def test_guidance_of_a_teacher_grows_from_scale_to_scale():
+    torch.manual_seed(0)
+    conditional, null = torch.randn(2, 14, 3), torch.randn(2, 14, 3)  # scales 1, 2 and 3 of 1, 2, 3 and 4
+    got = guided_logits(conditional, null, (1, 2, 3, 4), 2.5)
+    for slot in range(14):
+        scale = 0 if slot < 1 else 1 if slot < 5 else 2
+        strength = 1 + 1.5 * scale / 3
+        want = strength * conditional[:, slot] + (1 - strength) * null[:, slot]
+        torch.testing.assert_close(got[:, slot], want)
+
+
+def test_a_refiner_learns_guided_laws(vq_model, tmp_path):
+    teacher, model = tiny_model(), tiny_model(dim=8)
+    with torch.no_grad():
+        teacher.head.weight.mul_(40)
+        teacher.class_emb.weight.mul_(3)
+    labels, tokens = tokenize_classes(vq_model, 8, 1)
+    maps = vq_model.maps_of(tokens.long())
+    nobody = torch.ones(8, dtype=torch.bool)
+
+    def divergence(guidance: float) -> float:
+        with torch.no_grad():
+            plain, null = teacher.teacher_forced(maps, labels), teacher.teacher_forced(maps, labels, nobody)
+            wanted = null + guidance * (plain - null)
+            losses = slot_losses(model.teacher_forced(maps, labels), tokens.long(), wanted)
+        return losses[:, BOUNDS[2] :].mean().item()
+
+    before = divergence(3.0)
+    settings = replace(TRANSFORMER, steps=200, scales_from=2, teacher_guidance=3.0, label_dropout=0.0)
+    train_var(model, vq_model, settings, tmp_path, teacher=teacher)
+    assert divergence(3.0) < 0.5 * before and divergence(3.0) < 0.5 * divergence(1.0)
 
 
 def test_held_out_losses_are_means_over_slots_of_all_and_of_each_scale(vq_model):

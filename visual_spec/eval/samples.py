@@ -331,7 +331,8 @@ def _scale_facts(pipe: Any, setting: Setting, trace: Any, batch_size: int) -> di
     # One cache is freed before the next is allocated, but for the first one's where distances are measured by it.
     stays = trace.divergence is not None
     dtype = pipe.transformer.dtype
-    first, *others = caches_of(pipe.stages(), batch_size, setting.law.guided, dtype, measured=stays)
+    stages = pipe.stages(law=setting.law)
+    first, *others = caches_of(stages, batch_size, setting.law.guided, dtype, measured=stays)
     together = [first.held + other.held if stays else other.held for other in others]
     at_work = [first.held + other.peak if stays else other.peak for other in others]
     measuring = [first.peak + other.held for other in others if stays]
@@ -348,6 +349,7 @@ def caches_of(
     """Keys and values of each model of a schedule, by arithmetic, in the order in which they draw.
 
     Args:
+        guided: in stages without a law of their own.
         measured: the first model scores all scales.
     """
     runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
@@ -358,7 +360,9 @@ def caches_of(
         known = run[0].scales.start
         budget = getattr(model, "budget", None)
         config = (model if budget is None else model.model).config
-        found.append(cache_bytes(config, budget, batch_size, guided, dtype, known=known, stop=stop))
+        scored = stages if measured and run is runs[0] else run
+        doubled = any(guided if stage.law is None else stage.law.guided for stage in scored)
+        found.append(cache_bytes(config, budget, batch_size, doubled, dtype, known=known, stop=stop))
     return found
 
 

@@ -106,7 +106,7 @@ def count_rows(
     rows: list[list[dict[str, Any]]] = [[] for _ in batch_sizes]
     for setting in settings:
         with setting.on(pipe, calibrated=False):
-            stages, guided = pipe.stages(), setting.law.guided
+            stages, guided = pipe.stages(law=setting.law), setting.law.guided
             cost = scale_cost.count_decode(stages, guided=guided)
             caches = caches_of(stages, 1, guided, dtype)
         for batch_size, found in zip(batch_sizes, rows, strict=True):
@@ -152,7 +152,7 @@ def time_rows(
         seeds = range(setting.seed + first, setting.seed + first + batch_size)
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
         with setting.on(pipe, calibrated=calibrated):
-            stages = pipe.stages()
+            stages = pipe.stages(law=setting.law)
 
             def work() -> Any:
                 result = setting.sampler(

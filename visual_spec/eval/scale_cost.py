@@ -97,7 +97,7 @@ def pipeline_on_meta(
 def like_on_meta(pipe: ScaleImagePipeline) -> ScaleImagePipeline:
     """The pipeline's shapes on the meta device, with its settings."""
     refiner = None if pipe.refiner is None else dict(pipe.refiner.config)
-    kept = ("num_draft_scales", "budget", "refiner_budget")
+    kept = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale")
     law = tuple(f"default_{name}" for name in ("guidance_scale", "top_k", "top_p"))
     settings = {name: pipe.config[name] for name in kept + law}
     return pipeline_on_meta(
@@ -115,7 +115,7 @@ def count_decode(stages: Sequence[Stage], *, guided: bool) -> ScaleCost:
 
     Args:
         stages: of `MetaVAR` models, or of these with a compressed cache.
-        guided: with the unconditional row beside that of the picture.
+        guided: with the unconditional row beside that of the picture, in stages without a law of their own.
     """
     runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
     counter = _Counter([_network(run[0].model) for run in runs])
@@ -131,9 +131,10 @@ def count_decode(stages: Sequence[Stage], *, guided: bool) -> ScaleCost:
                 side = network.scales[scale]
                 return weight.new_empty(1, network.code_dim, side, side)
 
+            doubled = any(guided if stage.law is None else stage.law.guided for stage in run)
             known = [map_of(scale) for scale in range(1, first + 1)]
             with counter.forward():
-                state = model.prefill(labels, batch_size=1, guided=guided, maps=known, stop=stop)
+                state = model.prefill(labels, batch_size=1, guided=doubled, maps=known, stop=stop)
             for scale in range(first + 1, stop):
                 with counter.forward():
                     model(state, map_of(scale), scale)

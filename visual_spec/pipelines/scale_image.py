@@ -1,6 +1,7 @@
 """Class to image scale by scale (VAR): label -> token maps, coarse to fine -> picture."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -37,6 +38,8 @@ class ScaleImagePipeline(VisualPipeline):
         num_draft_scales: how many scales the transformer draws before the refiner takes over; None: all but two.
         budget, refiner_budget: what the models' caches may keep (ScaleKV), or what `ScaleBudget.to_dict` made of it;
             None: everything. `compress` sets them later.
+        refiner_guidance_scale: guidance of the scales that the refiner draws, whatever that of the others is; 1 for one
+            that learned guided laws, and draws in half the rows; None: as the others.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -72,6 +75,7 @@ class ScaleImagePipeline(VisualPipeline):
         num_draft_scales: int | None = None,
         budget: ScaleBudget | dict[str, Any] | None = None,
         refiner_budget: ScaleBudget | dict[str, Any] | None = None,
+        refiner_guidance_scale: float | None = None,
     ):
         super().__init__()
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, refiner=refiner)
@@ -81,7 +85,9 @@ class ScaleImagePipeline(VisualPipeline):
             default_top_k=default_top_k,
             default_top_p=default_top_p,
             num_draft_scales=num_draft_scales,
+            refiner_guidance_scale=refiner_guidance_scale,
         )
+        self.refiner_law(self.make_law())  # refuses a scale that is none
         self.image_processor = VaeImageProcessor(do_resize=False)
         self._names = ClassNames(self.num_classes, id2label)
         self._check_models()
@@ -207,13 +213,14 @@ class ScaleImagePipeline(VisualPipeline):
         condition = self.encode_prompt(labels)
         check_generator(generator, len(condition))
         wake(self.transformer)
+        laws = {self.transformer: law, self.refiner: self.refiner_law(law)}
         found = [
             calibrate(
                 model,
                 self.vq_model,
                 condition,
                 sampler=self.sampler,
-                law=law,
+                law=laws[model],
                 share=share,
                 batch_size=len(condition),
                 generator=generator,
@@ -257,6 +264,15 @@ class ScaleImagePipeline(VisualPipeline):
         }
         return TokenLaw(temperature=temperature, **chosen)
 
+    def refiner_law(self, law: TokenLaw) -> TokenLaw:
+        """The law of the refiner where that of the call is `law`.
+
+        Raises:
+            ValueError: a `refiner_guidance_scale` out of its range.
+        """
+        own = self.config["refiner_guidance_scale"]
+        return law if own is None else replace(law, guidance_scale=own)
+
     def check_sampler(self) -> None:
         """Refuse a sampler that does not decode by scales.
 
@@ -299,8 +315,10 @@ class ScaleImagePipeline(VisualPipeline):
                 "pipe.refiner, or leave num_draft_scales out."
             )
 
-    def stages(self, num_draft_scales: int | None = None) -> list[Stage]:
+    def stages(self, num_draft_scales: int | None = None, *, law: TokenLaw | None = None) -> list[Stage]:
         """The schedule that is decoded: who draws which scales, with which cache. See `__call__`.
+
+        `law` is that of the call; None: of the pipeline's defaults.
 
         With a sampler that measures, a compressed transformer is compared with itself uncompressed.
 
@@ -316,7 +334,9 @@ class ScaleImagePipeline(VisualPipeline):
         if split == count:
             stages = [Stage(large, range(count))]
         else:
-            stages = code_stages(large, self._small(), split)
+            law = law or self.make_law()
+            own = self.refiner_law(law)
+            stages = code_stages(large, self._small(), split, small_law=None if own == law else own)
         if self.budget is not None and self.sampler.config["measure"] and count > 1:
             # Against the transformer with its whole cache, which draws scale 0 alike: nothing is read there.
             rest = [] if split == 1 else [Stage(large, range(1, split))]
@@ -457,7 +477,7 @@ class ScaleImagePipeline(VisualPipeline):
                     callback_on_step_end(self, scale, sum(sizes[: scale + 1]), kwargs)
 
             result = self.sampler(
-                self.stages(num_draft_scales),
+                self.stages(num_draft_scales, law=law),
                 self.vq_model,
                 condition,
                 law=law,

@@ -31,7 +31,8 @@ class ScalePlan:
             alone; 0: the refiner alone.
         cache_share: part of the full cache that each model may keep (ScaleKV), with budgets that are calibrated on ten
             classes of the model and the law of the pipeline's defaults; "off": uncompressed.
-        refiner: another one: the name or folder that `load_refiner` takes.
+        refiner: another one: the name or folder that `load_refiner` takes. It draws with the guidance of the others.
+        refiner_guidance_scale: see `ScaleImagePipeline`.
 
     Raises:
         ValueError: a value of another kind, or out of range.
@@ -40,6 +41,7 @@ class ScalePlan:
     num_draft_scales: int | str | None = None
     cache_share: float | str | None = None
     refiner: str | None = None
+    refiner_guidance_scale: float | None = None
 
     def __post_init__(self) -> None:
         drafted, share = self.num_draft_scales, self.cache_share
@@ -109,7 +111,8 @@ class ScalePlan:
                 )
             yield
             return
-        saved = {name: pipe.config[name] for name in ("num_draft_scales", "budget", "refiner_budget")}
+        kept = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale")
+        saved = {name: pipe.config[name] for name in kept}
         networks = pipe.transformer, pipe.refiner
         try:
             self._change(pipe, calibrated)
@@ -121,7 +124,9 @@ class ScalePlan:
     def _change(self, pipe: Any, calibrated: bool) -> None:
         if self.refiner is not None:
             pipe.refiner = _refiner(self.refiner, pipe.device, pipe.transformer.dtype)
-            pipe.register_to_config(refiner_budget=None)
+            pipe.register_to_config(refiner_budget=None, refiner_guidance_scale=None)
+        if self.refiner_guidance_scale is not None:
+            pipe.register_to_config(refiner_guidance_scale=self.refiner_guidance_scale)
         drafted = self.num_draft_scales
         if drafted == 0:
             if pipe.refiner is None:
@@ -146,7 +151,7 @@ class ScalePlan:
 def _budget(pipe: Any, model: Any, share: float, calibrated: bool) -> ScaleBudget:
     if not calibrated:
         return ScaleBudget.from_share(model.scales, model.config["num_layers"], share)
-    law = pipe.make_law()
+    law = pipe.make_law() if model is pipe.transformer else pipe.refiner_law(pipe.make_law())
     found = _BUDGETS.setdefault(model, {})
     if (share, law) not in found:
         classes = min(_CALIBRATION_CLASSES, pipe.num_classes)

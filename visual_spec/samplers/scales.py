@@ -122,9 +122,9 @@ class ScaleTrace(DecodeTrace):
 
     `target_calls` counts the forwards of all models, one a scale: a prefill yields the first scale of its model.
     `commit_call` is the scale of each slot. When the sampler measures, `divergence` and `moved_mass` are the total
-    variation distance between the law that a token was drawn from and the first model's under the same settings: the
-    mean over the slots behind its own stages, and the sum over them, whose mean over samples bounds the distance
-    between the laws of whole pictures.
+    variation distance between the law that a token was drawn from and the first model's under the same settings and
+    its own guidance: the mean over the slots behind its own stages, and the sum over them, whose mean over samples
+    bounds the distance between the laws of whole pictures.
 
     Attributes:
         model_calls: forwards of each model, in the order of the schedule; those that only measure are not counted.
@@ -272,6 +272,10 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
                     canvas = tokenizer.accumulate(canvas, scale, parts[-1])
                 watch.lap("verify", device)
                 if measure and run is not runs[0]:
+                    # A refiner that learned guided laws draws without guidance; what it stands in for is guided.
+                    guidance = (runs[0][-1].law or law).guidance_scale
+                    own = replace(stage.law or law, guidance_scale=guidance)
+                    checked.law = law_at_scale(own, ratio if self.config["ramp"] else 1.0)
                     other = _stage_law(runs[0][0].model(reference, maps[-1], scale), slots, checked, stage)
                     moved = moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
                     watch.lap("measure", device)

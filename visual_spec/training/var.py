@@ -6,7 +6,9 @@ so that guidance works (Tian et al. 2024, section 4; Ho and Salimans 2022).
 The pictures and their classes are those of `visual_spec.data.shapes_classes`.
 
 For CoDe (Chen et al. 2025, section 3.3) a drafter goes on with the scales below N only, by cross entropy, and a refiner
-learns the large model's laws: first those of all scales, then more and more those from N on only.
+learns the large model's laws: first those of all scales, then more and more those from N on only. With
+`teacher_guidance` it learns the laws that guidance makes of them (Meng et al. 2023, section 3.1, for one scale of
+guidance), and draws without guidance afterwards: half of the rows.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class VarTraining:
         scales_until: the first scale that is neither fed nor trained; None: all are.
         earlier_weight: weight of the scales before `scales_from` at the first step; it falls linearly to 0 at half of
             the steps. CoDe's refiner has 1.
+        teacher_guidance: the scale that guidance of the teacher grows to from none at the first scale, as the sampler's
+            ramp; 1: its laws are learned as they are.
         bfloat16: compute the matrix products in it: faster on a GPU, and on CPUs that can.
     """
 
@@ -51,6 +55,7 @@ class VarTraining:
     scales_from: int = 0
     scales_until: int | None = None
     earlier_weight: float = 0.0
+    teacher_guidance: float = 1.0
     bfloat16: bool = False
     compile: bool = False
     seed: int = 0
@@ -139,6 +144,17 @@ def slot_weights(scales: tuple[int, ...], settings: VarTraining, step: int) -> T
     return torch.cat(parts)
 
 
+def guided_logits(
+    conditional: Tensor, unconditional: Tensor, scales: tuple[int, ...], guidance: float
+) -> Tensor:
+    """Logits `[B, L, V]` under guidance that grows from none at the first scale to `guidance` at the last."""
+    device = conditional.device
+    ratio = torch.linspace(0, 1, len(scales), device=device)
+    areas = torch.tensor([side * side for side in scales], device=device)
+    strength = 1 + (guidance - 1) * ratio.repeat_interleave(areas)[: conditional.shape[1], None]  # [L, 1]
+    return unconditional + strength * (conditional - unconditional)
+
+
 def slot_losses(logits: Tensor, tokens: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
     """Loss `[B, L]` of every slot: cross entropy of the tokens, or the divergence KL(teacher, model) of the laws."""
     if teacher_logits is None:
@@ -212,6 +228,11 @@ def train_var(
             if teacher is not None:
                 with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
                     teacher_logits = teacher.teacher_forced(maps, label_ids, dropped).float()
+                    if settings.teacher_guidance != 1:
+                        null = teacher.teacher_forced(maps, label_ids, torch.ones_like(dropped)).float()
+                        teacher_logits = guided_logits(
+                            teacher_logits, null, model.scales, settings.teacher_guidance
+                        )
         loss = step_loss(maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, teacher_logits)
         descend(loss, step)
         checkpoint.after(step, settings.steps, loss)
