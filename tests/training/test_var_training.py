@@ -21,7 +21,7 @@ from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 from visual_spec.training.var import (
     VarTraining,
-    guided_logits,
+    guided_laws,
     held_out_losses,
     initialise,
     slot_losses,
@@ -370,15 +370,24 @@ def test_a_refiner_comes_closer_to_its_teacher_and_the_teacher_stays(vq_model, t
     assert all(torch.equal(value, copy[key]) for key, value in teacher.state_dict().items())
 
 
-def test_guidance_of_a_teacher_grows_from_scale_to_scale():
-    torch.manual_seed(0)
-    conditional, null = torch.randn(2, 14, 3), torch.randn(2, 14, 3)  # scales 1, 2 and 3 of 1, 2, 3 and 4
-    got = guided_logits(conditional, null, (1, 2, 3, 4), 2.5)
-    for slot in range(14):
-        scale = 0 if slot < 1 else 1 if slot < 5 else 2
-        strength = 1 + 1.5 * scale / 3
-        want = strength * conditional[:, slot] + (1 - strength) * null[:, slot]
-        torch.testing.assert_close(got[:, slot], want)
+def test_guidance_of_a_teacher_grows_from_scale_to_scale(vq_model):
+    teacher = tiny_model()
+    labels, tokens = tokenize_classes(vq_model, 20, 1)
+    settings = replace(TRANSFORMER, scales_from=1, teacher_guidance=2.5, label_dropout=0.0)
+    got = guided_laws(teacher, vq_model, labels, tokens, settings)
+    assert got.shape == (20, 20, 16)
+    for number in (0, 17):
+        maps = vq_model.maps_of(tokens[number : number + 1].long())
+        label = labels[number : number + 1]
+        with torch.no_grad():
+            plain = teacher.teacher_forced(maps, label)[0].double()
+            null = teacher.teacher_forced(maps, label, torch.tensor([True]))[0].double()
+        for slot in range(1, 21):
+            strength = 1 + 1.5 * (1 if slot < 5 else 2) / 2
+            want = (strength * plain[slot] + (1 - strength) * null[slot]).log_softmax(-1)
+            torch.testing.assert_close(got[number, slot - 1].double(), want, atol=4e-3, rtol=2e-3)
+    with pytest.raises(ValueError, match="teacher_guidance=2.5 with label_dropout=0.25.*pass 0, 0 and None"):
+        replace(settings, label_dropout=0.25)
 
 
 def test_a_refiner_learns_guided_laws(vq_model, tmp_path):

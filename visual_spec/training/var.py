@@ -41,7 +41,8 @@ class VarTraining:
         earlier_weight: weight of the scales before `scales_from` at the first step; it falls linearly to 0 at half of
             the steps. CoDe's refiner has 1.
         teacher_guidance: the scale that guidance of the teacher grows to from none at the first scale, as the sampler's
-            ramp; 1: its laws are learned as they are.
+            ramp; 1: its laws are learned as they are. Other than 1, they are computed once and kept in memory, those of
+            the scales from `scales_from` on: two bytes for each code of each slot of each scene.
         bfloat16: compute the matrix products in it: faster on a GPU, and on CPUs that can.
     """
 
@@ -68,6 +69,12 @@ class VarTraining:
             raise ValueError(
                 f"scales_from={self.scales_from} and scales_until={self.scales_until} leave no scale to train; pass "
                 "0 <= scales_from < scales_until."
+            )
+        if self.teacher_guidance != 1 and (self.label_dropout or self.earlier_weight or self.scales_until):
+            raise ValueError(
+                f"teacher_guidance={self.teacher_guidance} with label_dropout={self.label_dropout}, "
+                f"earlier_weight={self.earlier_weight}, scales_until={self.scales_until}; a refiner that learns guided "
+                "laws draws with a class and without guidance: pass 0, 0 and None."
             )
         if not 0 <= self.label_dropout <= 1 or min(self.earlier_weight, self.object_weight) < 0:
             raise ValueError(
@@ -144,23 +151,47 @@ def slot_weights(scales: tuple[int, ...], settings: VarTraining, step: int) -> T
     return torch.cat(parts)
 
 
-def guided_logits(
-    conditional: Tensor, unconditional: Tensor, scales: tuple[int, ...], guidance: float
+@torch.no_grad()
+def guided_laws(
+    teacher: VARTransformer,
+    vq_model: MultiscaleVQModel,
+    labels: Tensor,
+    tokens: Tensor,
+    settings: VarTraining,
 ) -> Tensor:
-    """Logits `[B, L, V]` under guidance that grows from none at the first scale to `guidance` at the last."""
-    device = conditional.device
-    ratio = torch.linspace(0, 1, len(scales), device=device)
-    areas = torch.tensor([side * side for side in scales], device=device)
-    strength = 1 + (guidance - 1) * ratio.repeat_interleave(areas)[: conditional.shape[1], None]  # [L, 1]
-    return unconditional + strength * (conditional - unconditional)
+    """The teacher's log-probabilities, float16 `[N, l, V]` on the CPU, at the slots of scales `scales_from` on.
+
+    Guidance grows from none at the first scale to `teacher_guidance` at the last.
+    """
+    device, scales = teacher.device, teacher.scales
+    areas = torch.tensor([side * side for side in scales])
+    strength = 1 + (settings.teacher_guidance - 1) * torch.linspace(0, 1, len(scales)).repeat_interleave(
+        areas
+    )
+    first = int(areas[: settings.scales_from].sum())
+    strength = strength[first:, None].to(device)  # [l, 1]
+    found = torch.empty(len(tokens), len(strength), teacher.vocab_size, dtype=torch.float16)
+    for start in range(0, len(tokens), 16):
+        rows = slice(start, start + 16)
+        label_ids, maps = labels[rows].to(device), vq_model.maps_of(tokens[rows].to(device).long())
+        nobody = torch.ones_like(label_ids, dtype=torch.bool)
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
+            conditional = teacher.teacher_forced(maps, label_ids)[:, first:].float()
+            null = teacher.teacher_forced(maps, label_ids, nobody)[:, first:].float()
+        found[rows] = (null + strength * (conditional - null)).log_softmax(-1).half().cpu()
+    return found
 
 
 def slot_losses(logits: Tensor, tokens: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
-    """Loss `[B, L]` of every slot: cross entropy of the tokens, or the divergence KL(teacher, model) of the laws."""
+    """Loss `[B, L]` of every slot: cross entropy of the tokens, or the divergence KL(teacher, model) of the laws.
+
+    Where the teacher's are fewer, `[B, l, V]`, they are those of the last slots; the others have loss 0.
+    """
     if teacher_logits is None:
         return F.cross_entropy(logits.mT, tokens, reduction="none")
-    teacher, model = teacher_logits.log_softmax(-1), logits.log_softmax(-1)
-    return F.kl_div(model, teacher, reduction="none", log_target=True).sum(-1)
+    early = logits.shape[1] - teacher_logits.shape[1]
+    teacher, model = teacher_logits.log_softmax(-1), logits[:, early:].log_softmax(-1)
+    return F.pad(F.kl_div(model, teacher, reduction="none", log_target=True).sum(-1), (early, 0))
 
 
 def train_var(
@@ -193,6 +224,9 @@ def train_var(
     objects = torch.from_numpy(object_slots(scenes, model.scales))  # [N, L]
     if teacher is not None:
         teacher.eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
+    laws = None
+    if teacher is not None and settings.teacher_guidance != 1:
+        laws = guided_laws(teacher, vq_model, labels, tokens, settings)
     model.train()
     parameters = list(model.parameters())
     optimisers = muon_and_adamw(model.blocks, parameters, settings.learning_rate, settings.weight_decay)
@@ -225,14 +259,11 @@ def train_var(
         with torch.no_grad():
             maps = vq_model.maps_of(token_ids)[: settings.trained_scales(len(model.scales)) - 1]
             teacher_logits = None
-            if teacher is not None:
+            if laws is not None:
+                teacher_logits = laws[chosen].to(device).float()
+            elif teacher is not None:
                 with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
                     teacher_logits = teacher.teacher_forced(maps, label_ids, dropped).float()
-                    if settings.teacher_guidance != 1:
-                        null = teacher.teacher_forced(maps, label_ids, torch.ones_like(dropped)).float()
-                        teacher_logits = guided_logits(
-                            teacher_logits, null, model.scales, settings.teacher_guidance
-                        )
         loss = step_loss(maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, teacher_logits)
         descend(loss, step)
         checkpoint.after(step, settings.steps, loss)
