@@ -55,7 +55,7 @@ def test_a_row_is_a_sampler_and_a_plan():
         ("scale-wise:cache_share=little", "cache_share='little'; pass a part"),
         (
             "scale-wise:window=3",
-            "has no setting window; it takes cache_share, measure, num_draft_scales, ramp",
+            "has no setting window; it takes cache_share, measure, num_draft_scales, num_drafters, ramp",
         ),
         ("columns:num_draft_scales=3", "has no setting num_draft_scales; it has none"),
         ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes graph"),
@@ -130,6 +130,17 @@ def test_a_share_of_the_cache_is_calibrated_once(pipe, monkeypatch):
     want = pipe([3, 1], generator=seeded(7, 8), num_draft_scales=2)
     assert found.tokens.equal(want.tokens) and found.trace.cache_bytes == want.trace.cache_bytes
     assert not found.trace.lossless
+
+
+def test_the_number_of_drafters_is_that_of_the_plan(pipe):
+    labels = list(range(5))
+    for count in (0, 1, 2):
+        budgets = pipe.calibrate(labels, 0.7, num_drafters=count, generator=seeded(*labels))
+        with ScalePlan("all", 0.7, num_drafters=count).on(pipe):
+            assert pipe.budget == budgets[0] and pipe.refiner_budget == budgets[1]
+            assert sum(map(len, pipe.budget.drafters)) == count
+    with pytest.raises(ValueError, match="num_drafters=1 without a cache_share"):
+        ScalePlan("all", num_drafters=1)
 
 
 def test_a_whole_share_is_no_compression_but_off_undoes_one(pipe):

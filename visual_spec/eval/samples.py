@@ -99,7 +99,7 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
 
     The settings are those of the sampler; guidance_scale, guidance_until, temperature, top_k, top_p and seed, which
     replace those of `law` and `seed`; and drafter, a name or folder that `load_drafter` takes (default: the pipeline's
-    own). Those of `scale-wise` are also num_draft_scales, cache_share and refiner, see `ScalePlan`. `parse_sampler`
+    own). Those of `scale-wise` are also those of `ScalePlan`. `parse_sampler`
     says how values are written.
 
     Raises:

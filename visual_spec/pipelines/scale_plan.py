@@ -18,8 +18,8 @@ from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler
 
 _CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
-# Budgets found for a model, by share and law.
-_BUDGETS: WeakKeyDictionary[Any, dict[tuple[float, TokenLaw], ScaleBudget]] = WeakKeyDictionary()
+# Budgets found for a model, by share, number of drafters and law.
+_BUDGETS: WeakKeyDictionary[Any, dict[tuple[Any, ...], ScaleBudget]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ScalePlan:
             alone; 0: the refiner alone.
         cache_share: part of the full cache that each model may keep (ScaleKV), with budgets that are calibrated on ten
             classes of the model and the law of the pipeline's defaults; "off": uncompressed.
+        num_drafters: of these budgets, see `visual_spec.models.scale_cache.calibrate`; 0 has the layers share alike.
         refiner: another one: the name or folder that `load_refiner` takes. It draws with the guidance of the others.
         refiner_guidance_scale: see `ScaleImagePipeline`.
 
@@ -42,6 +43,7 @@ class ScalePlan:
     cache_share: float | str | None = None
     refiner: str | None = None
     refiner_guidance_scale: float | None = None
+    num_drafters: int | None = None
 
     def __post_init__(self) -> None:
         drafted, share = self.num_draft_scales, self.cache_share
@@ -55,6 +57,10 @@ class ScalePlan:
         if share not in (None, "off") and not number:
             raise ValueError(
                 f"cache_share={share!r}; pass a part of the full cache above 0 and at most 1, or off."
+            )
+        if self.num_drafters is not None and self.cache_share in (None, "off"):
+            raise ValueError(
+                f"num_drafters={self.num_drafters} without a cache_share; pass the part of the cache that is kept, too."
             )
         if self.refiner is not None and not isinstance(self.refiner, str):
             raise ValueError(f"refiner={self.refiner!r}; pass a name or a folder.")
@@ -145,19 +151,21 @@ class ScalePlan:
             pipe.compress()
         elif self.cache_share is not None:
             models = [model for model in (pipe.transformer, pipe.refiner) if model is not None]
-            pipe.compress(*[_budget(pipe, model, float(self.cache_share), calibrated) for model in models])
+            share, count = float(self.cache_share), self.num_drafters
+            pipe.compress(*[_budget(pipe, model, share, count, calibrated) for model in models])
 
 
-def _budget(pipe: Any, model: Any, share: float, calibrated: bool) -> ScaleBudget:
+def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calibrated: bool) -> ScaleBudget:
     if not calibrated:
         return ScaleBudget.from_share(model.scales, model.config["num_layers"], share)
     law = pipe.make_law() if model is pipe.transformer else pipe.refiner_law(pipe.make_law())
     found = _BUDGETS.setdefault(model, {})
-    if (share, law) not in found:
+    key = share, num_drafters, law
+    if key not in found:
         classes = min(_CALIBRATION_CLASSES, pipe.num_classes)
         labels = [index * pipe.num_classes // classes for index in range(classes)]
         wake(model)
-        found[share, law] = calibrate(
+        found[key] = calibrate(
             model,
             pipe.vq_model,
             pipe.encode_prompt(labels),
@@ -166,8 +174,9 @@ def _budget(pipe: Any, model: Any, share: float, calibrated: bool) -> ScaleBudge
             share=share,
             batch_size=classes,
             generator=[torch.Generator().manual_seed(index) for index in range(classes)],
+            num_drafters=num_drafters,
         )
-    return found[share, law]
+    return found[key]
 
 
 @lru_cache(maxsize=8)
