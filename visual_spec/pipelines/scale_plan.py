@@ -14,7 +14,6 @@ from visual_spec.models.scale_cache import calibrate
 from visual_spec.pipelines.base import wake
 from visual_spec.pipelines.loading import load_refiner
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
-from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler
 
 _CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
