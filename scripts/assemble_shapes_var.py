@@ -40,6 +40,9 @@ def main() -> None:
     parser.add_argument("--refiner", type=Path, help="what train_var.py --size small wrote")
     parser.add_argument("--tuned-refiner", type=Path, help="the same, fine-tuned with --teacher")
     parser.add_argument("--num-draft-scales", type=int, help="of the transformer (default: all but two)")
+    parser.add_argument(
+        "--refiner-guidance-scale", type=float, help="1 for a refiner that learned guided laws"
+    )
     parser.add_argument("--guidance-scale", type=float, default=2.0, help="default of the pipeline")
     parser.add_argument("--top-k", type=int, default=0, help="default of the pipeline; 0: off")
     parser.add_argument("--top-p", type=float, default=1.0, help="default of the pipeline; 1: off")
@@ -56,6 +59,7 @@ def main() -> None:
         default_top_p=arguments.top_p,
         refiner=refiner,
         num_draft_scales=arguments.num_draft_scales,
+        refiner_guidance_scale=arguments.refiner_guidance_scale,
     )
     # Half precision on disk; from_pretrained computes in float32 again.
     pipe.to(torch.float16).save_pretrained(arguments.out)

@@ -49,6 +49,8 @@ def test_parts_become_a_folder(tmp_path, monkeypatch):
         "3",
         "--guidance-scale",
         "1.5",
+        "--refiner-guidance-scale",
+        "1",
     ]
     out = assemble(tmp_path, monkeypatch, *more)
     facts = describe(out)
@@ -63,6 +65,7 @@ def test_parts_become_a_folder(tmp_path, monkeypatch):
     assert (law.guidance_scale, law.top_k, law.top_p) == (1.5, 0, 1.0) and pipe.config[
         "num_draft_scales"
     ] == 3
+    assert pipe.refiner_law(law).guidance_scale == 1.0
     assert pipe([CLASS_NAMES[47], 3], generator=seeded(1, 2)).trace.model_calls == (3, 1)
     tuned = load_refiner(out.with_name("shapes_var_refiner"))
     want = tiny_var(9, torch.float32, num_layers=1, num_classes=48)
