@@ -23,7 +23,7 @@ from visual_spec.models.var_vq import MultiscaleVQModel
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages
 from visual_spec.training.loop import write_json
-from visual_spec.training.var import VarTraining, initialise, train_var
+from visual_spec.training.var import VarTraining, deepened, initialise, train_var
 from visual_spec.training.var_tokenizer import to_pixels
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -68,7 +68,11 @@ def main() -> None:
     parser.add_argument("--dim", type=int, help="in place of that of --size, as the next two")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--num-heads", type=int)
-    parser.add_argument("--start-from", type=Path, help="folder of a trained model to go on with")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        help="folder of a trained model to go on with; more --num-layers than it has are added behind its own",
+    )
     parser.add_argument("--teacher", type=Path, help="folder of a model whose laws are learned")
     parser.add_argument("--scales-from", type=int, default=0, help="the first scale that counts to the end")
     parser.add_argument("--scales-until", type=int, help="the first scale that is not trained")
@@ -101,6 +105,8 @@ def main() -> None:
     vq_model = MultiscaleVQModel.from_pretrained(arguments.tokenizer)
     if arguments.start_from is not None:
         model = VARTransformer.from_pretrained(arguments.start_from)
+        if arguments.num_layers is not None:
+            model = deepened(model, arguments.num_layers)
     else:
         size = {name: getattr(arguments, name) or value for name, value in SIZES[arguments.size].items()}
         model = VARTransformer(

@@ -21,6 +21,7 @@ from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 from visual_spec.training.var import (
     VarTraining,
+    deepened,
     guided_laws,
     held_out_losses,
     initialise,
@@ -368,6 +369,20 @@ def test_a_refiner_comes_closer_to_its_teacher_and_the_teacher_stays(vq_model, t
     after = divergence()
     assert after[2] < 0.5 * before[2]
     assert all(torch.equal(value, copy[key]) for key, value in teacher.state_dict().items())
+
+
+def test_a_deeper_model_begins_as_the_one_it_grew_from(vq_model):
+    model = tiny_model()
+    deeper = deepened(model, 4)
+    labels, tokens = tokenize_classes(vq_model, 8, 1)
+    maps = vq_model.maps_of(tokens.long())
+    logits = deeper.teacher_forced(maps, labels)
+    assert torch.equal(logits, model.teacher_forced(maps, labels))
+    logits.square().mean().backward()
+    for block in deeper.blocks[2:]:
+        assert block.ada_lin[1].weight.grad[:32].abs().max() > 0  # it will not stay so
+    with pytest.raises(ValueError, match="num_layers=2 for a model of 2 layers"):
+        deepened(model, 2)
 
 
 def test_guidance_of_a_teacher_grows_from_scale_to_scale(vq_model):

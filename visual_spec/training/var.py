@@ -141,6 +141,26 @@ def initialise(model: VARTransformer) -> None:
         torch.nn.init.normal_(table, std=0.3)
 
 
+def deepened(model: VARTransformer, num_layers: int) -> VARTransformer:
+    """A model of more layers that computes the same: the gains of the new ones, which come last, are 0.
+
+    Raises:
+        ValueError: no more layers than the model has, or an AdaLN that layers share.
+    """
+    config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    if num_layers <= config["num_layers"] or config["shared_adaln"]:
+        raise ValueError(
+            f"num_layers={num_layers} for a model of {config['num_layers']} layers; pass more, and a model whose "
+            "layers have an AdaLN each."
+        )
+    deeper = VARTransformer(**{**config, "num_layers": num_layers})
+    deeper.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        for block in deeper.blocks[config["num_layers"] :]:
+            block.ada_lin[1].weight[: 2 * config["dim"]] = 0  # pyright: ignore
+    return deeper
+
+
 def slot_weights(scales: tuple[int, ...], settings: VarTraining, step: int) -> Tensor:
     """Weight in the loss of every slot that is trained, `[L]`, those of all scales one behind the other."""
     fading = settings.earlier_weight * max(0.0, 1.0 - 2.0 * step / settings.steps)
