@@ -36,6 +36,7 @@ def main() -> None:
             f"--{name}", type=Path, help=f"folder that scripts/train_music.py --kind {name} wrote"
         )
     parser.add_argument("--guidance-scale", type=float, default=1.5, help="default of the pipeline")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default of the pipeline")
     parser.add_argument(
         "--shared-with", type=Path, help="a pipeline made before; equal parts become links into its folder"
     )
@@ -50,6 +51,7 @@ def main() -> None:
         sampler=MaskedSampler(**MASKED) if masked else ColumnJacobiSampler(),
         masked=masked,
         default_guidance_scale=arguments.guidance_scale,
+        default_temperature=arguments.temperature,
         max_audio_length_in_s=NUM_SAMPLES / SAMPLE_RATE,
     )
     # Half precision on disk; from_pretrained computes in float32 again.
