@@ -25,6 +25,7 @@ from visual_spec.models.scale_cache import (
     layer_importance,
     most_attended,
     observers,
+    pool_of,
 )
 from visual_spec.models.var import PRESETS, VARTransformer
 from visual_spec.samplers.law import TokenLaw
@@ -65,8 +66,8 @@ def draw(model: Any, rows: Tensor, **options: Any):
 # -- plain loops -----------------------------------------------------------------------------------------------------
 
 
-def slow_choice(queries: Tensor, keys: Tensor, newest: list[int], keep: int) -> list[int]:
-    """One head: which of `keys [S, D]` the observers `[O, D]` keep."""
+def slow_choice(queries: Tensor, keys: Tensor, newest: list[int], keep: int, reach: int = 0) -> list[int]:
+    """One head: which of `keys [S, D]` the observers `[O, D]` keep; scores are averaged over `reach` to either side."""
     scores = [0.0] * len(keys)
     for query in queries:
         weights = [math.exp(float(query @ key)) for key in keys]
@@ -74,7 +75,7 @@ def slow_choice(queries: Tensor, keys: Tensor, newest: list[int], keep: int) -> 
             scores[place] += weight / sum(weights)
     pooled = []
     for place in range(len(keys)):
-        near = scores[max(0, place - 2) : place + 3]
+        near = scores[max(0, place - reach) : place + reach + 1]
         pooled.append(sum(near) / len(near))
     others = sorted((place for place in range(len(keys)) if place not in newest), key=lambda p: -pooled[p])
     return sorted(newest + others[: keep - len(newest)])
@@ -145,15 +146,21 @@ def test_the_most_attended_tokens_are_those_of_a_plain_computation():
         newest = [count - 1, count - 3]
         queries = 3 * torch.randn(2, 3, 2, 4, generator=generator, dtype=torch.float64)
         keys = torch.randn(2, 3, count, 4, generator=generator, dtype=torch.float64)
-        found = most_attended(queries, keys, torch.tensor(newest), keep)
-        assert found.shape == (2, 3, keep)
-        for row in range(2):
-            for head in range(3):
-                want = slow_choice(queries[row, head], keys[row, head], newest, keep)
-                assert found[row, head].tolist() == want
+        for reach in (0, 1, 2):
+            found = most_attended(queries, keys, torch.tensor(newest), keep, 2 * reach + 1)
+            assert found.shape == (2, 3, keep)
+            for row in range(2):
+                for head in range(3):
+                    want = slow_choice(queries[row, head], keys[row, head], newest, keep, reach)
+                    assert found[row, head].tolist() == want
     # Where nothing tells tokens apart, the earlier ones stay.
     alike = most_attended(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 20, 4), torch.tensor([19]), 4)
     assert alike.flatten().tolist() == [0, 1, 2, 19]
+
+
+def test_small_maps_are_not_pooled():
+    assert pool_of((1, 2, 16)) == pool_of((1, 16, 31)) == pool_of(((4, 8), (16, 64))) == 1
+    assert pool_of((1, 32)) == pool_of((1, 64)) == pool_of(((4, 8), (32, 64))) == 5
 
 
 @pytest.mark.parametrize("known", [0, 3, 5])

@@ -5,7 +5,8 @@ most, within a budget a layer (`scale_budget.py`). `CompressedVAR(model, budget)
 itself, so that the sampler, and the stages of collaborative decoding, take one for the other.
 
 Departures from the published code, all towards the paper: observers are the queries that attention used, normalised
-and scaled, not a second projection without either; their scores go through the softmax; pooling is an average.
+and scaled, not a second projection without either; their scores go through the softmax; pooling is an average, and
+left out where maps are small: five neighbours of a row of 16 are a third of it (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from visual_spec.models.protocol import ScaleModel, ScaleTokenizer, Side, area_of, shape_of
 from visual_spec.models.scale_budget import WINDOW, ScaleBudget, check_budget, offsets_of
 
-_POOL = 5
+_POOL, _POOLED_SIDE = 5, 32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,21 +110,27 @@ def observers(side: Side, device: torch.device | None = None) -> Tensor:
     return (width * centres(height)[:, None] + centres(width)).flatten()
 
 
-def most_attended(queries: Tensor, keys: Tensor, newest: Tensor, keep: int) -> Tensor:
+def pool_of(scales: Sequence[Side]) -> int:
+    """Neighbours that attention is averaged over: 5, as published, where the last map has 32 a side or more, else 1."""
+    return _POOL if min(shape_of(scales[-1])) >= _POOLED_SIDE else 1
+
+
+def most_attended(queries: Tensor, keys: Tensor, newest: Tensor, keep: int, pool: int = _POOL) -> Tensor:
     """The tokens that a head keeps, long `[R, H, keep]` in their order.
 
-    The attention of the observers is summed, averaged over five neighbours (at the ends: those that there are), and the
-    `keep` largest win; where they are equal, the earlier ones. The observers' own places always win.
+    The attention of the observers is summed, averaged over `pool` neighbours (at the ends: those that there are), and
+    the `keep` largest win; where they are equal, the earlier ones. The observers' own places always win.
 
     Args:
         queries: scaled queries `[R, H, O, D]` of the observers.
         keys: `[R, H, S, D]`.
         newest: long [O], the places of the observers in S.
         keep: at least O, below S.
+        pool: odd.
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     weights = (queries.to(wide) @ keys.to(wide).mT).softmax(-1).sum(2)  # [R, H, S]
-    scores = F.avg_pool1d(weights, _POOL, stride=1, padding=_POOL // 2, count_include_pad=False)
+    scores = F.avg_pool1d(weights, pool, stride=1, padding=pool // 2, count_include_pad=False)
     scores = scores.index_fill(-1, newest, torch.inf)
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :keep].sort(-1).values
@@ -147,7 +154,7 @@ class EvictingCache:
         self.keys: list[Tensor | None] = [None] * budget.num_layers  # [R, H, held, D] each
         self.values: list[Tensor | None] = [None] * budget.num_layers
         self._sides, self._offsets = budget.scales, offsets_of(budget.scales)
-        self._held, self._stop = budget.held(), stop
+        self._held, self._stop, self._pool = budget.held(), stop, pool_of(budget.scales)
         self._most = max(map(sum, self._held[known + 1 : stop]), default=0)
         self._token_bytes = 0  # of one token in one layer
 
@@ -180,7 +187,8 @@ class EvictingCache:
         elif (keep := self._held[scale + 1][layer]) < k.shape[2]:
             places = observers(self._sides[scale], q.device)
             newest = places + (k.shape[2] - q.shape[2])
-            kept = most_attended(q[:, :, places], k, newest, keep)[..., None].expand(-1, -1, -1, k.shape[3])
+            kept = most_attended(q[:, :, places], k, newest, keep, self._pool)[..., None]
+            kept = kept.expand(-1, -1, -1, k.shape[3])
             self.keys[layer], self.values[layer] = k.gather(2, kept), v.gather(2, kept)
         return seen
 
