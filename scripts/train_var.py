@@ -37,8 +37,9 @@ def accuracy_of_draws(
 ) -> dict:
     """Class accuracy of pictures that a model or a schedule of models draws, about as many of each class."""
     found, labels = [], torch.arange(count) % len(CLASSES)
-    for part in labels.split(24):
-        generators = [torch.Generator().manual_seed(1000 + 100 * int(part[0]) + i) for i in range(len(part))]
+    for start in range(0, count, 24):
+        part = labels[start : start + 24]
+        generators = [torch.Generator().manual_seed(1000 + start + i) for i in range(len(part))]
         result = ScaleWiseSampler()(
             model,
             vq_model,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import runpy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -373,7 +376,7 @@ def test_a_refiner_comes_closer_to_its_teacher_and_the_teacher_stays(vq_model, t
 
 def test_a_deeper_model_begins_as_the_one_it_grew_from(vq_model):
     model = tiny_model()
-    deeper = deepened(model, 4)
+    deeper: Any = deepened(model, 4)
     labels, tokens = tokenize_classes(vq_model, 8, 1)
     maps = vq_model.maps_of(tokens.long())
     logits = deeper.teacher_forced(maps, labels)
@@ -465,3 +468,22 @@ def test_settings_that_train_nothing_are_refused():
         VarTraining(scales_from=2, scales_until=2)
     with pytest.raises(ValueError, match="pass a share of 0 to 1"):
         VarTraining(label_dropout=1.5)
+
+
+def test_drawn_pictures_are_judged_from_seeds_of_their_own():
+    """A class that comes again must not be drawn with the same noise: 480 pictures were 48 once."""
+    judge = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train_var.py"))["accuracy_of_draws"]
+    seeds, labels = [], []
+
+    def sampler(model, vq_model, part, *, generator, batch_size, law):
+        seeds.extend(one.initial_seed() for one in generator)
+        labels.extend(part.tolist())
+        assert len(generator) == len(part) == batch_size
+        return SimpleNamespace(canvas=torch.zeros(batch_size, 3, 4, 4))
+
+    judge.__globals__.update(
+        ScaleWiseSampler=lambda: sampler, class_accuracy=lambda pictures, ids: {"seen": (len(pictures), ids)}
+    )
+    found = judge(None, SimpleNamespace(decode_canvas=lambda canvas: canvas), 2.0, 100)
+    assert len(set(seeds)) == 100 and labels == [k % 48 for k in range(100)]
+    assert found["seen"] == (100, labels)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,11 +154,11 @@ def deepened(model: VARTransformer, num_layers: int) -> VARTransformer:
             f"num_layers={num_layers} for a model of {config['num_layers']} layers; pass more, and a model whose "
             "layers have an AdaLN each."
         )
-    deeper = VARTransformer(**{**config, "num_layers": num_layers})
+    deeper: Any = VARTransformer(**{**config, "num_layers": num_layers})
     deeper.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         for block in deeper.blocks[config["num_layers"] :]:
-            block.ada_lin[1].weight[: 2 * config["dim"]] = 0  # pyright: ignore
+            block.ada_lin[1].weight[: 2 * config["dim"]] = 0
     return deeper
 
 
