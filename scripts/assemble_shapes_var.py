@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument(
         "--refiner-guidance-scale", type=float, help="1 for a refiner that learned guided laws"
     )
+    parser.add_argument("--refiner-first-scale", type=int, help="the first scale that the refiner learned")
     parser.add_argument("--guidance-scale", type=float, default=2.0, help="default of the pipeline")
     parser.add_argument("--top-k", type=int, default=0, help="default of the pipeline; 0: off")
     parser.add_argument("--top-p", type=float, default=1.0, help="default of the pipeline; 1: off")
@@ -60,6 +61,7 @@ def main() -> None:
         refiner=refiner,
         num_draft_scales=arguments.num_draft_scales,
         refiner_guidance_scale=arguments.refiner_guidance_scale,
+        refiner_first_scale=arguments.refiner_first_scale,
     )
     # Half precision on disk; from_pretrained computes in float32 again.
     pipe.to(torch.float16).save_pretrained(arguments.out)

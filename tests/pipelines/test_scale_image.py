@@ -193,6 +193,21 @@ def test_a_refiner_may_draw_without_the_guidance_of_the_others(tmp_path):
         make_pair(refiner_guidance_scale=float("nan"))
 
 
+def test_scales_that_a_refiner_never_learned_are_refused(tmp_path):
+    pair = make_pair(refiner_first_scale=3)
+    assert [stage.scales for stage in pair.stages()] == [range(3), range(3, 4)]
+    assert pair([3, 1], num_draft_scales=3).trace.model_calls == (3, 1)
+    assert pair([3, 1], num_draft_scales=4).trace.model_calls == (4,)
+    for split in (1, 2):
+        message = f"num_draft_scales={split}, but this refiner learned the scales from 3 on"
+        with pytest.raises(ValueError, match=f"{message}; pass an integer from 3 to 4"):
+            pair([3, 1], num_draft_scales=split)
+    with pytest.raises(ValueError, match="learned the scales from 3 on"):
+        make_pair(num_draft_scales=2, refiner_first_scale=3)
+    pair.save_pretrained(tmp_path / "saved")
+    assert ScaleImagePipeline.from_pretrained(tmp_path / "saved").config["refiner_first_scale"] == 3
+
+
 def test_a_refiner_without_guidance_is_held_against_guided_laws():
     """The distance is to what the large model would have drawn from, not to its unguided laws."""
     pair = make_pair(refiner_guidance_scale=1.0, sampler=ScaleWiseSampler(measure=True))

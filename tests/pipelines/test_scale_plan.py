@@ -5,6 +5,7 @@ import torch
 
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
+from visual_spec.eval.rows import scale_rows
 from visual_spec.models.scale_budget import ScaleBudget
 from visual_spec.models.scale_cache import CompressedVAR, calibrate
 from visual_spec.pipelines import loading, scale_plan
@@ -130,6 +131,24 @@ def test_a_share_of_the_cache_is_calibrated_once(pipe, monkeypatch):
     want = pipe([3, 1], generator=seeded(7, 8), num_draft_scales=2)
     assert found.tokens.equal(want.tokens) and found.trace.cache_bytes == want.trace.cache_bytes
     assert not found.trace.lossless
+
+
+def test_a_refiner_of_some_scales_draws_no_others(pipe, tmp_path):
+    tiny_var(3, torch.float32).save_pretrained(tmp_path / "other")
+    pipe.register_to_config(refiner_first_scale=3)
+    for plan, message in [(ScalePlan(2), "from 3 on"), (ScalePlan(0), "cannot draw alone")]:
+        with pytest.raises(ValueError, match=message), plan.on(pipe):
+            pytest.fail("accepted")
+    assert drawn(pipe, ScalePlan(3)).trace.model_calls == (3, 1)
+    assert drawn(pipe, ScalePlan(1, refiner=str(tmp_path / "other"))).trace.model_calls == (1, 3)
+    assert pipe.config["refiner_first_scale"] == 3
+    texts = scale_rows({"refiner": ["a", "b"], "refiner_first_scale": 3}, SIDES).others
+    splits = {text.split("num_draft_scales=")[1].split(",")[0] for text in texts}
+    assert splits == {"3", "all"}
+    free = scale_rows({"refiner": ["a", "b"]}, SIDES).others
+    assert any("num_draft_scales=0" in text for text in free) and any(
+        "num_draft_scales=2" in text for text in free
+    )
 
 
 def test_the_number_of_drafters_is_that_of_the_plan(pipe):

@@ -112,9 +112,12 @@ def scale_rows(index: Mapping[str, Any], scales: Sequence[int]) -> Rows:
     count = len(scales)
     refiner = index.get("refiner")
     paired = refiner is not None and tuple(refiner) != (None, None)
+    known = index.get("refiner_first_scale")  # what the refiner cannot draw is no row
     splits = [count - refined for refined in _REFINED if refined < count] if paired else []
+    splits = [split for split in splits if known is None or split >= known]
     shares = [share for share in _SHARES if _fits(scales, share)]
-    rows: list[dict[str, Any]] = [{"num_draft_scales": split} for split in ([0] if paired else []) + splits]
+    alone = [0] if paired and not known else []
+    rows: list[dict[str, Any]] = [{"num_draft_scales": split} for split in alone + splits]
     rows += [{"num_draft_scales": "all", "cache_share": share} for share in shares]
     share = _SHARE_OF_TWO if _SHARE_OF_TWO in shares else shares[0]
     rows += [{"num_draft_scales": split, "cache_share": share} for split in splits[1:3]]

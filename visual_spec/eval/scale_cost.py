@@ -97,7 +97,8 @@ def pipeline_on_meta(
 def like_on_meta(pipe: ScaleImagePipeline) -> ScaleImagePipeline:
     """The pipeline's shapes on the meta device, with its settings."""
     refiner = None if pipe.refiner is None else dict(pipe.refiner.config)
-    kept = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale")
+    refining = ("refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
+    kept = ("num_draft_scales", "budget", *refining)
     law = tuple(f"default_{name}" for name in ("guidance_scale", "top_k", "top_p"))
     settings = {name: pipe.config[name] for name in kept + law}
     return pipeline_on_meta(

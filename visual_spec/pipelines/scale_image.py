@@ -40,6 +40,7 @@ class ScaleImagePipeline(VisualPipeline):
             None: everything. `compress` sets them later.
         refiner_guidance_scale: guidance of the scales that the refiner draws, whatever that of the others is; 1 for one
             that learned guided laws, and draws in half the rows; None: as the others.
+        refiner_first_scale: the first scale that the refiner learned to draw; None: it knows all.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -76,6 +77,7 @@ class ScaleImagePipeline(VisualPipeline):
         budget: ScaleBudget | dict[str, Any] | None = None,
         refiner_budget: ScaleBudget | dict[str, Any] | None = None,
         refiner_guidance_scale: float | None = None,
+        refiner_first_scale: int | None = None,
     ):
         super().__init__()
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, refiner=refiner)
@@ -86,6 +88,7 @@ class ScaleImagePipeline(VisualPipeline):
             default_top_p=default_top_p,
             num_draft_scales=num_draft_scales,
             refiner_guidance_scale=refiner_guidance_scale,
+            refiner_first_scale=refiner_first_scale,
         )
         self.refiner_law(self.make_law())  # refuses a scale that is none
         self.image_processor = VaeImageProcessor(do_resize=False)
@@ -314,6 +317,12 @@ class ScaleImagePipeline(VisualPipeline):
                 f"num_draft_scales={num_draft_scales}, but this pipeline has no refiner to draw the other scales; set "
                 "pipe.refiner, or leave num_draft_scales out."
             )
+        first = self.config["refiner_first_scale"]
+        if first is not None and num_draft_scales < first:
+            raise ValueError(
+                f"num_draft_scales={num_draft_scales}, but this refiner learned the scales from {first} on; pass an "
+                f"integer from {first} to {count}, or another refiner and refiner_first_scale=None."
+            )
 
     def stages(self, num_draft_scales: int | None = None, *, law: TokenLaw | None = None) -> list[Stage]:
         """The schedule that is decoded: who draws which scales, with which cache. See `__call__`.
@@ -328,7 +337,9 @@ class ScaleImagePipeline(VisualPipeline):
         count = len(self.transformer.scales)
         split = num_draft_scales if num_draft_scales is not None else self.config["num_draft_scales"]
         if split is None:
-            split = count if self.refiner is None else max(1, count - 2)
+            split = (
+                count if self.refiner is None else max(1, count - 2, self.config["refiner_first_scale"] or 1)
+            )
         self._check_split(split)
         large = self.transformer if self.budget is None else CompressedVAR(self.transformer, self.budget)
         if split == count:

@@ -31,7 +31,8 @@ class ScalePlan:
         cache_share: part of the full cache that each model may keep (ScaleKV), with budgets that are calibrated on ten
             classes of the model and the law of the pipeline's defaults; "off": uncompressed.
         num_drafters: of these budgets, see `visual_spec.models.scale_cache.calibrate`; 0 has the layers share alike.
-        refiner: another one: the name or folder that `load_refiner` takes. It draws with the guidance of the others.
+        refiner: another one: the name or folder that `load_refiner` takes. It draws any scale, with the guidance of the
+            others.
         refiner_guidance_scale: see `ScaleImagePipeline`.
 
     Raises:
@@ -116,7 +117,8 @@ class ScalePlan:
                 )
             yield
             return
-        kept = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale")
+        refining = ("refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
+        kept = ("num_draft_scales", "budget", *refining)
         saved = {name: pipe.config[name] for name in kept}
         networks = pipe.transformer, pipe.refiner
         try:
@@ -129,7 +131,9 @@ class ScalePlan:
     def _change(self, pipe: Any, calibrated: bool) -> None:
         if self.refiner is not None:
             pipe.refiner = _refiner(self.refiner, pipe.device, pipe.transformer.dtype)
-            pipe.register_to_config(refiner_budget=None, refiner_guidance_scale=None)
+            pipe.register_to_config(
+                refiner_budget=None, refiner_guidance_scale=None, refiner_first_scale=None
+            )
         if self.refiner_guidance_scale is not None:
             pipe.register_to_config(refiner_guidance_scale=self.refiner_guidance_scale)
         drafted = self.num_draft_scales
@@ -138,6 +142,11 @@ class ScalePlan:
                 raise ValueError(
                     "num_draft_scales=0, but this pipeline has no refiner to draw the scales; name one, such as "
                     "refiner=FOLDER."
+                )
+            if first := pipe.config["refiner_first_scale"]:
+                raise ValueError(
+                    f"num_draft_scales=0, but this refiner learned the scales from {first} on, and cannot draw alone; "
+                    "name another one, such as refiner=FOLDER."
                 )
             pipe.transformer, pipe.refiner = pipe.refiner, None
             pipe.register_to_config(budget=pipe.config["refiner_budget"], refiner_budget=None)
