@@ -46,7 +46,7 @@ def test_plain_music_is_what_its_prompt_asks_for():
     pipe.sampler = ColumnAutoregressiveSampler()
     clips = pipe(prompts, generator=seeded(*range(12))).audios[:, 0]
     right = [np.mean(list(score(prompt, clip).values())) for prompt, clip in zip(prompts, clips, strict=True)]
-    assert np.mean(right) > 0.65  # 80 % over 200 prompts
+    assert np.mean(right) > 0.65  # 76 % over 200 prompts
 
 
 def test_streamed_music_is_the_music():

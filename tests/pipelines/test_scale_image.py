@@ -204,6 +204,9 @@ def test_scales_that_a_refiner_never_learned_are_refused(tmp_path):
             pair([3, 1], num_draft_scales=split)
     with pytest.raises(ValueError, match="learned the scales from 3 on"):
         make_pair(num_draft_scales=2, refiner_first_scale=3)
+    for wrong in (0, 4, 2.0, True):
+        with pytest.raises(ValueError, match=f"refiner_first_scale={wrong}; pass an integer from 1 to 3"):
+            make_pair(refiner_first_scale=wrong)
     pair.save_pretrained(tmp_path / "saved")
     assert ScaleImagePipeline.from_pretrained(tmp_path / "saved").config["refiner_first_scale"] == 3
 

@@ -35,7 +35,7 @@ from visual_spec.pipelines.accelerate import make_row, parse_sampler
 from visual_spec.pipelines.loading import load_drafter
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.scales import ScaleTrace, ScaleWiseSampler, Stage
+from visual_spec.samplers.scales import ScaleTrace, ScaleWiseSampler, Stage, draws_guided
 
 _LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
@@ -361,7 +361,7 @@ def caches_of(
         budget = getattr(model, "budget", None)
         config = (model if budget is None else model.model).config
         scored = stages if measured and run is runs[0] else run
-        doubled = any(guided if stage.law is None else stage.law.guided for stage in scored)
+        doubled = draws_guided(scored, guided)
         found.append(cache_bytes(config, budget, batch_size, doubled, dtype, known=known, stop=stop))
     return found
 

@@ -22,8 +22,8 @@ from torch.utils.flop_counter import flop_registry
 from visual_spec.models.scale_cache import CompressedVAR
 from visual_spec.models.var import VARTransformer
 from visual_spec.models.var_vq import MultiscaleVQModel
-from visual_spec.pipelines.scale_image import ScaleImagePipeline
-from visual_spec.samplers.scales import ScaleWiseSampler, Stage
+from visual_spec.pipelines.scale_image import SCHEDULE, ScaleImagePipeline
+from visual_spec.samplers.scales import ScaleWiseSampler, Stage, draws_guided
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,8 @@ def pipeline_on_meta(
 def like_on_meta(pipe: ScaleImagePipeline) -> ScaleImagePipeline:
     """The pipeline's shapes on the meta device, with its settings."""
     refiner = None if pipe.refiner is None else dict(pipe.refiner.config)
-    refining = ("refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
-    kept = ("num_draft_scales", "budget", *refining)
     law = tuple(f"default_{name}" for name in ("guidance_scale", "top_k", "top_p"))
-    settings = {name: pipe.config[name] for name in kept + law}
+    settings = {name: pipe.config[name] for name in SCHEDULE + law}
     return pipeline_on_meta(
         dict(pipe.transformer.config),
         dict(pipe.vq_model.config),
@@ -132,7 +130,7 @@ def count_decode(stages: Sequence[Stage], *, guided: bool) -> ScaleCost:
                 side = network.scales[scale]
                 return weight.new_empty(1, network.code_dim, side, side)
 
-            doubled = any(guided if stage.law is None else stage.law.guided for stage in run)
+            doubled = draws_guided(run, guided)
             known = [map_of(scale) for scale in range(1, first + 1)]
             with counter.forward():
                 state = model.prefill(labels, batch_size=1, guided=doubled, maps=known, stop=stop)

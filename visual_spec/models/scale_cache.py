@@ -5,8 +5,8 @@ most, within a budget a layer (`scale_budget.py`). `CompressedVAR(model, budget)
 itself, so that the sampler, and the stages of collaborative decoding, take one for the other.
 
 Departures from the published code, all towards the paper: observers are the queries that attention used, normalised
-and scaled, not a second projection without either; their scores go through the softmax; pooling is an average, and
-left out where maps are small: five neighbours of a row of 16 are a third of it (docs/LOG.md).
+and scaled, not a second projection without either; their scores go through the softmax; pooling is an average.
+One of our own: small maps are not pooled, where five neighbours are a third of a row (`pool_of`; docs/LOG.md).
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from visual_spec.samplers.checks import check_count
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import CODE_LAW, VAR_LAW, ScaleWiseSampler, Stage, code_stages
 
+# Settings of a pipeline that say who draws which scales, and with what cache.
+SCHEDULE = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
+
 
 class ScaleImagePipeline(VisualPipeline):
     """Draws pictures of classes by next-scale prediction: with one model, or with two (CoDe).
@@ -90,10 +93,16 @@ class ScaleImagePipeline(VisualPipeline):
             refiner_guidance_scale=refiner_guidance_scale,
             refiner_first_scale=refiner_first_scale,
         )
-        self.refiner_law(self.make_law())  # refuses a scale that is none
+        self.refiner_law(self.make_law())  # refuses a guidance scale that is none
         self.image_processor = VaeImageProcessor(do_resize=False)
         self._names = ClassNames(self.num_classes, id2label)
         self._check_models()
+        first, last = refiner_first_scale, len(transformer.scales) - 1
+        if first is not None and not (type(first) is int and 1 <= first <= last):
+            raise ValueError(
+                f"refiner_first_scale={first!r}; pass an integer from 1 to {last}, the last scale, or None for a "
+                "refiner that knows all."
+            )
         if num_draft_scales is not None:
             self._check_split(num_draft_scales)
         self.compress(budget, refiner_budget)
@@ -321,7 +330,8 @@ class ScaleImagePipeline(VisualPipeline):
         if first is not None and num_draft_scales < first:
             raise ValueError(
                 f"num_draft_scales={num_draft_scales}, but this refiner learned the scales from {first} on; pass an "
-                f"integer from {first} to {count}, or another refiner and refiner_first_scale=None."
+                f"integer from {first} to {count}, or set another refiner and "
+                "pipe.register_to_config(refiner_first_scale=None)."
             )
 
     def stages(self, num_draft_scales: int | None = None, *, law: TokenLaw | None = None) -> list[Stage]:

@@ -13,7 +13,7 @@ from visual_spec.models.scale_budget import ScaleBudget
 from visual_spec.models.scale_cache import calibrate
 from visual_spec.pipelines.base import wake
 from visual_spec.pipelines.loading import load_refiner
-from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.pipelines.scale_image import SCHEDULE, ScaleImagePipeline
 from visual_spec.samplers.scales import ScaleWiseSampler
 
 _CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
@@ -117,9 +117,7 @@ class ScalePlan:
                 )
             yield
             return
-        refining = ("refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
-        kept = ("num_draft_scales", "budget", *refining)
-        saved = {name: pipe.config[name] for name in kept}
+        saved = {name: pipe.config[name] for name in SCHEDULE}
         networks = pipe.transformer, pipe.refiner
         try:
             self._change(pipe, calibrated)

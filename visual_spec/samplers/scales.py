@@ -145,6 +145,11 @@ class ScaleResult(SampleResult):
     canvas: Tensor
 
 
+def draws_guided(stages: Sequence[Stage], guided: bool) -> bool:
+    """Whether a decode of these stages has unconditional rows; those without a law of their own do as `guided` says."""
+    return any(guided if stage.law is None else stage.law.guided for stage in stages)
+
+
 def law_at_scale(law: TokenLaw, ratio: float) -> TokenLaw:
     """The law where guidance has come `ratio` of its way from none, 0, to the law's own scale, 1."""
     return replace(law, guidance_scale=1 + (law.guidance_scale - 1) * ratio) if law.guided else law
@@ -231,7 +236,7 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
         parts: list[Tensor] = []
 
         def prefill(run: list[Stage], served: list[Stage]) -> Any:
-            guided = any((stage.law or law).guided for stage in served)
+            guided = draws_guided(served, law.guided)
             stop = served[-1].scales.stop
             return run[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
 
