@@ -11,11 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.samplers.drafting import captions, draft_model, eagle_pair
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny_audio import tiny_decoder
+from visual_spec.models.column_eagle import ColumnEagleDrafter
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
 from visual_spec.samplers import loop, rows
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -46,10 +48,13 @@ PICTURES = {
     "zipar, adaptive": (ZipARSampler(2, adaptive=True), None),
     "rows of jacobi": (ParallelJacobiSampler(), None),
 }
+COLUMN_EAGLE = ColumnEagleDrafter.for_target(tiny_decoder())
 MUSIC = {
     "columns": ColumnAutoregressiveSampler(),
     "column jacobi": ColumnJacobiSampler(4),
     "column jacobi, whole": ColumnJacobiSampler(4, unit="column", coupling="maximal", acceptance="exact"),
+    "drafted columns": DraftedColumnSampler(),
+    "drafted columns, identical": DraftedColumnSampler(acceptance="identical"),
     "masked": MaskedSampler(
         steps=(6, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling"
     ),
@@ -129,4 +134,7 @@ def test_music(monkeypatch, name):
         condition = MusicCondition(condition.features, condition.mask, codes)
     stand_in(monkeypatch)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        watch(monkeypatch, MUSIC[name], without_numbers(model), without_numbers(condition), LAW)
+        parts = {}
+        if isinstance(MUSIC[name], DraftedColumnSampler):
+            parts["drafter"] = without_numbers(COLUMN_EAGLE)
+        watch(monkeypatch, MUSIC[name], without_numbers(model), without_numbers(condition), LAW, **parts)

@@ -93,8 +93,6 @@ class MusicPair:
         ValueError: pipelines of the same kind, with different codecs, or for clips of different length.
     """
 
-    drafter = None
-
     def __init__(self, columns: Any, masked: Any) -> None:
         if columns.config["masked"] or not masked.config["masked"]:
             raise ValueError(
@@ -123,6 +121,15 @@ class MusicPair:
         """Those of both."""
         more = {f"masked_{name}": part for name, part in self.masked.components.items()}
         return {**self.columns.components, **more}
+
+    @property
+    def drafter(self) -> Any:
+        """That of the model of columns."""
+        return self.columns.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Any) -> None:
+        self.columns.drafter = drafter
 
     @property
     def player(self) -> Any:

@@ -1,8 +1,9 @@
 """`visual-spec bench` for music: columns a call and seconds a clip of column decoding and of masked models.
 
 Plain decoding, column by column, stands against every window, coupling, unit and acceptance of `ColumnJacobiSampler`,
-on the same captions and seeds in the same rounds. A masked model of the same codec can stand beside it (`--masked`); a
-masked model alone is compared with itself, as it was saved. With `--curve` only calls are counted.
+and against `DraftedColumnSampler` where the model has a drafter, on the same captions and seeds in the same rounds. A
+masked model of the same codec can stand beside it (`--masked`); a masked model alone is compared with itself, as it was
+saved. With `--curve` only calls are counted.
 
 A clip of T frames has T + K - 1 columns in the delay pattern of K codebooks; a masked model decodes its T frames, and
 fills each of them codebook by codebook. So the calls of both compare, and columns a call nearly do.
@@ -76,7 +77,8 @@ def read_groups(args: argparse.Namespace, rows: Rows, beside: Rows | None) -> li
         )
     asked = args.methods
     if asked is None:
-        asked = rows.others if rows.masked else METHODS
+        drafted = [text for text in rows.others if text.startswith("drafted-columns")]
+        asked = rows.others if rows.masked else (*METHODS, *drafted)
     texts = [rows.plain]
     for method in asked:
         written = rows.masked or ":" in method or "+" not in method

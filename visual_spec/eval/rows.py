@@ -26,6 +26,8 @@ _COLUMN_ROWS = (
     "column-jacobi:coupling=maximal,acceptance=grouped,unit=codebook",
     "column-jacobi:coupling=maximal,acceptance=lantern,unit=codebook",
 )
+# And where the model has a drafter.
+_DRAFTED_COLUMN_ROWS = ("drafted-columns", "drafted-columns:acceptance=identical")
 _SHARES = (0.05, 0.1, 0.2, 0.5, 1.0)
 _SHARE_OF_TWO = 0.1  # of both caches, where two models draw
 
@@ -141,7 +143,9 @@ def music_rows(index: Mapping[str, Any], saved: Mapping[str, Any] | None = None)
     law = {name: index[f"default_{name}"] for name in ("guidance_scale", "temperature", "top_k", "top_p")}
     if saved is None:
         cooler = f"columns:temperature={0.9 * law['temperature']:g}"
-        return Rows("columns", (cooler, f"columns:{_CONTROLS[1]}"), _COLUMN_ROWS, law, plays=True)
+        drafts = tuple(index.get("drafter") or (None, None)) != (None, None)
+        others = _COLUMN_ROWS + _DRAFTED_COLUMN_ROWS * drafts
+        return Rows("columns", (cooler, f"columns:{_CONTROLS[1]}"), others, law, plays=True)
     from visual_spec.samplers.masked import MaskedSampler
 
     usual = MaskedSampler().config

@@ -238,6 +238,7 @@ SAMPLERS = [
     KnownSampler("MultiscaleSampler", RASTER, "measured (the drafter is of lower resolution)", "drafter"),
     KnownSampler("ColumnAutoregressiveSampler", COLUMNS, "the reference"),
     KnownSampler("ColumnJacobiSampler", COLUMNS, "identical or lossless; relaxed: measured"),
+    KnownSampler("DraftedColumnSampler", COLUMNS, "identical or lossless", "drafter"),
     KnownSampler("MaskedSampler", MASKED, "a law of its own"),
     KnownSampler("ScaleWiseSampler", SCALES, "the reference; several models (CoDe): measured on request"),
 ]

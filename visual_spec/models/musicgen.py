@@ -188,8 +188,8 @@ class MusicgenModules:
         states: Tensor,
         seen: Tensor,
         cache: EncoderDecoderCache | None = None,
-    ) -> Tensor:
-        """What the heads read, [R, W, dim].
+    ) -> list[Tensor]:
+        """The output of each layer, [R, W, dim]; the last one's is normalised: what the heads read.
 
         Args:
             embeddings: [R, W, dim], positions included.
@@ -197,10 +197,12 @@ class MusicgenModules:
             states, seen: from `encoder_states`.
         """
         mask, text_mask = self._mask(visible[:, None], embeddings), self._mask(seen[:, None, None], states)
-        hidden = embeddings
+        hidden, outputs = embeddings, []
         for layer in self.decoder.layers:
             hidden = layer(hidden, mask, states, encoder_attention_mask=text_mask, past_key_values=cache)
-        return self.decoder.layer_norm(hidden)
+            outputs.append(hidden)
+        outputs[-1] = self.decoder.layer_norm(hidden)
+        return outputs
 
     def score(self, features: Tensor) -> Tensor:
         """Logits [R, W, K, V] of features [R, W, dim], in at least float32."""
@@ -229,6 +231,7 @@ class MusicgenState(DecodeState):
         positions: [1 + S, dim], embeddings of the places; S counts the steps of the prompt too.
         free: bool [S + window, K], the entries that are decoded; the rest is forced.
         forced: long [B, S + window, K], codes of the prompt and the special id.
+        hidden: of each layer what it put out in the last call, as of `MusicgenModules.run`: what drafters read.
     """
 
     cache: EncoderDecoderCache
@@ -237,6 +240,7 @@ class MusicgenState(DecodeState):
     positions: Tensor
     free: Tensor
     forced: Tensor
+    hidden: list[Tensor]
 
 
 class MusicgenColumnModel(MusicgenModules):
@@ -347,6 +351,7 @@ class MusicgenColumnModel(MusicgenModules):
             positions=positions,
             free=F.pad(self._free, scratch).to(self.device),
             forced=forced,
+            hidden=[],
         )
         rows = given.repeat(2, 1, 1) if guided else given
         features = self._step(state, rows, places.expand(len(rows), -1), 1 + self.first_step)
@@ -374,13 +379,15 @@ class MusicgenColumnModel(MusicgenModules):
         return self.score(self._step(state, tokens, places, size))
 
     def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, size: int) -> Tensor:
-        """Features [R, W, dim] of columns `tokens [R, W, K]` at `places [R, W]`, the first `size` places looked at."""
+        """What the heads read, [R, W, dim], of columns `tokens [R, W, K]` at `places [R, W]`, the first `size` places
+        looked at; all layers' outputs are left in `state.hidden`."""
         slots = state.cache.self_attention_cache
         assert isinstance(slots, SlotCache)
         slots.at(places, size)
         visible = torch.arange(size, device=places.device) <= places[..., None]  # [R, W, size]
         embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
-        return self.run(embeddings, visible, state.states, state.seen, state.cache)
+        state.hidden = self.run(embeddings, visible, state.states, state.seen, state.cache)
+        return state.hidden[-1]
 
     def codes(self, tokens: Tensor, condition: TextCondition) -> Tensor:
         """Codes [B, K, T] of decoded columns [B, grid.width, K], those of the prompt in front."""
@@ -413,15 +420,27 @@ class MusicgenColumnModel(MusicgenModules):
             )
         states, seen = self.encoder_states(condition, dropped=dropped)
         sequence = self.pattern.apply(codes, self.special_id).transpose(1, 2)  # [B, S, K]
+        logits = self.score(self.features(sequence, states, seen, hidden_steps)[-1])  # [B, S, K, V]
+        return self.pattern.revert(logits.transpose(1, 2))
+
+    def features(
+        self, sequence: Tensor, states: Tensor, seen: Tensor, hidden_steps: Tensor | None = None
+    ) -> list[Tensor]:
+        """Of each layer what it puts out on whole clips, as of `run`: [R, S, dim], column s predicting step s.
+
+        Args:
+            sequence: long [R, S, K], the pattern's steps as the model knows them.
+            states, seen: from `encoder_states`.
+            hidden_steps: as of `teacher_forced`.
+        """
         # The empty step is fed, and the last step predicts nothing.
         embeddings = self.embed(F.pad(sequence[:, :-1], (0, 0, 1, 0), value=self.special_id))
         if hidden_steps is not None:
             embeddings = embeddings.masked_fill(F.pad(hidden_steps, (1, 0))[..., None], 0.0)
         count = self.num_steps
         embeddings = embeddings + self.position_table(count).to(embeddings)
-        causal = torch.ones(1, count, count, dtype=torch.bool, device=codes.device).tril()
-        logits = self.score(self.run(embeddings, causal, states, seen))  # [B, S, K, V]
-        return self.pattern.revert(logits.transpose(1, 2))
+        causal = torch.ones(1, count, count, dtype=torch.bool, device=sequence.device).tril()
+        return self.run(embeddings, causal, states, seen)
 
 
 # -- any frame at once -------------------------------------------------------------------------------------------------
@@ -513,7 +532,7 @@ class MagnetModel(MusicgenModules):
         states, seen = self.encoder_states(condition, dropped=dropped)
         embeddings = self.embed(codes.transpose(1, 2))
         embeddings = embeddings + self.position_table(count).to(embeddings)
-        scores = self.score(self.run(embeddings, self.visible(stages, count), states, seen))
+        scores = self.score(self.run(embeddings, self.visible(stages, count), states, seen)[-1])
         return scores[torch.arange(batch, device=codes.device), :, stages]
 
     @torch.no_grad()
@@ -540,7 +559,7 @@ class MagnetModel(MusicgenModules):
         rows = tokens.repeat(2, 1, 1) if state.guided else tokens
         embeddings = self.embed(rows) + state.positions
         visible = self.visible(torch.full((1,), stage, device=rows.device), rows.shape[1])
-        logits = self.heads[stage](self.run(embeddings, visible, state.states, state.seen))
+        logits = self.heads[stage](self.run(embeddings, visible, state.states, state.seen)[-1])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def given(self, codes: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -35,6 +36,7 @@ SAMPLERS = {
     "parallel-jacobi": ParallelJacobiSampler,
     "columns": ColumnAutoregressiveSampler,
     "column-jacobi": ColumnJacobiSampler,
+    "drafted-columns": DraftedColumnSampler,
     "masked": MaskedSampler,
     "scale-wise": ScaleWiseSampler,
 }

@@ -19,6 +19,7 @@ from transformers import (
 
 # As in `image.py`: every class that a saved pipeline may name is imported here.
 from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.column_eagle import ColumnEagleDrafter
 from visual_spec.models.encodec import check_codec, encode_waves
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.magnet_checkpoint import load_magnet, load_magnet_codec
@@ -27,16 +28,17 @@ from visual_spec.models.patterns import CodebookPattern
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
 from visual_spec.pipelines.base import VisualPipeline, wake
-from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
+from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.samplers.checks import check_count
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
 
 OUTPUT_TYPES = ("np", "pt", "latent")
-SAMPLERS = (ColumnAutoregressiveSampler, ColumnJacobiSampler)
+SAMPLERS = (ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler)
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
@@ -50,9 +52,11 @@ class AudioPipeline(VisualPipeline):
         codec: an `EncodecModel`. None: that of a whole MusicGen.
         text_encoder: `CaptionEncoder`, or an encoder of transformers beside its `tokenizer`. None: that of a whole
             MusicGen; if there is none either, pass `prompt_embeds`.
-        sampler: how columns of codes are decoded, `ColumnAutoregressiveSampler` or `ColumnJacobiSampler`; of a masked
-            model `MaskedSampler`. Swap it freely (`pipe.sampler = ...`).
+        sampler: how columns of codes are decoded, `ColumnAutoregressiveSampler`, `ColumnJacobiSampler` or
+            `DraftedColumnSampler`; of a masked model `MaskedSampler`. Swap it freely (`pipe.sampler = ...`).
         tokenizer: of a text encoder of transformers.
+        drafter: what `DraftedColumnSampler` drafts with: a `ColumnEagleDrafter` trained for this transformer, or a
+            smaller MusicGen over the same text features and codec. Set it freely (`pipe.drafter = ...`).
         default_guidance_scale, default_temperature, default_top_k, default_top_p: those of `__call__` where it is given
             none; saved with the pipeline.
         max_audio_length_in_s: the length that the model was trained on. Longer clips are played by a sliding window.
@@ -70,11 +74,12 @@ class AudioPipeline(VisualPipeline):
         >>> pipe("a slow sad organ melody in A minor").save("tune.wav")
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer"
+    model_cpu_offload_seq = "text_encoder->drafter->transformer"
     # A clip that is streamed is heard while it is decoded.
     _exclude_from_cpu_offload = ["codec"]
-    _optional_components = ["codec", "text_encoder", "tokenizer"]
+    _optional_components = ["codec", "text_encoder", "tokenizer", "drafter"]
     _callback_tensor_inputs = ["lengths"]
+    _fitting_drafter = "a ColumnEagleDrafter trained for this model (scripts/train_column_drafter.py)"
 
     transformer: Any
     codec: Any
@@ -97,6 +102,7 @@ class AudioPipeline(VisualPipeline):
         default_top_p: float = 1.0,
         masked: bool = False,
         reach: int | None = 5,
+        drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
     ):
         super().__init__()
         self.register_modules(
@@ -105,6 +111,7 @@ class AudioPipeline(VisualPipeline):
             text_encoder=text_encoder,
             sampler=sampler,
             tokenizer=tokenizer,
+            drafter=drafter,
         )
         self.register_to_config(
             default_guidance_scale=default_guidance_scale,
@@ -287,10 +294,11 @@ class AudioPipeline(VisualPipeline):
     # -- input ---------------------------------------------------------------------------------------------------------
 
     def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode this model.
+        """Refuse a sampler that does not decode this model, or one that lacks its drafter.
 
         Raises:
             TypeError: names those that do.
+            ValueError: it drafts with a second model, and there is none.
         """
         fitting = (MaskedSampler,) if self.config["masked"] else SAMPLERS
         if not isinstance(self.sampler, fitting):
@@ -299,6 +307,7 @@ class AudioPipeline(VisualPipeline):
                 f"sampler is {type(self.sampler).__name__}, which does not {what}; those that do: "
                 f"{', '.join(kind.__name__ for kind in fitting)}."
             )
+        self.check_drafter()
 
     def check_inputs(
         self,
@@ -341,7 +350,8 @@ class AudioPipeline(VisualPipeline):
             raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
         prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
         if prompts:
-            self._check_words(prompts)
+            own = getattr(self._model, "text_encoder", None)
+            check_words(own if self.text_encoder is None else self.text_encoder, self.tokenizer, prompts)
         count = len(prompts) if prompt_embeds is None else len(prompt_embeds)
         check_generator(generator, count * each, "clip")
         clip = None
@@ -356,17 +366,6 @@ class AudioPipeline(VisualPipeline):
         given = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
         self.plan(audio_length_in_s, extend_stride_in_s, given)
         return clip
-
-    def _check_words(self, prompts: list[str]) -> None:
-        if hasattr(self.text_encoder, "word_ids") or (
-            self.text_encoder is None and not hasattr(self._model, "text_encoder")
-        ):
-            return check_own_words(self.text_encoder, prompts)
-        if self.tokenizer is None:
-            raise ValueError("the text encoder has no tokenizer; pass prompt_embeds, or set pipe.tokenizer.")
-        for text in prompts:
-            if not text.strip():
-                raise ValueError(f"prompt {text!r} has no words; give at least one.")
 
     def plan(
         self, audio_length_in_s: float | None, extend_stride_in_s: float | None, given_frames: int = 0
@@ -569,18 +568,30 @@ class AudioPipeline(VisualPipeline):
         return codes.repeat_interleave(batch_size // len(codes), 0)
 
     def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
-        settings: dict[str, Any] = {"padding": self.config["padding"]}
         if self.config["masked"]:
-            return MagnetModel(self._model, num_frames, reach=self.config["reach"], **settings)
+            settings = {"padding": self.config["padding"], "reach": self.config["reach"]}
+            return MagnetModel(self._model, num_frames, **settings)
+        return self._columns_of(self._model, num_frames, prompt_frames)
+
+    def _window_drafter(self, num_frames: int, prompt_frames: int) -> Any:
+        if isinstance(self.drafter, ColumnEagleDrafter):
+            return self.drafter
+        return self._columns_of(self.drafter, num_frames, prompt_frames)
+
+    def _columns_of(self, model: Any, num_frames: int, prompt_frames: int) -> MusicgenColumnModel:
+        settings: dict[str, Any] = {"padding": self.config["padding"]}
         if (
             self.config["pattern"] != "delay"
         ):  # which is that of the model: of stereo, both channels lag alike
-            books = MusicgenModules(self._model).num_codebooks
+            books = MusicgenModules(model).num_codebooks
             settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
-        return MusicgenColumnModel(self._model, num_frames, prompt_frames=prompt_frames, **settings)
+        return MusicgenColumnModel(model, num_frames, prompt_frames=prompt_frames, **settings)
 
     def _sampler_parts(self) -> dict[str, Any]:
-        """What the sampler asks for beside the model: the codes of each codebook."""
+        """What the sampler asks for beside the model: a drafter for each window, the codes of each codebook."""
+        if getattr(self.sampler, "needs_drafter", False):
+            wake(self.drafter)
+            return {"make_drafter": self._window_drafter}
         if not getattr(self.sampler, "needs_codebook", False):
             return {}
         wake(self.codec)

@@ -70,39 +70,37 @@ class WaveStream:
         return torch.cat(self._waves, -1)
 
 
-class WatchedModel:
-    """A `ColumnModel` that remembers what it was fed.
+class WatchedModel(MusicgenColumnModel):
+    """A model, as it was made, that remembers what it is fed.
 
     That tells which columns are committed while a sampler is still at work: a step is fed a last time with the column
     that is committed, or before it, and of the first `length` steps all but the newest have been.
     """
 
     def __init__(self, model: MusicgenColumnModel) -> None:
-        self.model = model
-        self.grid, self.vocab_size = model.grid, model.vocab_size
-        self.valid, self.special_id = model.valid, model.special_id
+        vars(self).update(vars(model))
         self.fed = torch.zeros(0)
         frames = model.pattern.complete_after(model.num_frames)  # [T], in steps
         # Frames are heard in their order: one waits for all before it.
         self._complete_after = frames.cummax(0).values - model.first_step
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
-        state = self.model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
+        state = super().prefill(condition, batch_size=batch_size, guided=guided, window=window)
         shape = (batch_size, self.grid.width + window, self.grid.codebooks)
         self.fed = torch.zeros(shape, dtype=torch.long, device=state.logits.device)
         return state
 
     def __call__(self, state: Any, tokens: Tensor, steps: Tensor) -> Tensor:
         self.fed.scatter_(1, steps[..., None].expand_as(tokens), tokens)
-        return self.model(state, tokens, steps)
+        return super().__call__(state, tokens, steps)
 
     def frames_known(self, lengths: Tensor) -> int:
         """Leading frames, those of the prompt included, that are known of every sample; lengths long [B]."""
         return int((self._complete_after <= int(lengths.min()) - 1).sum())
 
-    def codes(self, condition: Any) -> Tensor:
+    def codes_fed(self, condition: Any) -> Tensor:
         """Codes [B, K, T]; those of frames that are not known yet mean nothing."""
-        return self.model.codes(self.fed[:, : self.grid.width], condition)
+        return self.codes(self.fed[:, : self.grid.width], condition)
 
 
 def plan_windows(
@@ -170,6 +168,7 @@ def decode_windows(
     stream: WaveStream | None,
     streamed: bool,
     listener: Callable[[int, Tensor], None] | None,
+    make_drafter: Callable[[int, int], Any] | None = None,
     **parts: Any,
 ) -> tuple[Tensor, DecodeTrace]:
     """Decode a clip window by window: what is kept of the codes so far is the prompt of the next ones.
@@ -182,6 +181,7 @@ def decode_windows(
         progress_bar: makes a tqdm bar of a total.
         stream: gets the codes, behind every window, or if `streamed` as soon as they are committed.
         listener: called as (call_index, lengths [B]) after every target call, both over all windows.
+        make_drafter: of a sampler that drafts; takes what `make_model` takes.
         parts: of `sampler.__call__`: law, generator, codebook.
 
     Returns:
@@ -207,6 +207,8 @@ def decode_windows(
             else:
                 watched = WatchedModel(model) if streamed else None
                 called, extra = (model if watched is None else watched, known), {}
+            if make_drafter is not None:
+                extra["drafter"] = make_drafter(sum(window), kept)
             result = sampler(
                 *called,
                 batch_size=batch_size,
@@ -248,6 +250,6 @@ def _advance(
         if stream is not None and watched is not None:
             heard = before + watched.frames_known(lengths)
             if heard - stream.received >= stream.stretch:
-                stream(watched.codes(known)[..., stream.received - before : heard - before])
+                stream(watched.codes_fed(known)[..., stream.received - before : heard - before])
 
     return advance

@@ -19,12 +19,19 @@ from huggingface_hub import snapshot_download
 from visual_spec import samplers
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.scales import ScaleWiseSampler
 
 # They look like the samplers of next-token models, but call theirs otherwise.
-_OF_OTHER_MODELS = (ColumnAutoregressiveSampler, ColumnJacobiSampler, MaskedSampler, ScaleWiseSampler)
+_OF_OTHER_MODELS = (
+    ColumnAutoregressiveSampler,
+    ColumnJacobiSampler,
+    DraftedColumnSampler,
+    MaskedSampler,
+    ScaleWiseSampler,
+)
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
@@ -41,6 +48,7 @@ class VisualPipeline(DiffusionPipeline):
     drafter: Any = None
     last_trace: Any = None
     fast_sampler = "speculative-jacobi"  # the one that `visual_spec.accelerate` takes if it is given none
+    _fitting_drafter = "an EagleDrafter trained for this model (scripts/train_drafter.py)"
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -119,10 +127,18 @@ class VisualPipeline(DiffusionPipeline):
                 f"sampler is {type(self.sampler).__name__}, which does not fit a next-token model; those that fit: "
                 f"{', '.join(fitting)}."
             )
+        self.check_drafter()
+
+    def check_drafter(self) -> None:
+        """Refuse a sampler that lacks its drafter.
+
+        Raises:
+            ValueError: it drafts with a second model, and there is none; says what fits.
+        """
         if getattr(self.sampler, "needs_drafter", False) and self.drafter is None:
             raise ValueError(
-                f"{type(self.sampler).__name__} needs a drafter, and this pipeline has none; set pipe.drafter, to an "
-                "EagleDrafter trained for this model (scripts/train_drafter.py) or a smaller model of the same tokens."
+                f"{type(self.sampler).__name__} needs a drafter, and this pipeline has none; set pipe.drafter, to "
+                f"{self._fitting_drafter} or a smaller model of the same tokens."
             )
 
 

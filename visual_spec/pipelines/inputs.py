@@ -55,6 +55,21 @@ def check_own_words(text_encoder: Any, texts: list[str]) -> None:
     text_encoder.word_ids(texts)
 
 
+def check_words(text_encoder: Any, tokenizer: Any, texts: list[str]) -> None:
+    """As `check_own_words`, or of an encoder of transformers: refuse texts without a word, and a missing tokenizer.
+
+    Raises:
+        ValueError: names the text, or what to pass in place of encoder or tokenizer.
+    """
+    if text_encoder is None or hasattr(text_encoder, "word_ids"):
+        return check_own_words(text_encoder, texts)
+    if tokenizer is None:
+        raise ValueError("the text encoder has no tokenizer; pass prompt_embeds, or set pipe.tokenizer.")
+    for text in texts:
+        if not text.strip():
+            raise ValueError(f"prompt {text!r} has no words; give at least one.")
+
+
 def check_generator(generator: Any, pictures: int, noun: str = "picture") -> None:
     """Refuse what is neither None, one `torch.Generator`, nor a list of one per picture, or per what `noun` says.
 

@@ -17,6 +17,7 @@ _HOME = {
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
 }
 _DRAFTERS = {
+    "ColumnEagleDrafter": "visual_spec.models.column_eagle",
     "EagleDrafter": "visual_spec.models.eagle",
     "LlamaGenTransformer": "visual_spec.models.llamagen",
     "MultiscaleDrafter": "visual_spec.models.multiscale",

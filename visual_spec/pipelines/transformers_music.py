@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.column_eagle import ColumnEagleDrafter
 from visual_spec.models.encodec import decode_codes, encode_waves
 from visual_spec.models.llamagen import TextCondition
 from visual_spec.models.musicgen import MusicCondition, MusicgenColumnModel, text_condition
 from visual_spec.pipelines.base import wake
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 
 MODELS = ("MusicgenForConditionalGeneration",)
@@ -57,10 +59,10 @@ def accelerate(model: Any, sampler: Any) -> Any:
             else ""
         )
         raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {MODELS[0]}.{why}")
-    if not isinstance(sampler, (ColumnAutoregressiveSampler, ColumnJacobiSampler)):
+    if not isinstance(sampler, (ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler)):
         raise TypeError(
             f"sampler is {type(sampler).__name__}, which does not decode several codebooks; those that do: "
-            "ColumnAutoregressiveSampler, ColumnJacobiSampler."
+            "ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler."
         )
     MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
     keep_plain(model, _NAMES)
@@ -98,6 +100,7 @@ def generate_audio(
     generation_config: Any = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
+    drafter: Any = None,
     **settings: Any,
 ) -> Any:
     """Play with an accelerated model.
@@ -110,6 +113,8 @@ def generate_audio(
         generation_config: in place of `model.generation_config`.
         generator: one `torch.Generator` for the batch, or a list of one a clip; None is PyTorch's default one.
         callback: called after every target call, as (index, committed columns [B]).
+        drafter: for `DraftedColumnSampler`: a `ColumnEagleDrafter` trained for this model, or a smaller MusicGen that
+            reads the same text features.
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, max_new_tokens or max_length (in
             steps: a clip of T frames takes T + lag of them, and one for the empty step in front), num_return_sequences,
             return_dict_in_generate.
@@ -149,6 +154,12 @@ def generate_audio(
         *(part.repeat_interleave(count, 0) for part in (text.features, text.mask, codes))
     )
     columns = MusicgenColumnModel(model, frames, prompt_frames=codes.shape[-1])
+    drafts = {}
+    if drafter is not None:
+        eagle = isinstance(drafter, ColumnEagleDrafter)
+        drafts["drafter"] = (
+            drafter if eagle else MusicgenColumnModel(drafter, frames, prompt_frames=codes.shape[-1])
+        )
     result = model.sampler(
         columns,
         condition,
@@ -156,6 +167,7 @@ def generate_audio(
         generator=generator,
         batch_size=len(condition.features),
         callback=callback,
+        **drafts,
     )
     model.last_trace = result.trace
     model.last_codes = columns.codes(result.tokens, condition)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
     from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+    from visual_spec.samplers.columns_drafted import DraftedColumnSampler
     from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -29,6 +30,7 @@ _HOME = {
     "ColumnJacobiSampler": "columns_jacobi",
     "CounterNoise": "randomness",
     "DecodeTrace": "trace",
+    "DraftedColumnSampler": "columns_drafted",
     "DraftedSampler": "drafted",
     "MaskedSampler": "masked",
     "MultiscaleSampler": "multiscale",
@@ -49,6 +51,7 @@ __all__ = [
     "ColumnJacobiSampler",
     "CounterNoise",
     "DecodeTrace",
+    "DraftedColumnSampler",
     "DraftedSampler",
     "MaskedSampler",
     "MultiscaleSampler",

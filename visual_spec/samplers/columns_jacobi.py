@@ -150,29 +150,50 @@ def step(
     inputs = columns_of(state.tokens, steps - 1)  # [B, W, K], the newest committed column, then the drafts
     logits = model(state.cache, entries.with_special(inputs, steps - 1), steps - 1)  # [R, W, K, V]
     watch.lap("model", device)
-    state.round += 1
     target = entries.laws(law, logits, steps, state.cache.guided)  # [B, W, K, V]
+    advance, refused_law = verify(entries, state, target, inputs[:, 1:], steps, noise, options)
+    redraft(entries, state, target, advance, law, noise, options, refused_law)
+    watch.lap("verify", device)
 
+
+def verify(
+    entries: Entries,
+    state: ColumnState,
+    target: Tensor,
+    drafts: Tensor,
+    steps: Tensor,
+    noise: CounterNoise,
+    options: ColumnOptions,
+) -> tuple[Tensor, Tensor | None]:
+    """Keep the drafted columns before the first refusal, replace that one, and commit them: all but the new drafts.
+
+    Args:
+        target: [B, W, K, V], the laws of the columns at `steps`.
+        drafts: long [B, W - 1, K], of all but the last of these steps, drawn from `state.draft_law`.
+        steps: long [B, W], from the first that is not committed.
+
+    Returns:
+        advance: long [B], how many columns are committed.
+        refused_law: [B, K, V], what the refused draft was drawn from; None where tokens are tested one by one.
+    """
+    state.round += 1
     refused_law = None
     found = torch.ones_like(state.pending)
     if state.draft_law is None:
         candidates = entries.draw(noise, target, steps, TOKEN)  # [B, W, K]
-        kept = accepted_prefix((candidates[:, :-1] == inputs[:, 1:]).all(-1))
+        kept = accepted_prefix((candidates[:, :-1] == drafts).all(-1))
         state.write(steps, candidates)
     elif options.unit == CODEBOOK:
-        kept = _verify_codebooks(entries, state, target, inputs[:, 1:], steps, noise, options)
+        kept = _verify_codebooks(entries, state, target, drafts, steps, noise, options)
     else:
-        kept, found, refused_law = _verify_columns(
-            entries, state, target, inputs[:, 1:], steps, noise, options
-        )
+        kept, found, refused_law = _verify_columns(entries, state, target, drafts, steps, noise, options)
 
     state.commit_call.scatter_(1, steps, torch.full_like(steps, state.round))
     state.target_calls += state.lengths < entries.num_steps
     state.pending = ~found
     advance = kept + found
     state.lengths = (state.lengths + advance).clamp_(max=entries.num_steps)
-    redraft(entries, state, target, advance, law, noise, options, refused_law)
-    watch.lap("verify", device)
+    return advance, refused_law
 
 
 def _verify_codebooks(

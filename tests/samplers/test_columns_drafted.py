@@ -1,0 +1,198 @@
+"""The drafted column sampler as an object: identity, traces, drafters, refusals. Its laws: tests/exactness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models.test_column_eagle import columns, condition, drafter_for
+from tests.samplers.test_columns import LAW, LAWS, PATTERNS, STEPS, decode, tabular
+from tests.tiny import seeded
+from visual_spec.models.musicgen import MusicCondition
+from visual_spec.models.protocol import TokenGrid
+from visual_spec.models.tabular import TabularModel
+from visual_spec.samplers import columns_drafted
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.law import TokenLaw
+
+
+def poor(pattern: str = "musicgen") -> Any:
+    """A model that knows `MODEL` poorly."""
+    drafter = tabular(pattern, seed=8)
+    drafter.logits = 0.6 * tabular(pattern).logits + 0.4 * drafter.logits
+    return drafter
+
+
+POOR = poor()
+
+
+def drafted(acceptance: str = "exact", num_drafts: int = 3, **options: Any) -> Any:
+    return decode(DraftedColumnSampler(num_drafts, acceptance), drafter=POOR, **options)
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+def test_identical_mode_returns_the_autoregressive_tokens(law, batch_size, pattern):
+    model, rows = tabular(pattern), range(batch_size)
+    plain = decode(ColumnAutoregressiveSampler(), model, law, rows)
+    for num_drafts in (1, 4):
+        sampler = DraftedColumnSampler(num_drafts, "identical")
+        found = decode(sampler, model, law, rows, drafter=poor(pattern))
+        assert torch.equal(found.tokens, plain.tokens)
+        assert found.trace.identical and found.trace.lossless
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("prompt_frames", [0, 4])
+def test_an_eagle_drafter_changes_no_code_of_a_musicgen(prompt_frames, batch_size, guidance_scale):
+    target = columns(prompt_frames)
+    drafter, own = drafter_for(target), condition(prompt_frames)
+    own = MusicCondition(
+        own.features[:batch_size],
+        own.mask[:batch_size],
+        None if own.codes is None else own.codes[:batch_size],
+    )
+    law = TokenLaw(guidance_scale=guidance_scale, temperature=0.9, top_k=12)
+    request: Any = dict(law=law, batch_size=batch_size)
+    plain = ColumnAutoregressiveSampler()(target, own, generator=seeded(*range(batch_size)), **request)
+    sampler = DraftedColumnSampler(acceptance="identical")
+    found = sampler(target, own, drafter=drafter, generator=seeded(*range(batch_size)), **request)
+    assert torch.equal(found.tokens, plain.tokens)
+
+
+def test_a_musicgen_drafts_for_itself_without_a_refusal():
+    target, own = columns(), condition()
+    law = TokenLaw(guidance_scale=2.5)
+    for acceptance in ("exact", "identical"):
+        sampler = DraftedColumnSampler(2, acceptance)
+        found = sampler(target, own, law=law, drafter=columns(), generator=seeded(1, 2), batch_size=2)
+        # The prefill gives a column, each call three, rounding aside.
+        assert found.trace.target_calls.tolist() == 2 * [1 + -(-(target.grid.width - 1) // 3)]
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "identical"])
+def test_a_sample_does_not_depend_on_its_batch(acceptance):
+    together = drafted(acceptance)
+    for row in range(4):
+        alone = drafted(acceptance, rows=[row])
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        assert alone.trace.target_calls[0] == together.trace.target_calls[row]
+
+
+def test_greedy_decoding_is_the_same_everywhere():
+    law = TokenLaw(temperature=0.0)
+    plain = decode(ColumnAutoregressiveSampler(), law=law).tokens
+    for acceptance in ("exact", "identical"):
+        assert torch.equal(drafted(acceptance, law=law).tokens, plain)
+
+
+# -- what it gains -------------------------------------------------------------------------------------------------
+
+
+def test_trace_counts_the_calls_and_columns_of_every_sample():
+    trace = drafted().trace
+    assert trace.commit_call.shape == (4, STEPS)
+    for calls, commits in zip(trace.target_calls.tolist(), trace.commit_call.tolist(), strict=True):
+        assert commits == sorted(commits) and commits[0] == 0
+        assert calls == commits[-1] + 1
+        # At most four columns a call: three drafts, and one more.
+        assert all(commits.count(call) <= 4 for call in range(calls))
+    assert trace.tokens_per_call.mean() > 1.2
+
+
+def test_exact_drafting_from_text_beats_jacobi_where_columns_hang_on_each_other():
+    """What a column is depends on the one before throughout, so what is drafted behind a wrong one is of no use."""
+    model = tabular(dependence=1.0)
+    drafter = tabular(dependence=1.0, seed=8)
+    drafter.logits = 0.7 * model.logits + 0.3 * drafter.logits
+    rows = range(12)
+    found = decode(DraftedColumnSampler(), model, rows=rows, drafter=drafter).trace.tokens_per_call.mean()
+    jacobi = decode(ColumnJacobiSampler(4, "maximal", "exact"), model, rows=rows).trace.tokens_per_call.mean()
+    assert found > 1.15 * jacobi
+
+
+def test_callback_sees_every_call():
+    lengths: list[list[int]] = []
+    result = drafted(callback=lambda call, committed: lengths.append([call, *committed.tolist()]))
+    assert [call for call, *_ in lengths] == list(range(len(lengths)))
+    assert lengths[0][1:] == 4 * [1] and lengths[-1][1:] == 4 * [STEPS]
+    assert len(lengths) == int(result.trace.target_calls.max())
+
+
+def test_step_never_asks_the_host_about_a_tensor(monkeypatch):
+    forbidden = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")
+    names = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    real_step = columns_drafted.step
+
+    def step(model, drafter, entries, state, law, *rest):
+        law.deferred = True  # as on CUDA
+        with Names():
+            real_step(model, drafter, entries, state, law, *rest)
+
+    monkeypatch.setattr(columns_drafted, "step", step)
+    for acceptance in ("exact", "identical"):
+        drafted(acceptance)
+    assert names and not [name for name in names if name.startswith(forbidden)]
+
+
+def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
+    sampler = DraftedColumnSampler(5, "identical")
+    sampler.save_pretrained(tmp_path)
+    loaded: Any = DraftedColumnSampler.from_pretrained(tmp_path)
+    assert (loaded.config["num_drafts"], loaded.config["acceptance"]) == (5, "identical") and loaded.identical
+    other: Any = DraftedColumnSampler.from_config(sampler.config, acceptance="exact")
+    assert not other.identical
+    assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_refuses_settings_that_are_none():
+    with pytest.raises(ValueError, match="num_drafts=0; "):
+        DraftedColumnSampler(0)
+    with pytest.raises(ValueError, match="acceptance='lantern'; pass one of "):
+        DraftedColumnSampler(acceptance="lantern")
+
+
+def test_refuses_drafters_that_do_not_fit():
+    sampler = DraftedColumnSampler()
+    with pytest.raises(ValueError, match="needs a drafter, and got none; pass .*train_column_drafter"):
+        decode(sampler)
+    with pytest.raises(
+        ValueError, match="the drafter predicts 3 codebooks of 7 codes in .* but the model 4 codebooks"
+    ):
+        decode(sampler, drafter=tabular("parallel"))
+    shifted = tabular()
+    shifted.valid = shifted.valid.flip(0)
+    with pytest.raises(ValueError, match="in its own pattern; pass a drafter"):
+        decode(sampler, drafter=shifted)
+    with pytest.raises(ValueError, match="reads the features of a MusicGen, and got a TabularColumnModel"):
+        decode(sampler, drafter=drafter_for(columns()))
+    with pytest.raises(ValueError, match="has no codebook pattern"):
+        flat: Any = TabularModel(TokenGrid(2, 2), 3)
+        sampler(flat, None, law=LAW, drafter=POOR)
+
+
+def test_names_a_drafter_whose_logits_define_no_law():
+    broken = poor()
+    broken.logits[..., 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="in the drafter: .*hold nan"):
+        decode(DraftedColumnSampler(), drafter=broken)
