@@ -1,7 +1,8 @@
 """Put trained parts together into the folder that `AudioPipeline.from_pretrained("tunes")` reads.
 
 `python scripts/assemble_tunes.py --codec FOLDER --autoregressive FOLDER --out visual_spec/models/weights/tunes`, and
-with `--masked FOLDER --out .../tunes_masked` in place of `--autoregressive` that of the masked model.
+with `--masked FOLDER --out .../tunes_masked` in place of `--autoregressive` that of the masked model. To the former
+belongs `--drafter FOLDER`, the folder `drafter` that scripts/train_column_drafter.py wrote.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE
 from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.column_eagle import ColumnEagleDrafter
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
@@ -35,6 +37,7 @@ def main() -> None:
         kind.add_argument(
             f"--{name}", type=Path, help=f"folder that scripts/train_music.py --kind {name} wrote"
         )
+    parser.add_argument("--drafter", type=Path, help="of columns, with --autoregressive")
     parser.add_argument("--guidance-scale", type=float, default=1.5, help="default of the pipeline")
     parser.add_argument("--temperature", type=float, default=1.0, help="default of the pipeline")
     parser.add_argument(
@@ -42,8 +45,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.drafter is not None and arguments.masked is not None:
+        parser.error("--drafter given with --masked, which has no use for one; leave it out.")
     masked = arguments.masked is not None
-    source = arguments.masked if masked else arguments.autoregressive
+    source: Any = arguments.masked if masked else arguments.autoregressive
     pipe = AudioPipeline(
         transformer=MusicgenForCausalLM.from_pretrained(source / "transformer"),
         codec=EncodecModel.from_pretrained(arguments.codec),
@@ -53,15 +58,24 @@ def main() -> None:
         default_guidance_scale=arguments.guidance_scale,
         default_temperature=arguments.temperature,
         max_audio_length_in_s=NUM_SAMPLES / SAMPLE_RATE,
+        drafter=None if arguments.drafter is None else ColumnEagleDrafter.from_pretrained(arguments.drafter),
     )
     # Half precision on disk; from_pretrained computes in float32 again.
-    pipe.to(torch.float16).save_pretrained(arguments.out)
+    pipe.to(torch.float16)
+    if pipe.drafter is not None:
+        # No sample depends on what a drafter thinks, so its matrices may be rough: 8 bits cost one draft in a hundred.
+        for parameter in pipe.drafter.parameters():
+            parameter.data = parameter.data.to(torch.float8_e4m3fn) if parameter.ndim == 2 else parameter.data
+    pipe.save_pretrained(arguments.out)
     for path in arguments.out.glob("*/config.json"):  # where the parts were trained is nobody's business
         config = json.loads(path.read_text())
         config.pop("_name_or_path", None)
         write_json(path, config)
-    for part, folder in {"codec": arguments.codec, "transformer": source}.items():
-        write_json(arguments.out / part / "training.json", json.loads((folder / "training.json").read_text()))
+    trained = {"codec": arguments.codec, "transformer": source, "drafter": arguments.drafter}
+    for part, folder in trained.items():
+        if folder is not None:
+            record = json.loads((folder / "training.json").read_text())
+            write_json(arguments.out / part / "training.json", record)
     if arguments.shared_with is not None:
         link_equal_parts(arguments.out, arguments.shared_with)
 
