@@ -12,6 +12,7 @@ from visual_spec.data.tunes_parser import score
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.embedded import embedded_folder
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_tunes.py"
@@ -39,6 +40,21 @@ def test_accelerated_music_is_the_plain_music():
     assert fast.codes.equal(plain.codes) and np.array_equal(fast.audios, plain.audios)
     assert fast.audios.shape == (2, 1, NUM_SAMPLES) and fast.sampling_rate == SAMPLE_RATE
     assert (fast.trace.target_calls < plain.trace.target_calls).all()
+
+
+def test_drafted_music_takes_two_calls_for_three_columns():
+    pipe = load()
+    assert pipe.drafter.dtype == torch.float32  # 8 bits on disk
+    pipe.sampler = DraftedColumnSampler(num_drafts=4)
+    drafted = pipe(held_out_prompts(8, seed=12), generator=seeded(*range(8)))
+    assert drafted.trace.tokens_per_call.mean() > 1.4  # 1.5, give or take what 8 clips differ
+    pipe.to(torch.float64)
+    prompts = held_out_prompts(2, seed=11)
+    pipe.sampler = ColumnAutoregressiveSampler()
+    plain = pipe(prompts, generator=seeded(1, 2))
+    pipe.sampler = DraftedColumnSampler(acceptance="identical")
+    same = pipe(prompts, generator=seeded(1, 2))
+    assert same.codes.equal(plain.codes) and same.trace.tokens_per_call.mean() > 1.2
 
 
 def test_plain_music_is_what_its_prompt_asks_for():
