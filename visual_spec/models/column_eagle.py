@@ -24,6 +24,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.eagle import attend_unrolled, shift
 from visual_spec.models.musicgen import MusicgenColumnModel, MusicgenModules, MusicgenState
 from visual_spec.models.protocol import DecodeState
 
@@ -283,32 +284,10 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
             for block, earlier in zip(self.blocks, cached, strict=True):
                 query, key, value = block.project(hidden)
                 earlier.append((key, value))
-                hidden = block.finish(hidden, _attend(query, earlier, distance))
+                hidden = block.finish(hidden, attend_unrolled(query, earlier, distance))
             outputs.append(self.final_norm(hidden))
-            features = _shift(hidden, 1)
+            features = shift(hidden, 1)
         return outputs
-
-
-def _attend(query: Tensor, cached: list[tuple[Tensor, Tensor]], distance: Tensor) -> Tensor:
-    """Values [B, H, N, D] mixed as in the last of the steps of `unrolled` that are cached."""
-    (first_keys, first_values), step = cached[0], len(cached) - 1
-    if step == 0:
-        return F.scaled_dot_product_attention(query, first_keys, first_values, is_causal=True)
-    scale = query.shape[-1] ** -0.5
-    scores = (query @ first_keys.mT * scale).masked_fill(distance < step, -torch.inf)
-    # The key of step s that stands where this query's text was drafted in step s.
-    later = [(_shift(k, step - s), _shift(v, step - s)) for s, (k, v) in enumerate(cached) if s]
-    own = [(query * keys).sum(-1, keepdim=True) * scale for keys, _ in later]  # [B, H, N, 1] each
-    weights = torch.cat([scores, *own], -1).softmax(-1)
-    mixed = weights[..., : -len(own)] @ first_values
-    for index, (_, values) in enumerate(later):
-        mixed = mixed + weights[..., index - len(own), None] * values
-    return mixed
-
-
-def _shift(values: Tensor, by: int) -> Tensor:
-    """Values [..., N, D] moved `by` places later, zeros in front."""
-    return values if by == 0 else F.pad(values[..., :-by, :], (0, 0, by, 0))
 
 
 def _sizes(modules: MusicgenModules) -> dict[str, int]:

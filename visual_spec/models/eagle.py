@@ -235,30 +235,15 @@ class EagleDrafter(ModelMixin, ConfigMixin):
         table = self.rotary_table()[None, :length].to(tokens.device)
         distance = torch.arange(length, device=tokens.device)
         distance = distance[:, None] - distance  # [N, N], query slot minus key slot
-        scale = (self.config["dim"] // self.config["num_heads"]) ** -0.5
         outputs: list[Tensor] = []
         cached: list[tuple[Tensor, Tensor]] = []  # of each step, [R, H, N, D]
         for step in range(steps):
             if step:
-                features = _shift(outputs[-1], 1)
+                features = shift(outputs[-1], 1)
             hidden = self._mix(target, tokens, features)
             q, k, v = (part.transpose(1, 2) for part in self._project(hidden, table))
             cached.append((k, v))
-            if step == 0:
-                mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            else:
-                first_keys, first_values = cached[0]
-                scores = (q @ first_keys.mT * scale).masked_fill(distance < step, -torch.inf)
-                later = [  # the key of step s that stands where this query's text was drafted in step s
-                    (_shift(keys, step - s), _shift(values, step - s))
-                    for s, (keys, values) in enumerate(cached)
-                    if s
-                ]
-                own = [(q * keys).sum(-1, keepdim=True) * scale for keys, _ in later]  # [R, H, N, 1] each
-                weights = torch.cat([scores, *own], -1).softmax(-1)
-                mixed = weights[..., :length] @ first_values
-                for index, (_, values) in enumerate(later):
-                    mixed = mixed + weights[..., length + index, None] * values
+            mixed = attend_unrolled(q, cached, distance)
             hidden = hidden + self.block.attention.wo(mixed.transpose(1, 2).flatten(2))
             outputs.append(self._finish(target, hidden))
         return outputs
@@ -273,6 +258,29 @@ def logits_of(target: LlamaGenTransformer, features: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _shift(values: Tensor, by: int) -> Tensor:
+def attend_unrolled(query: Tensor, cached: list[tuple[Tensor, Tensor]], distance: Tensor) -> Tensor:
+    """Values [R, H, N, D] mixed as in the last step of `EagleDrafter.unrolled`.
+
+    Args:
+        query: [R, H, N, D].
+        cached: keys and values of each step up to this one, [R, H, N, D] each.
+        distance: [N, N], query slot minus key slot.
+    """
+    (first_keys, first_values), step = cached[0], len(cached) - 1
+    if step == 0:
+        return F.scaled_dot_product_attention(query, first_keys, first_values, is_causal=True)
+    scale = query.shape[-1] ** -0.5
+    scores = (query @ first_keys.mT * scale).masked_fill(distance < step, -torch.inf)
+    # The key of step s that stands where this query's text was drafted in step s.
+    later = [(shift(keys, step - s), shift(values, step - s)) for s, (keys, values) in enumerate(cached) if s]
+    own = [(query * keys).sum(-1, keepdim=True) * scale for keys, _ in later]  # [R, H, N, 1] each
+    weights = torch.cat([scores, *own], -1).softmax(-1)
+    mixed = weights[..., : -len(own)] @ first_values
+    for index, (_, values) in enumerate(later):
+        mixed = mixed + weights[..., index - len(own), None] * values
+    return mixed
+
+
+def shift(values: Tensor, by: int) -> Tensor:
     """Values [..., N, D] moved `by` slots later, zeros in front."""
     return values if by == 0 else F.pad(values[..., :-by, :], (0, 0, by, 0))
