@@ -238,3 +238,16 @@ def test_clips_that_are_played_are_of_their_captions_and_kept(tmp_path):
     assert draw.calls == 2 and torch.equal(again[1], codes)
     other, _ = play(draw, encoder, 5, 4, held_out=True)
     assert not torch.equal(other, words)
+
+
+@pytest.mark.parametrize("changes", [dict(temperature=0.7), dict(guidance_scales=(3.0,)), dict()])
+def test_refuses_clips_that_another_model_played(tmp_path, changes):
+    model, encoder = networks()
+    draw, settings = Draw(model, encoder), ColumnDrafterTraining(**{**TINY, "drawn": True, "steps": 1})
+    train_column_drafter(fresh(model), model, encoder, coding_codec(), draw, settings, tmp_path)
+    if not changes:
+        with torch.no_grad():
+            model.lm_heads[1].weight[2].add_(0.1)  # pyright: ignore
+    settings = ColumnDrafterTraining(**{**TINY, "drawn": True, "steps": 1, **changes})
+    with pytest.raises(ValueError, match="another model played, or under another law; pass another --out"):
+        train_column_drafter(fresh(model), model, encoder, coding_codec(), draw, settings, tmp_path)

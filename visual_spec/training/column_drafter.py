@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
+from visual_spec.eval.features import fingerprint
 from visual_spec.models.caption_encoder import CaptionEncoder
 from visual_spec.models.column_eagle import ColumnEagleDrafter
 from visual_spec.models.musicgen import MusicgenColumnModel
@@ -100,6 +101,7 @@ def play(
     *,
     held_out: bool = False,
     cache: Path | None = None,
+    owner: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Word ids [N, T] of captions, and codes int16 [N, K, T] of what the target makes of them.
 
@@ -107,6 +109,10 @@ def play(
 
     Args:
         draw: (prompts, seed) to codes long [N, K, T].
+        owner: by which the cache knows the target and its law again.
+
+    Raises:
+        ValueError: `cache` holds clips of another target, or under another law.
     """
     words, codes = [], []
     for start in range(0, count, _SHARD):
@@ -114,12 +120,18 @@ def play(
         prompts = [caption(tune, index % NUM_FORMS) for index, tune in enumerate(tunes)]
         path = cache / f"played_{seed}_{int(held_out)}_{start}_{len(tunes)}.pt" if cache else None
         if path and path.exists():
-            played = torch.load(path, weights_only=True)
+            saved = torch.load(path, weights_only=True)
+            if saved["owner"] != owner:
+                raise ValueError(
+                    f"{path} holds clips that another model played, or under another law; pass another --out folder, "
+                    "or remove it."
+                )
+            played = saved["codes"]
         else:
             played = draw(prompts, seed * 100_003 + start).to("cpu", torch.int16)
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(played, path.with_suffix(".tmp"))
+                torch.save({"codes": played, "owner": owner}, path.with_suffix(".tmp"))
                 os.replace(path.with_suffix(".tmp"), path)
         words.append(encoder.word_ids(prompts).cpu())
         codes.append(played)
@@ -213,6 +225,34 @@ def drafter_loss(
     return _decayed(losses, decay)
 
 
+def kept_shares(
+    wanted: Tensor,
+    drafted: list[Tensor],
+    valid: Tensor,
+    temperature: float,
+    generator: torch.Generator | None = None,
+    draws: int = 8,
+) -> list[Tensor]:
+    """Estimates of how often a column drafted after 1, 2, ... drafts is kept, [B, S - 1], [B, S - 2], ...
+
+    It is 1 - TVD(P, Q) = E[min(1, Q(x) / P(x))] over columns x drawn from the target's law P, which has a gradient.
+
+    Args:
+        wanted, drafted, valid: as of `drafter_loss`.
+        draws: columns drawn from each law of the target.
+    """
+    law = (wanted.detach().float() / temperature).log_softmax(-1)  # [B, S - 1, K, V]
+    drawn = torch.multinomial(law.exp().flatten(0, 2), draws, replacement=True, generator=generator)
+    drawn = drawn.view(*law.shape[:-1], draws)
+    shares = []
+    for step, logits in enumerate(drafted):
+        draft = (logits.float() / temperature).log_softmax(-1)
+        ratio = (draft.gather(-1, drawn) - law.gather(-1, drawn)).masked_fill(~valid[1:, :, None], 0).sum(-2)
+        # The first columns cannot be that far from the target's last feature.
+        shares.append(ratio[:, step:].clamp(max=0).exp().mean(-1))
+    return shares
+
+
 def refusal_loss(
     wanted: Tensor,
     drafted: list[Tensor],
@@ -222,26 +262,13 @@ def refusal_loss(
     generator: torch.Generator | None = None,
     draws: int = 8,
 ) -> Tensor:
-    """The share of drafted columns that are refused, TVD(P, Q) = 1 - E[min(1, Q(x) / P(x))] for columns x drawn from P.
+    """The share of drafted columns that are refused, weighed as by `drafter_loss`. Arguments: also of `kept_shares`.
 
     What is counted in the end, unlike the cross entropy: it spends nothing on columns that are kept anyway, or never
-    will be. So it is of use behind the cross entropy, not before. Arguments as of `drafter_loss`, and:
-
-    Args:
-        draws: columns drawn from each law of the target, to estimate the mean.
+    will be. So it is of use behind the cross entropy, not before.
     """
-    law = (wanted.detach().float() / temperature).log_softmax(-1)  # [B, S - 1, K, V]
-    shape = (*law.shape[:-1], draws)
-    drawn = torch.multinomial(law.exp().flatten(0, 2), draws, replacement=True, generator=generator).view(
-        shape
-    )
-    counted = valid[1:, :, None]
-    losses = []
-    for step, logits in enumerate(drafted):
-        draft = (logits.float() / temperature).log_softmax(-1)
-        ratio = (draft.gather(-1, drawn) - law.gather(-1, drawn)).masked_fill(~counted, 0).sum(-2)
-        losses.append(1 - ratio[:, step:].clamp(max=0).exp().mean())
-    return _decayed(losses, decay)
+    shares = kept_shares(wanted, drafted, valid, temperature, generator, draws)
+    return _decayed([1 - share.mean() for share in shares], decay)
 
 
 def _decayed(losses: list[Tensor], decay: float) -> Tensor:
@@ -258,27 +285,18 @@ def acceptance_rates(
     settings: ColumnDrafterTraining,
     depth: int,
 ) -> list[float]:
-    """Probability that a column drafted 1, 2, ... behind the last exact one is kept, given that those before it were.
-
-    It is 1 - TVD of the laws of whole columns along the clips, by one draw from the drafter's law of each column.
-    """
+    """Probability that a column drafted 1, 2, ... behind the last exact one is kept, given that those before it were:
+    the mean of `kept_shares` along the clips."""
     kept, count = [0.0] * depth, [0] * depth
     generator = torch.Generator(target.device).manual_seed(_HELD_OUT_SEED)
-    valid = target.valid.to(target.device)[1:, :, None]  # [S - 1, K, 1]
+    valid = target.valid.to(target.device)
     for chosen in torch.arange(len(clips.sequence)).split(20):
         batch = clips.batch(chosen, target.device)
         guidance = torch.full((len(chosen),), settings.guidance_scales[0], device=target.device)
         wanted, drafted = predictions(drafter, target, *batch, guidance, depth)
-        law = (wanted / settings.temperature).log_softmax(-1)
-        for step, logits in enumerate(drafted):
-            draft = (logits / settings.temperature).log_softmax(-1)
-            drawn = torch.multinomial(draft.exp().flatten(0, 2), 1, generator=generator).view(
-                *draft.shape[:-1], 1
-            )
-            ratio = (law.gather(-1, drawn) - draft.gather(-1, drawn)).masked_fill(~valid, 0)
-            keep = ratio.sum((-1, -2)).exp().clamp(max=1)[:, step:]  # [B, S - 1 - step]
-            kept[step] += float(keep.sum())
-            count[step] += keep.numel()
+        for step, share in enumerate(kept_shares(wanted, drafted, valid, settings.temperature, generator)):
+            kept[step] += float(share.sum())
+            count[step] += share.numel()
     return [round(mass / number, 4) for mass, number in zip(kept, count, strict=True)]
 
 
@@ -302,10 +320,14 @@ def train_column_drafter(
         draw: (prompts, seed) to codes long [N, K, T], under the law that the drafter is to serve.
 
     Raises:
-        ValueError: a drafter made for another target; `out` with codes of another codec.
+        ValueError: a drafter made for another target; `out` with codes of another codec, target or law.
     """
     drafter.check_target(MusicgenColumnModel(model, NUM_FRAMES))
-    clips = partial(play, draw, encoder) if settings.drawn else partial(true_clips, codec, encoder)
+    if settings.drawn:
+        owner = f"{fingerprint([model, encoder])} {settings.guidance_scales} {settings.temperature}"
+        clips = partial(play, draw, encoder, owner=owner)
+    else:
+        clips = partial(true_clips, codec, encoder)
     words, codes = clips(settings.clips, settings.seed + 1, cache=out)
     judged_words, judged_codes = clips(settings.held_out_clips, _HELD_OUT_SEED, held_out=True, cache=out)
     target = MusicgenColumnModel(model, codes.shape[-1])
