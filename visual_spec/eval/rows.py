@@ -112,8 +112,7 @@ def scale_rows(index: Mapping[str, Any], scales: Sequence[int]) -> Rows:
     from visual_spec.samplers.scales import VAR_LAW
 
     count = len(scales)
-    refiner = index.get("refiner")
-    paired = refiner is not None and tuple(refiner) != (None, None)
+    paired = _holds(index, "refiner")
     known = index.get("refiner_first_scale")  # what the refiner cannot draw is no row
     splits = [count - refined for refined in _REFINED if refined < count] if paired else []
     splits = [split for split in splits if known is None or split >= known]
@@ -143,8 +142,7 @@ def music_rows(index: Mapping[str, Any], saved: Mapping[str, Any] | None = None)
     law = {name: index[f"default_{name}"] for name in ("guidance_scale", "temperature", "top_k", "top_p")}
     if saved is None:
         cooler = f"columns:temperature={0.9 * law['temperature']:g}"
-        drafts = tuple(index.get("drafter") or (None, None)) != (None, None)
-        others = _COLUMN_ROWS + _DRAFTED_COLUMN_ROWS * drafts
+        others = _COLUMN_ROWS + _DRAFTED_COLUMN_ROWS * _holds(index, "drafter")
         return Rows("columns", (cooler, f"columns:{_CONTROLS[1]}"), others, law, plays=True)
     from visual_spec.samplers.masked import MaskedSampler
 
@@ -170,6 +168,11 @@ def _masked_text(settings: Mapping[str, Any]) -> str:
         for name, value in settings.items()
     }
     return "masked" + ":" * bool(values) + ",".join(f"{name}={value}" for name, value in values.items())
+
+
+def _holds(index: Mapping[str, Any], component: str) -> bool:
+    """Whether a pipeline was saved with this component: one that it lacks is null, missing, or a pair of nulls."""
+    return tuple(index.get(component) or (None, None)) != (None, None)
 
 
 def _fits(scales: Sequence[int], share: float) -> bool:

@@ -7,7 +7,7 @@ s * K + k, its entry: one codebook is decoded with the noise of the plain sample
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,9 @@ class Entries:
         """Tokens [B, N, K] at steps [B, N] or [N] as the model knows them."""
         return torch.where(self.valid[steps], tokens, self.special_id)
 
-    def laws(self, law: CheckedLaw, logits: Tensor, steps: Tensor, guided: bool) -> Tensor:
+    def laws(
+        self, law: Callable[[Tensor, Tensor, bool], Tensor], logits: Tensor, steps: Tensor, guided: bool
+    ) -> Tensor:
         """The laws [B, N, K, V] from logits [R, N, K, V] that predict steps [B, N]; forced entries are token 0."""
         valid = self.valid[steps]  # [B, N, K]
         # What a forced entry's logits are is no one's concern: they count as past the grid.

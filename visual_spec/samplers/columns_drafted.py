@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from visual_spec.samplers.checks import ACCEPTANCES, CheckedLaw, check_count
 from visual_spec.samplers.columns import Entries, check_column_request
 from visual_spec.samplers.columns_jacobi import ColumnOptions, ColumnState, verify
 from visual_spec.samplers.configuration import register_to_config
+from visual_spec.samplers.drafters import draft_law, start_drafter
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import columns_of, decode
 from visual_spec.samplers.randomness import DRAFT, TOKEN, CounterNoise, draw_keys
@@ -58,7 +60,7 @@ class ColumnFeatureDrafter(Protocol):
         ...
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DraftedColumnState(ColumnState):
     """A batch between two target calls. There are no drafts; `draft_law[:, 0]` is that of a draft still to be replaced.
 
@@ -67,8 +69,8 @@ class DraftedColumnState(ColumnState):
         fed: long [B], the steps before it have been fed to the drafter as they are.
     """
 
-    drafter_cache: Any = None
-    fed: Any = None
+    drafter_cache: DecodeState
+    fed: Tensor
 
 
 def prepare(
@@ -134,7 +136,9 @@ def propose(
         if index:
             fed = entries.with_special(tokens[-1], steps - 1)
             logits = drafter(state.drafter_cache, fed, steps - 1)
-        laws.append(_draft_laws(entries, law, logits, steps, state.drafter_cache.guided))  # [B, 1, K, V]
+        laws.append(
+            entries.laws(partial(draft_law, law), logits, steps, state.drafter_cache.guided)
+        )  # [B, 1, K, V]
         tokens.append(entries.draw(noise, laws[-1], steps, stream, round))
     if state.draft_law is not None:
         refused = state.draft_law[:, :1]
@@ -142,14 +146,6 @@ def propose(
         # The step behind the last draft has none: it is drawn from the target itself.
         state.draft_law = torch.cat([*laws, torch.full_like(refused, -torch.inf)], 1)  # [B, W, K, V]
     return torch.cat(tokens, 1)
-
-
-def _draft_laws(entries: Entries, law: CheckedLaw, logits: Tensor, steps: Tensor, guided: bool) -> Tensor:
-    """`Entries.laws` of the drafter; an error says that the logits are the drafter's."""
-    try:
-        return entries.laws(law, logits, steps, guided)
-    except FloatingPointError as error:
-        raise FloatingPointError(f"in the drafter: {error}") from error
 
 
 def step(
@@ -252,11 +248,15 @@ class DraftedColumnSampler(SchedulerMixin, ConfigMixin):
         watch = Stopwatch()
         cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=options.window)
         device = cache.logits.device
-        if hasattr(drafter, "follow"):
-            drafting = drafter.follow(model, cache, window=options.window, guidance_scale=law.guidance_scale)
-        else:
-            own = condition if drafter_condition is None else drafter_condition
-            drafting = drafter.prefill(own, batch_size=batch_size, guided=law.guided, window=options.window)
+        drafting = start_drafter(
+            drafter,
+            model,
+            cache,
+            condition if drafter_condition is None else drafter_condition,
+            batch_size=batch_size,
+            window=options.window,
+            guidance_scale=law.guidance_scale,
+        )
         watch.lap("prefill", device)
         noise, entries = CounterNoise(keys, device), Entries(model, options.window, device)
         checked = CheckedLaw(law, model.grid.num_tokens, deferred=device.type == "cuda")

@@ -66,16 +66,17 @@ def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
 
 
 def start_drafter(
-    drafter: Any, model: Any, cache: DecodeState, condition: Any, *, batch_size: int, window: int
+    drafter: Any, model: Any, cache: DecodeState, condition: Any, *, batch_size: int, window: int, **told: Any
 ) -> Any:
     """The drafter's own cache, beside a target that has just been prefilled.
 
     Args:
         condition: what the drafter's `prefill` takes. A feature drafter needs none: the features know it.
         window: the most columns of one drafter call.
+        told: what else a feature drafter must know to `follow`.
     """
     if hasattr(drafter, "follow"):
-        return drafter.follow(model, cache, window=window)
+        return drafter.follow(model, cache, window=window, **told)
     return drafter.prefill(condition, batch_size=batch_size, guided=cache.guided, window=window)
 
 
