@@ -450,17 +450,6 @@ SAMPLES = 100_000
 STATISTICAL = TabularColumnModel(PATTERNS["longer delay"], 3, dtype=torch.float32)
 
 
-@pytest.fixture
-def keys_in_bulk(monkeypatch):
-    """`draw_keys` makes one generator call a sample; here that would be half of the work."""
-
-    def draw_keys(generator: torch.Generator, batch_size: int) -> Tensor:
-        return torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator)
-
-    for module in (columns, columns_jacobi):
-        monkeypatch.setattr(module, "draw_keys", draw_keys)
-
-
 def p_of(sampler, seed: int = 0) -> float:
     valid = STATISTICAL.valid
     powers = 3 ** torch.arange(int(valid.sum()) - 1, -1, -1)

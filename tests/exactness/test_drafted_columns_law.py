@@ -200,14 +200,6 @@ def test_catches_drafts_labelled_with_the_law_of_another_step(monkeypatch):
 # ------------------------------------------------------------------------------------- whole decodes, real noise
 
 
-@pytest.fixture
-def keys_in_bulk(monkeypatch):
-    def draw_keys(generator: torch.Generator, batch_size: int) -> Tensor:
-        return torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator)
-
-    monkeypatch.setattr(columns_drafted, "draw_keys", draw_keys)
-
-
 class WithDrafter:
     """A sampler that brings its drafter."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.exactness.planted import batch_minimum_step, old_label_step, target_for_residual
 from visual_spec.models.protocol import TokenGrid
 from visual_spec.models.tabular import TabularModel
-from visual_spec.samplers import autoregressive, jacobi
+from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.law import TokenLaw
@@ -26,15 +26,7 @@ COMBINATIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def keys_in_bulk(monkeypatch):
-    """`draw_keys` makes one generator call a sample; here that would be half of the work."""
-
-    def draw_keys(generator: torch.Generator, batch_size: int) -> Tensor:
-        return torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator)
-
-    for module in (autoregressive, jacobi):
-        monkeypatch.setattr(module, "draw_keys", draw_keys)
+pytestmark = pytest.mark.usefixtures("keys_in_bulk")
 
 
 def counts(sampler, seed: int) -> Tensor:

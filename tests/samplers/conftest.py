@@ -1,12 +1,17 @@
-"""A fixture for tests that look into single steps of a batch."""
+"""Fixtures for tests that look into single steps of a batch."""
+
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from visual_spec.models.cached_decoder import CachedState
 from visual_spec.models.eagle import EagleState
 from visual_spec.models.llamagen import LlamaGenState
 from visual_spec.models.protocol import DecodeState
 from visual_spec.models.tabular import TabularState
+from visual_spec.samplers.checks import CheckedLaw
 
 
 @pytest.fixture
@@ -14,3 +19,39 @@ def whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that are complete stay in the batch, so that row b of every call is sample b."""
     for state in (TabularState, LlamaGenState, EagleState, CachedState):
         monkeypatch.setattr(state, "select", DecodeState.select)
+
+
+class Operations(TorchDispatchMode):
+    """Names of all operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def that_ask_the_host(self) -> list[str]:
+        """What would stall a GPU at every call: .item(), bool(tensor), nonzero and masked selection."""
+        asking = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")
+        assert self.names
+        return [name for name in self.names if name.startswith(asking)]
+
+
+@pytest.fixture
+def operations_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], Operations]:
+    """Takes the module of a sampler, and tells of the operations of its `step` from then on, run as on CUDA."""
+
+    def watch(module: ModuleType) -> Operations:
+        operations, real_step = Operations(), module.step
+
+        def step(*args):
+            next(part for part in args if isinstance(part, CheckedLaw)).deferred = True
+            with operations:
+                real_step(*args)
+
+        monkeypatch.setattr(module, "step", step)
+        return operations
+
+    return watch

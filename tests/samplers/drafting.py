@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_llamagen import make, text_condition
 from visual_spec.models.eagle import EagleDrafter
@@ -85,24 +84,6 @@ class Untouched(TabularModel):
 
 def untouched() -> Untouched:
     return Untouched(MODEL.grid, MODEL.vocab_size, order=1)
-
-
-class Operations(TorchDispatchMode):
-    """Names of all operations that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-    def that_ask_the_host(self) -> list[str]:
-        """What would stall a GPU at every call: .item(), bool(tensor), nonzero and masked selection."""
-        asking = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")
-        assert self.names
-        return [name for name in self.names if name.startswith(asking)]
 
 
 def law_behind(

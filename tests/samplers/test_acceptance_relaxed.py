@@ -219,28 +219,15 @@ def test_slots_past_the_grid_are_neither_kept_nor_counted(name, coupling):
     assert found.trace.divergence == expected.trace.divergence
 
 
-def test_step_never_asks_the_host_about_a_tensor(monkeypatch):
-    forbidden = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")
-    names = set()
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.add(str(func))
-            return func(*args, **(kwargs or {}))
-
-    real_step = jacobi.step
-
-    def step(model, state, law, *rest):
-        law.deferred = True  # as on CUDA
-        with Names():
-            real_step(model, state, law, *rest)
-
-    monkeypatch.setattr(jacobi, "step", step)
+def test_step_never_asks_the_host_about_a_tensor(operations_of):
+    operations = operations_of(jacobi)
     for coupling in COUPLINGS:
         for name in SETTINGS:
             decode(sampler_of(name, coupling=coupling), batch_size=1)
-    assert names and not [name for name in names if name.startswith(forbidden)]
-    assert not [name for name in names if name.startswith("aten.sort") and name != "aten.sort.stable"]
+    assert not operations.that_ask_the_host()
+    assert not [
+        name for name in operations.names if name.startswith("aten.sort") and name != "aten.sort.stable"
+    ]
 
 
 def test_groups_are_selected_and_never_sorted_whole(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.samplers.drafting import (
     GUIDED,
     MODEL,
     NEAR,
-    Operations,
     captions,
     check_features,
     counting,
@@ -297,15 +295,8 @@ def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
     assert sampler.needs_drafter and sampler.lossless
 
 
-def test_step_never_asks_the_host_about_a_tensor(monkeypatch):
-    real_step, operations = drafted.step, Operations()
-
-    def step(model, drafter, state, law, *rest):
-        law.deferred = True  # as on CUDA
-        with operations if state.round < 2 else nullcontext():
-            real_step(model, drafter, state, law, *rest)
-
-    monkeypatch.setattr(drafted, "step", step)
+def test_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch):
+    operations = operations_of(drafted)
     monkeypatch.setattr(drafted, "_nobody", lambda going: False)  # asks on the CPU only
     for acceptance in ("exact", "identical"):
         decode(DraftedSampler(4, 0.2, acceptance), law=GUIDED)
