@@ -135,11 +135,11 @@ def evaluate(
         ValueError: sizes out of range, too few prompts, or a folder with samples of other settings or prompts.
     """
     from visual_spec.eval import samples as store
-    from visual_spec.eval.features import fingerprint
     from visual_spec.eval.figures import picture_sheet, rows_of
     from visual_spec.eval.files import write_atomically
     from visual_spec.eval.measure import environment
     from visual_spec.eval.music import mel_thumbnails, plays
+    from visual_spec.models.fingerprint import fingerprint
 
     least = 3 if plays(pipe) else 2  # so few have an interval
     if samples < least or batch_size < 1 or alone < 0 or not 0 <= rank < shards:

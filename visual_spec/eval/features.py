@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +96,3 @@ def features_of(network: nn.Module, pictures: np.ndarray, *, chunk: int = 50) ->
         part = part.permute(0, 3, 1, 2) if part.ndim == 4 else part
         parts.append(network(part.to(device)).float().cpu())
     return torch.cat(parts)
-
-
-def fingerprint(modules: Iterable[nn.Module]) -> str:
-    """Twelve hexadecimal digits that change with any weight of the modules: by it, a folder knows its model again."""
-    digest = hashlib.sha256()
-    for module in modules:
-        for name, tensor in sorted(module.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:12]

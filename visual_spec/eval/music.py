@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.data.waves import levels
-from visual_spec.eval.features import fingerprint
 from visual_spec.models.encodec import encode_waves
+from visual_spec.models.fingerprint import fingerprint
 from visual_spec.pipelines.audio_stream import WaveStream
 from visual_spec.samplers.masked import MaskedSampler
 

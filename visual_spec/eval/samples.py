@@ -26,10 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from visual_spec.eval.features import features_of, fingerprint
+from visual_spec.eval.features import features_of
 from visual_spec.eval.files import write_atomically
 from visual_spec.eval.measure import sampler_settings
 from visual_spec.eval.music import clips_of, codes_of, plays
+from visual_spec.models.fingerprint import fingerprint
 from visual_spec.models.scale_budget import CacheBytes, cache_bytes
 from visual_spec.pipelines.accelerate import make_row, parse_sampler
 from visual_spec.pipelines.loading import load_drafter
