@@ -33,6 +33,8 @@ def test_phases_and_gap_add_up_to_a_call_on_a_processor():
     found = measure.phase_figures(seconds, phases, calls, device=CPU)
     assert found["phase_ms_per_call"] == pytest.approx({"model": 150.0, "verify": 40.0})
     assert found["gap_ms_per_call"] == pytest.approx(10.0)
+    phases = [{**laps, "measure": 5.0} for laps in phases]  # which `seconds` do not hold
+    assert measure.phase_figures(seconds, phases, calls, device=CPU)["gap_ms_per_call"] == pytest.approx(10.0)
 
 
 def test_on_a_gpu_the_gap_is_the_time_without_work():

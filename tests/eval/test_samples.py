@@ -113,11 +113,26 @@ def test_what_a_lossy_sampler_measures_is_kept(monkeypatch):
     def lossy(self, *args, **kwargs):
         result = decode(self, *args, **kwargs)
         result.trace.divergence, result.trace.moved_mass = 0.25, torch.tensor([0.5, 0.75])
+        result.trace.seconds, result.trace.phase_seconds = 6.0, {"model": 4.0, "measure": 2.0}
         return result
 
     monkeypatch.setattr(type(setting.sampler), "__call__", lossy)
+    monkeypatch.setattr("time.process_time", iter([100.0, 116.0]).__next__)
     arrays = draw(pipe, setting, PROMPTS[:2], 0)
     assert arrays["divergence"] == 0.25 and arrays["moved_mass"].tolist() == [0.5, 0.75]
+    # What only measures is no part of decoding: 2 of 8 seconds.
+    assert arrays["seconds"] == 6 and arrays["processor_seconds"] == pytest.approx(12)
+
+
+@pytest.mark.parametrize("text", ["zipar:window=2", "parallel-jacobi:rows=2"])
+def test_rows_in_parallel_measure_themselves_where_they_are_told(text):
+    pipe = tiny_pipeline()
+    plain = draw(pipe, parse_setting(text, LAW, 0), PROMPTS[:3], 0)
+    measured = draw(pipe, parse_setting(f"{text},measure=true", LAW, 0), PROMPTS[:3], 0)
+    assert np.array_equal(measured["tokens"], plain["tokens"]) and np.isnan(plain["divergence"])
+    assert 0 < measured["divergence"] < 1 and (measured["moved_mass"] > 0).all()
+    length = measured["tokens"].shape[-1]
+    assert measured["moved_mass"].mean() / length == pytest.approx(float(measured["divergence"]))
 
 
 def test_large_vocabularies_get_larger_numbers():

@@ -430,10 +430,12 @@ def test_zipar_measures_the_enumerated_distance():
     found = enumerate_zipar(whole, window, measured=True)
     check(found, law)
     assert found.moved == pytest.approx(total, abs=1e-10)
-    check_measured(ZipARSampler(window), whole, found)
+    check_measured(ZipARSampler(window, measure=True), whole, found)
 
 
-@pytest.mark.parametrize("sampler", [ZipARSampler(2), ParallelJacobiSampler(2, 2, 1)])
+@pytest.mark.parametrize(
+    "sampler", [ZipARSampler(2, measure=True), ParallelJacobiSampler(2, 2, 1, measure=True)]
+)
 def test_the_distance_measured_is_that_of_the_enumeration(sampler):
     whole = model(2, 4) if isinstance(sampler, ZipARSampler) else model(2, 3)
     if isinstance(sampler, ZipARSampler):
@@ -447,9 +449,7 @@ def check_measured(sampler, whole: TabularModel, found: Enumeration) -> None:
     # The sum over slots bounds the distance of whole samples.
     assert 1e-2 < distance(found.law, whole.law_of_sequences(PLAIN)) <= found.moved
     generator = torch.Generator().manual_seed(0)
-    trace = sampler(
-        whole, None, law=PLAIN, batch_size=4000, generator=generator, measure_divergence=True
-    ).trace
+    trace = sampler(whole, None, law=PLAIN, batch_size=4000, generator=generator).trace
     assert trace.divergence * whole.grid.num_tokens == pytest.approx(found.moved, rel=0.05)
     assert float(trace.moved_mass.mean()) == pytest.approx(found.moved, rel=0.05)
     assert float(trace.target_calls.double().mean()) == pytest.approx(found.calls, rel=0.02)

@@ -283,8 +283,8 @@ KEYS = draw_keys(torch.Generator().manual_seed(0), 3)
 def test_zipar_is_what_the_loop_says(model, condition, law, rule, window):
     order = RowOrder.over(model.grid, window)
     loops = [Loop(order, model, condition, law, b, KEYS[b, None]).run(rule) for b in range(3)]
-    sampler = ZipARSampler(window, adaptive=rule is adaptive)
-    result = decode(sampler, model, condition, law, measure_divergence=True)
+    sampler = ZipARSampler(window, adaptive=rule is adaptive, measure=True)
+    result = decode(sampler, model, condition, law)
     check(result, loops)
     assert not result.trace.lossless and not result.trace.identical
     assert result.trace.divergence == pytest.approx(raster_distance(model, condition, law, loops), abs=1e-12)
@@ -317,8 +317,8 @@ def check_parallel_jacobi(model, condition, law: TokenLaw, options: ParallelJaco
     for b in range(3):
         loop = JacobiLoop(options, order, model, condition, law, b, KEYS[b, None])
         loops.append(loop.run(JacobiLoop.rule.__get__(loop)))
-    sampler = ParallelJacobiSampler(**vars(options))
-    result = decode(sampler, model, condition, law, measure_divergence=True)
+    sampler = ParallelJacobiSampler(**vars(options), measure=True)
+    result = decode(sampler, model, condition, law)
     check(result, loops)
     assert result.trace.divergence == pytest.approx(raster_distance(model, condition, law, loops), abs=1e-12)
 
@@ -335,9 +335,7 @@ def test_a_lead_of_the_width_gives_the_tokens_of_autoregressive_sampling(model, 
     width = model.grid.width
     for lead in (width, width + 3):
         for adaptive_start in (False, True):
-            result = decode(
-                ZipARSampler(lead, adaptive_start), model, condition, law, measure_divergence=True
-            )
+            result = decode(ZipARSampler(lead, adaptive_start, measure=True), model, condition, law)
             assert torch.equal(result.tokens, want)
             assert (result.trace.target_calls == model.grid.num_tokens).all()
             assert result.trace.divergence is not None and result.trace.divergence < 1e-12
@@ -411,10 +409,11 @@ def test_trace_counts_the_calls(sampler):
     for call, lengths in committed:
         assert lengths == (trace.commit_call <= call).sum(1).tolist()
     assert trace.divergence is None and set(trace.phase_seconds) == {"prefill", "model", "verify"}
-    measured = decode(sampler, model, measure_divergence=True)
+    measuring: Any = type(sampler).from_config(sampler.config, measure=True)
+    measured = decode(measuring, model)
     assert torch.equal(measured.tokens, result.tokens)
     assert torch.equal(measured.trace.target_calls, trace.target_calls)  # the extra pass does not count
-    assert "divergence" in measured.trace.phase_seconds
+    assert "measure" in measured.trace.phase_seconds
 
 
 def test_drafts_save_calls_and_rows_save_more():
@@ -445,6 +444,8 @@ def test_configuration_round_trip(tmp_path, sampler):
         (lambda: ZipARSampler(0), "window=0; pass an integer of at least 1"),
         (lambda: ZipARSampler(2.0), "window=2.0; pass an integer"),  # type: ignore[arg-type]
         (lambda: ZipARSampler(2, 1), "adaptive=1; pass True or False"),  # type: ignore[arg-type]
+        (lambda: ZipARSampler(measure="no"), "measure='no'; pass True or False"),  # type: ignore[arg-type]
+        (lambda: ParallelJacobiSampler(measure=0), "measure=0; pass True or False"),  # type: ignore[arg-type]
         (lambda: ParallelJacobiSampler(0), "rows=0; pass an integer of at least 1"),
         (lambda: ParallelJacobiSampler(drafts=True), "drafts=True; pass an integer"),
         (lambda: ParallelJacobiSampler(lead=0), "lead=0; pass an integer"),

@@ -82,3 +82,13 @@ def test_package_gives_every_name_it_lists():
         assert getattr(samplers, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Sampler'; it has AutoregressiveSampler"):
         samplers.Sampler  # noqa: B018
+
+
+def test_a_stopwatch_sums_its_laps_and_counts_out_what_only_measures(monkeypatch):
+    monkeypatch.setattr("time.perf_counter", iter([10.0, 11.0, 14.0, 16.0, 19.0, 20.0]).__next__)
+    watch = Stopwatch()
+    for phase in ("prefill", "model", "measure", "model"):
+        watch.lap(phase, torch.device("cpu"))
+    seconds, phases = watch.read()
+    assert phases == pytest.approx({"prefill": 1.0, "model": 6.0, "measure": 2.0})
+    assert seconds == pytest.approx(10 - 2)

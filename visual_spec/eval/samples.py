@@ -307,6 +307,7 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
         busy = time.process_time() - busy
         more = _scale_facts(pipe, setting, output.trace, len(prompts))
     trace = output.trace
+    busy *= trace.seconds / (trace.seconds + trace.phase_seconds.get("measure", 0.0))
     if trace.peak_memory is not None:
         more["peak_memory"] = np.array(trace.peak_memory)
     if plays(pipe):

@@ -49,6 +49,16 @@ def check_count(name: str, value: object, note: str = "") -> None:
         raise ValueError(f"{name}={value!r}; pass an integer of at least 1{note}.")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse a setting that is neither True nor False.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}; pass True or False.")
+
+
 def check_coupled(options: object, initial_drafts: Sequence[str]) -> None:
     """Refuse how a sampler couples, tests and begins its drafts, if there is no such way.
 

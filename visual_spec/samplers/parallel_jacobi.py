@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visual_spec.models.protocol import DecodeState, OrderModel, TokenGrid
 from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
-from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled
+from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled, check_flag
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.drafts import LEFT, UNIFORM, UP, uniform_draft
 from visual_spec.samplers.loop import columns_of
@@ -199,6 +199,7 @@ class ParallelJacobiSampler(RowSampler):
             own noise.
         initial_draft: the draft of a slot that enters a window: a copy of the newest token to the "left", of the token
             above, "up", or "uniform" over the allowed ids.
+        measure: as of `ZipARSampler`.
 
     Raises:
         ValueError: a value that is not one of these.
@@ -213,7 +214,9 @@ class ParallelJacobiSampler(RowSampler):
         coupling: str = "gumbel",
         acceptance: str = "identical",
         initial_draft: str = "left",
+        measure: bool = False,
     ) -> None:
+        check_flag("measure", measure)
         ParallelJacobiOptions(
             rows, drafts, lead, coupling, acceptance, initial_draft
         )  # refuses what is not allowed
@@ -229,9 +232,8 @@ class ParallelJacobiSampler(RowSampler):
         options = self.options
         return RowOrder.over(grid, options.lead, windows=options.rows, drafts=options.drafts)
 
-    def _start(
-        self, order: RowOrder, cache: DecodeState, law: CheckedLaw, noise: CounterNoise, measured: bool
-    ) -> RowState:
+    def _start(self, order: RowOrder, cache: DecodeState, law: CheckedLaw, noise: CounterNoise) -> RowState:
+        measured = self.config["measure"]
         return parallel_jacobi_prepare(order, cache, law, noise, self.options, measured=measured)
 
     def _step(

@@ -30,7 +30,7 @@ from torch import Tensor
 from visual_spec.kernels.neighbour_mass import clustered_mass, grouped_mass, lantern_mass
 from visual_spec.samplers import fused
 from visual_spec.samplers.acceptance import EXACT, AcceptanceRule, exact_acceptance
-from visual_spec.samplers.checks import check_count
+from visual_spec.samplers.checks import check_count, check_flag
 
 GROUPED = "grouped"
 CLUSTERED = "clustered"
@@ -386,8 +386,7 @@ class Relaxation:
             raise ValueError(
                 f"factor={self.factor!r}; pass a number of at least 1 (1 lends nothing), or None to lend up to delta."
             )
-        if not isinstance(self.bounded, bool):
-            raise ValueError(f"bounded={self.bounded!r}; pass True or False.")
+        check_flag("bounded", self.bounded)
 
     @property
     def lossless(self) -> bool:

@@ -2,7 +2,7 @@
 
 Several rows advance in one call, so a token is drawn before all tokens of the rows above are known: it follows the
 model's law given what its column saw, not the raster law. Nothing bounds that difference in advance, and it cannot
-be estimated from the calls of the decode; `measure_divergence` measures it on the finished tokens.
+be estimated from the calls of the decode; the setting `measure` measures it on the finished tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from visual_spec.models.protocol import DecodeState, OrderModel, TokenGrid
 from visual_spec.samplers.acceptance import exact_acceptance, residual
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_count, check_request
+from visual_spec.samplers.checks import CheckedLaw, check_count, check_flag, check_request
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import HostCopy
@@ -206,9 +206,7 @@ class RowSampler(SchedulerMixin, ConfigMixin):
         """Which slots are decoded when, on this grid."""
         raise NotImplementedError
 
-    def _start(
-        self, order: RowOrder, cache: DecodeState, law: CheckedLaw, noise: CounterNoise, measured: bool
-    ) -> RowState:
+    def _start(self, order: RowOrder, cache: DecodeState, law: CheckedLaw, noise: CounterNoise) -> RowState:
         raise NotImplementedError
 
     def _step(
@@ -232,18 +230,17 @@ class RowSampler(SchedulerMixin, ConfigMixin):
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         batch_size: int = 1,
         callback: Callback | None = None,
-        measure_divergence: bool = False,
     ) -> SampleResult:
         """Decode a batch. Arguments and errors are those of `AutoregressiveSampler.__call__`, and:
 
         Args:
             model: an `OrderModel`.
-            measure_divergence: keep the law of every token, [B, L, V], feed the finished tokens once more, and report
-                `raster_divergence` in the trace: as `moved_mass`, and its mean over samples and slots as `divergence`.
-                The extra pass is not counted in `target_calls`; its time is the phase "divergence".
 
         Raises:
             TypeError: a model that feeds tokens in raster order only.
+
+        A sampler that measures reports `raster_divergence` in the trace, as `moved_mass`, and its mean over samples
+        and slots as `divergence`. The extra pass is not counted in `target_calls`; its time is the phase "measure".
 
         On CUDA the end is noticed one call late, so `callback` may be called once more after the last commit.
         """
@@ -258,7 +255,7 @@ class RowSampler(SchedulerMixin, ConfigMixin):
         watch.lap("prefill", device)
         noise = CounterNoise(keys, device)
         checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
-        state = self._start(order, cache, checked, noise, measure_divergence)
+        state = self._start(order, cache, checked, noise)
         if callback is not None:
             callback(0, state.lengths.sum(1))
         all_done = HostCopy()
@@ -271,7 +268,7 @@ class RowSampler(SchedulerMixin, ConfigMixin):
         if state.used_law is not None:
             used = state.used_law[:, :num_tokens]
             moved_mass = raster_divergence(model, condition, tokens, used, checked, guided=law.guided).cpu()
-            watch.lap("divergence", device)
+            watch.lap("measure", device)
         checked.finish()
         seconds, phase_seconds = watch.read()
         trace = DecodeTrace(
@@ -314,25 +311,25 @@ class ZipARSampler(RowSampler):
     Args:
         window: tokens that the row above holds when a row starts, at least 1.
         adaptive: start each row when its first token is confirmed, at least one call later than with a fixed window.
+        measure: report how far the laws that were drawn from are from the raster laws. Keeps the law of every token,
+            [B, L, V], and feeds the finished tokens once more.
 
     Raises:
         ValueError: a window that is not an integer of at least 1.
     """
 
     @register_to_config
-    def __init__(self, window: int = 4, adaptive: bool = False) -> None:
+    def __init__(self, window: int = 4, adaptive: bool = False, measure: bool = False) -> None:
         check_count("window", window)
-        if not isinstance(adaptive, bool):
-            raise ValueError(f"adaptive={adaptive!r}; pass True or False.")
+        check_flag("adaptive", adaptive)
+        check_flag("measure", measure)
 
     def order(self, grid: TokenGrid) -> RowOrder:
         """Rows `window` tokens apart, as many as may be open."""
         return RowOrder.over(grid, self.config["window"])
 
-    def _start(
-        self, order: RowOrder, cache: DecodeState, law: CheckedLaw, noise: CounterNoise, measured: bool
-    ) -> RowState:
-        return prepare(order, cache, law, noise, measured=measured)[0]
+    def _start(self, order: RowOrder, cache: DecodeState, law: CheckedLaw, noise: CounterNoise) -> RowState:
+        return prepare(order, cache, law, noise, measured=self.config["measure"])[0]
 
     def _step(
         self,

@@ -20,7 +20,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
-from visual_spec.samplers.checks import CheckedLaw, check_allowed, check_batch_size
+from visual_spec.samplers.checks import CheckedLaw, check_allowed, check_batch_size, check_flag
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
@@ -175,13 +175,17 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
             published figures do without). The tokens returned are the heaviest code of each mixture.
         measure: have the first model also score the scales that other models draw, and report how far their laws are
             apart. Costs that model's forwards, and the memory of its cache until the end.
+
+    Raises:
+        ValueError: a setting that is neither True nor False.
     """
 
     config_name = "sampler_config.json"
 
     @register_to_config
     def __init__(self, ramp: bool = True, smooth: bool = False, measure: bool = False) -> None:
-        pass
+        for name, value in (("ramp", ramp), ("smooth", smooth), ("measure", measure)):
+            check_flag(name, value)
 
     @property
     def lossless(self) -> bool:
