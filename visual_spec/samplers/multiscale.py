@@ -64,6 +64,9 @@ class MultiscaleSampler(SchedulerMixin, ConfigMixin):
         max_rounds: verification calls at most; what is then still open stays as it was drawn last. None: until
             nothing is refused.
 
+    The divergence in the trace is what pooling moves at the slots that are tested, a mean over them. What it does to a
+    slot that a text behind `radius` or `max_rounds` has changed is not counted.
+
     Raises:
         ValueError: a value out of range.
     """
