@@ -1,4 +1,4 @@
-"""visual_spec: exact, fast decoding for autoregressive image, audio and video generators.
+"""visual_spec: exact, fast decoding for autoregressive image and audio generators.
 
 Importing this package loads nothing else: names are resolved at first use (PEP 562), so `import visual_spec` and
 `visual-spec --help` do not wait for PyTorch.
