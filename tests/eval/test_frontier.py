@@ -99,6 +99,21 @@ def test_points_lie_where_the_figures_say(document):
     assert sorted(bar[:, 1].tolist()) == pytest.approx([9.9 / 4, 10.1 / 4])
 
 
+def test_a_row_far_away_does_not_push_the_others_together(document):
+    assert {panel.get_xscale() for panel in frontier.draw_frontier(document).axes[:4]} == {"linear"}
+    document["rows"].append(row("multiscale", "lossy", 29.0, 1.9, 0.7, 9.0))
+    drawn = frontier.draw_frontier(document)
+    drawn.draw_without_rendering()
+    assert [panel.get_xscale() for panel in drawn.axes[:4]] == ["log", "linear", "log", "linear"]
+    across = (
+        drawn.axes[0]
+        .transAxes.inverted()
+        .transform(drawn.axes[0].transData.transform([(1, 1), (3, 1), (29, 1)]))
+    )
+    assert across[1, 0] - across[0, 0] > 0.2 and 0 < across[0, 0] < across[2, 0] < 1
+    assert {"1", "2", "4", "8"} <= {text.get_text() for text in drawn.axes[0].get_xticklabels()}
+
+
 def test_numbers_do_not_cover_points_or_each_other(document):
     for place in range(8):
         document["rows"].append(row(f"close {place}", "lossless", 3.0 + 0.15 * place, 2.0, 0.8, 4.0))

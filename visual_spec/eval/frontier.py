@@ -22,6 +22,7 @@ from visual_spec.eval.files import refuse_existing, render_page, write_atomicall
 Row = dict[str, Any]
 _Point = tuple[float, float, str, str]  # x, y, number, colour
 _KEY_COLUMNS = 2
+_WIDE = 8  # speed-ups that differ by more than this factor are drawn on a logarithmic axis
 # Where a number may stand, from its point; not straight above or below, where the bar is.
 _PLACES = (
     (0.9, 0.9),
@@ -225,6 +226,10 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
             zorder=5 if row["kind"] == "plain" else 3,
         )
         points.append((x[0], y[0], str(number), style.colour))
+    across = [x for x, *_ in points]
+    if max(across) > _WIDE * min(across):  # one row that is far away would push all others together
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
     panel.margins(0.12)
     if vertical.lower_is_better:
         panel.invert_yaxis()
