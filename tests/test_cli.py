@@ -1,6 +1,7 @@
 """The command line, run on a tiny real model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,23 @@ def test_sampler_and_law_settings_arrive(model, tmp_path, capsys):
     assert {"name": "speculative-jacobi", **settings}.items() <= document["sampler"].items()
     assert (document["guidance_scale"], document["temperature"]) == (1.0, 0.5)
     assert (document["top_k"], document["top_p"]) == (3, 0.9)
+
+
+@pytest.mark.parametrize(
+    "sampler, output",
+    [
+        ("speculative-jacobi", "same tokens as autoregressive sampling"),
+        ("speculative-jacobi:acceptance=exact", "lossless"),
+        ("zipar:window=2", "lossy"),
+        ("zipar:window=2,measure=true", r"lossy, measured divergence 0\.\d+"),
+    ],
+)
+def test_what_was_drawn_from_is_said(model, tmp_path, capsys, sampler, output):
+    assert generate(model, tmp_path, PROMPT, "--sampler", sampler, "--json") == 0
+    header, _, line, document = capsys.readouterr().out.strip().splitlines()
+    (image,) = json.loads(document)["images"]
+    assert re.fullmatch(output, image["output_law"])
+    assert header.split()[-1] == "output" and line.endswith(image["output_law"])
 
 
 def test_compare_proves_equality_and_writes_the_report(model, tmp_path, capsys):

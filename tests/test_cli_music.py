@@ -109,7 +109,7 @@ def test_a_masked_model_plays_by_the_sampler_it_was_saved_with(tmp_path, capsys)
     document = last_line(capsys)
     assert document["sampler"]["name"] == "masked" and document["sampler"]["steps"] == [4, 2, 2]
     (clip,) = document["clips"]
-    assert clip["calls"] == 4 + 2 + 2
+    assert clip["calls"] == 4 + 2 + 2 and clip["output_law"] == "the law of masked decoding"
     pipe: Any = AudioPipeline.from_pretrained("tunes_masked")
     pipe.set_progress_bar_config(disable=True)
     waves = pipe(PROMPT, generator=[torch.Generator().manual_seed(3)]).audios[0, 0]

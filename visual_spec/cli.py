@@ -365,10 +365,11 @@ def _draw(args: Any, pipe: Any, sampler: Any, jobs: list, pictures: list[Path], 
                     "calls": int(output.trace.target_calls[index]),
                     "tokens_per_call": float(output.trace.tokens_per_call[index]),
                     "batch_seconds": output.trace.seconds,
+                    "output_law": output.trace.output_law,
                 }
             )
     document["images"] = rows
-    header = ["file", "seed", "calls", "tokens/call", "seconds (batch)"]
+    header = ["file", "seed", "calls", "tokens/call", "seconds (batch)", "output"]
     print(
         format_table(
             header,
@@ -379,6 +380,7 @@ def _draw(args: Any, pipe: Any, sampler: Any, jobs: list, pictures: list[Path], 
                     str(r["calls"]),
                     f"{r['tokens_per_call']:.2f}",
                     f"{r['batch_seconds']:.2f}",
+                    r["output_law"],
                 ]
                 for r in rows
             ],

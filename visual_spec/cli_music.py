@@ -97,10 +97,11 @@ def _decode(args: Any, pipe: Any, jobs: list, asked: dict, clips: list[Path], do
                     "calls": int(output.trace.target_calls[index]),
                     "columns_per_call": float(output.trace.tokens_per_call[index]),
                     "batch_seconds": output.trace.seconds,
+                    "output_law": output.trace.output_law,
                 }
             )
     document["clips"] = rows
-    header = ["file", "seed", "calls", "columns/call", "seconds (batch)"]
+    header = ["file", "seed", "calls", "columns/call", "seconds (batch)", "output"]
     lines = [
         [
             row["file"],
@@ -108,6 +109,7 @@ def _decode(args: Any, pipe: Any, jobs: list, asked: dict, clips: list[Path], do
             str(row["calls"]),
             f"{row['columns_per_call']:.2f}",
             f"{row['batch_seconds']:.2f}",
+            row["output_law"],
         ]
         for row in rows
     ]
