@@ -116,7 +116,13 @@ def test_compare_says_when_tokens_differ(model, tmp_path, capsys):
     settings = ["--coupling", "independent", "--acceptance", "exact", "--seed", "3"]
     assert generate(model, tmp_path, PROMPT, "--compare", *settings) == 0
     out = capsys.readouterr().out
-    assert " no" in out and "not the same tokens for one seed" in out
+    assert " no" in out and "Not what plain decoding draws with these seeds. The output is: lossless." in out
+    measured = ["--sampler", "zipar:window=2,measure=true"]
+    assert generate(model, tmp_path / "lossy", PROMPT, "a blue square", "--compare", *measured) == 0
+    written = json.loads((tmp_path / "lossy" / "comparison.json").read_text())
+    laws = [row["output_law"] for row in written["comparison"]]
+    assert all(law.startswith("lossy, measured divergence 0.") for law in laws)
+    assert f"The output is: {'; '.join(dict.fromkeys(laws))}." in capsys.readouterr().out
 
 
 def test_compare_fails_when_the_promise_is_broken(model, tmp_path, capsys, monkeypatch):

@@ -422,6 +422,7 @@ def _compare(
             "plain_seconds": row.plain_seconds,
             "seconds": row.fast_seconds,
             "identical": row.identical,
+            "output_law": row.output_law,
         }
         for row, (_, seed), path in zip(rows, jobs, pictures, strict=True)
     ]
@@ -443,10 +444,14 @@ def _compare(
             "promise neither the same tokens nor the same law. How far they are off, visual-spec eval measures."
         )
     else:
-        print(
-            "This sampler draws from the same law where it is lossless, but not the same tokens for one seed."
-        )
+        print(other_tokens(rows))
     return 0
+
+
+def other_tokens(rows: Sequence[Any]) -> str:
+    """What to say of samples that are not those of plain decoding."""
+    laws = "; ".join(dict.fromkeys(row.output_law for row in rows))
+    return f"Not what plain decoding draws with these seeds. The output is: {laws}."
 
 
 def _comparison_table(rows: Sequence[ComparisonRow], num_tokens: int) -> str:

@@ -143,6 +143,7 @@ def _compare(
             "plain_seconds": row.plain_seconds,
             "seconds": row.fast_seconds,
             "identical": row.identical,
+            "output_law": row.output_law,
         }
         for row, (_, seed), path in zip(rows, jobs, clips, strict=True)
     ]
@@ -173,7 +174,5 @@ def _compare(
         )
         status = 1
     else:
-        print(
-            "This sampler draws from the same law where it is lossless, but not the same codes for one seed."
-        )
+        print(cli.other_tokens(rows))
     return status, [row.fast_audio for row in rows]

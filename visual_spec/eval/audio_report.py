@@ -49,7 +49,7 @@ class AudioRow:
 
     `plain_audio`, `fast_audio`: float [C, N]. `commit_call` [S] long: the call at which each column of the accelerated
     clip was committed. `*_calls`: target calls, `*_seconds`: wall clock of the decoding, the codec not counted.
-    `identical`: codes and samples of both are the same.
+    `identical`: codes and samples of both are the same. `output_law`: what the sampler says, see `DecodeTrace`.
     """
 
     prompt: str
@@ -62,6 +62,7 @@ class AudioRow:
     plain_seconds: float
     fast_seconds: float
     identical: bool
+    output_law: str = ""
 
     @property
     def columns_per_call(self) -> float:
@@ -112,6 +113,7 @@ def compare_audio(
                     plain_seconds=plain.trace.seconds,
                     fast_seconds=fast.trace.seconds,
                     identical=plain.codes.equal(fast.codes) and np.array_equal(plain.audios, fast.audios),
+                    output_law=fast.trace.output_law,
                 )
             )
     finally:

@@ -85,6 +85,7 @@ def _row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
         fast_seconds=fast.trace.seconds,
         identical=bool(plain.tokens.equal(fast.tokens)) and same_pixels,
         promised=fast.trace.identical,
+        output_law=fast.trace.output_law,
     )
     if not isinstance(pipe, ScaleImagePipeline):
         return ComparisonRow(grid=pipe.transformer.grid, **figures)
