@@ -227,7 +227,8 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
         )
         points.append((x[0], y[0], str(number), style.colour))
     across = [x for x, *_ in points]
-    if max(across) > _WIDE * min(across):  # one row that is far away would push all others together
+    # One row that is far away would push all others together.
+    if across and max(across) > _WIDE * min(across):
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:g}")
     panel.margins(0.12)

@@ -136,9 +136,8 @@ def propose(
         if index:
             fed = entries.with_special(tokens[-1], steps - 1)
             logits = drafter(state.drafter_cache, fed, steps - 1)
-        laws.append(
-            entries.laws(partial(draft_law, law), logits, steps, state.drafter_cache.guided)
-        )  # [B, 1, K, V]
+        # [B, 1, K, V]
+        laws.append(entries.laws(partial(draft_law, law), logits, steps, state.drafter_cache.guided))
         tokens.append(entries.draw(noise, laws[-1], steps, stream, round))
     if state.draft_law is not None:
         refused = state.draft_law[:, :1]
