@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visual_spec.samplers.trace import MEASURE
+
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
 
@@ -186,7 +188,7 @@ def phase_figures(
     """What a call spends its time on, medians over rounds.
 
     Args:
-        seconds: of every round, the prefill left out, and phase "measure" (as in a trace).
+        seconds: of every round, the prefill left out, and phase `MEASURE` (as in a trace).
         phases: of every round, the seconds of its phases, the prefill left out.
         calls: of every round.
         busy_ms: what `busy_ms_per_call` found.
@@ -204,7 +206,7 @@ def phase_figures(
     if device.type == "cuda":
         gap = None if busy_ms is None else max(0.0, median(seconds) - busy_ms)
     else:
-        used = [sum(laps.values()) - laps.get("measure", 0.0) for laps in phases]
+        used = [sum(laps.values()) - laps.get(MEASURE, 0.0) for laps in phases]
         gap = median([whole - busy for whole, busy in zip(seconds, used, strict=True)])
     return {
         "phase_ms_per_call": {name: median([laps.get(name, 0.0) for laps in phases]) for name in names},

@@ -37,6 +37,7 @@ from visual_spec.pipelines.loading import load_drafter
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.scales import ScaleTrace, ScaleWiseSampler, Stage, draws_guided
+from visual_spec.samplers.trace import MEASURE
 
 _LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
@@ -307,7 +308,7 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
         busy = time.process_time() - busy
         more = _scale_facts(pipe, setting, output.trace, len(prompts))
     trace = output.trace
-    busy *= trace.seconds / (trace.seconds + trace.phase_seconds.get("measure", 0.0))
+    busy *= trace.seconds / (trace.seconds + trace.phase_seconds.get(MEASURE, 0.0))
     if trace.peak_memory is not None:
         more["peak_memory"] = np.array(trace.peak_memory)
     if plays(pipe):

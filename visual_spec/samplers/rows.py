@@ -26,7 +26,7 @@ from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.loop import HostCopy
 from visual_spec.samplers.order import RowOrder, RowPlan
 from visual_spec.samplers.randomness import ACCEPT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
 
 
 @dataclass
@@ -240,7 +240,7 @@ class RowSampler(SchedulerMixin, ConfigMixin):
             TypeError: a model that feeds tokens in raster order only.
 
         A sampler that measures reports `raster_divergence` in the trace, as `moved_mass`, and its mean over samples
-        and slots as `divergence`. The extra pass is not counted in `target_calls`; its time is the phase "measure".
+        and slots as `divergence`. The extra pass is not counted in `target_calls`; its time is phase `MEASURE`.
 
         On CUDA the end is noticed one call late, so `callback` may be called once more after the last commit.
         """
@@ -268,7 +268,7 @@ class RowSampler(SchedulerMixin, ConfigMixin):
         if state.used_law is not None:
             used = state.used_law[:, :num_tokens]
             moved_mass = raster_divergence(model, condition, tokens, used, checked, guided=law.guided).cpu()
-            watch.lap("measure", device)
+            watch.lap(MEASURE, device)
         checked.finish()
         seconds, phase_seconds = watch.read()
         trace = DecodeTrace(

@@ -24,7 +24,7 @@ from visual_spec.samplers.checks import CheckedLaw, check_allowed, check_batch_s
 from visual_spec.samplers.configuration import register_to_config
 from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
 
 ScaleCallback = Callable[[int, Tensor], Any]
 
@@ -287,7 +287,7 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
                     checked.law = law_at_scale(own, ratio if self.config["ramp"] else 1.0)
                     other = _stage_law(runs[0][0].model(reference, maps[-1], scale), slots, checked, stage)
                     moved = moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
-                    watch.lap("measure", device)
+                    watch.lap(MEASURE, device)
                 if scale + 1 < count:
                     maps.append(tokenizer.next_map(canvas, scale + 1))
                 if callback is not None:

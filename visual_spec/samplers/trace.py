@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+MEASURE = "measure"  # the phase in which a lossy sampler finds out how far it is off
+
 
 @dataclass
 class DecodeTrace:
@@ -21,7 +23,7 @@ class DecodeTrace:
         target_calls: long [B], forwards of the target model until the sample was complete. The prefill is one of
             them: it yields slot 0.
         commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0).
-        seconds: wall time of the decode, without the phase "measure", which generates nothing.
+        seconds: wall time of the decode, without the phase `MEASURE`, which generates nothing.
         phase_seconds: the parts of it: "prefill", "model", "verify"; of calls that were replayed as graphs, "step",
             which is "model" and "verify" together.
         peak_memory: bytes, the most that was allocated on the CUDA device; None on the CPU.
@@ -162,13 +164,13 @@ class Stopwatch:
         self._last = now
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """Seconds since construction but for phase "measure", and the seconds of each phase. Synchronises on CUDA."""
+        """Seconds since construction but for `MEASURE`, and the seconds of each phase. Synchronises on CUDA."""
         seconds = dict(self._seconds)
         if self._events:
             self._events[-1][1].synchronize()
         for (_, begin), (phase, end) in pairwise(self._events):
             seconds[phase] = seconds.get(phase, 0.0) + begin.elapsed_time(end) / 1000
-        return time.perf_counter() - self._start - seconds.get("measure", 0.0), seconds
+        return time.perf_counter() - self._start - seconds.get(MEASURE, 0.0), seconds
 
     def peak_memory(self, device: torch.device) -> int | None:
         """The most bytes that PyTorch had allocated on a CUDA device since construction; None on the CPU."""
