@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.eagle import EagleDrafter
-from visual_spec.models.llamagen import LlamaGenTransformer
-from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.training.loop import write_json

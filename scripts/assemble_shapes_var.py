@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from visual_spec.data.shapes_classes import CLASS_NAMES
-from visual_spec.models.var import VARTransformer
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales import ScaleWiseSampler
 from visual_spec.training.loop import write_json

@@ -18,8 +18,8 @@ import torch
 from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.column_eagle import ColumnEagleDrafter
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler

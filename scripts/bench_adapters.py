@@ -16,12 +16,12 @@ import torch
 import transformers as hf
 from transformers import StaticCache
 
-from visual_spec.models.cached_decoder import CachedDecoder
-from visual_spec.models.chameleon import ChameleonImageModel
-from visual_spec.models.emu3 import Emu3ImageModel
-from visual_spec.models.glm_image import GlmImageStage
-from visual_spec.models.janus import JanusImageModel
-from visual_spec.models.transformers_cache import ImagePrompt, Prompt
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
+from visual_spec.models.next_token.cached_decoder import CachedDecoder
+from visual_spec.models.next_token.chameleon import ChameleonImageModel
+from visual_spec.models.next_token.emu3 import Emu3ImageModel
+from visual_spec.models.next_token.glm_image import GlmImageStage
+from visual_spec.models.next_token.janus import JanusImageModel
 
 CODES, SIDE = 1024, 16
 VQ = dict(base_channels=32, latent_channels=32, channel_multiplier=[1, 1], num_res_blocks=1)

@@ -17,11 +17,11 @@ import torch
 
 from visual_spec.kernels.draw import draw
 from visual_spec.kernels.verify import verify
-from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, residual
-from visual_spec.samplers.fused import numbers
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.loop import columns_of
-from visual_spec.samplers.randomness import ACCEPT, RESIDUAL, TOKEN, CounterNoise
+from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
+from visual_spec.samplers.core.base import columns_of
+from visual_spec.samplers.core.fused import numbers
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 
 FILTERS = {
     "none": TokenLaw(guidance_scale=4.0),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.tunes import held_out_prompts
-from visual_spec.models.column_eagle import ColumnEagleDrafter
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler

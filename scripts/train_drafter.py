@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.shapes import held_out_prompts
-from visual_spec.models.eagle import EagleDrafter
+from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.tree import TreeSampler
 from visual_spec.training.drafter import DrafterTraining, train_drafter
 from visual_spec.training.loop import write_json

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.llamagen import LlamaGenTransformer
-from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.models.multiscale import MultiscaleDrafter
+from visual_spec.models.drafters.mulo import MultiscaleDrafter
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.loop import write_json
 from visual_spec.training.upsampler import UpsamplerTraining, train_upsampler
 

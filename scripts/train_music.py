@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import EncodecModel, MusicgenForCausalLM
 
-from visual_spec.models.caption_encoder import CaptionEncoder
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.music import (
     KINDS,
     MusicTraining,

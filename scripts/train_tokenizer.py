@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.tokenizer import TokenizerTraining, train_tokenizer
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from visual_spec.data.shapes_classes import CLASSES, class_accuracy
-from visual_spec.models.var import VARTransformer
-from visual_spec.models.var_vq import MultiscaleVQModel
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages
 from visual_spec.training.loop import write_json
 from visual_spec.training.var import VarTraining, deepened, initialise, train_var

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.var_tokenizer import VarTokenizerTraining, start_from, train_var_tokenizer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from visual_spec.models import llamagen, llamagen_vq
+from visual_spec.models.next_token import llamagen, llamagen_vq
 
 TINY = {"num_layers": 2, "num_heads": 2, "dim": 16}
 TINY_VQ = {

@@ -2,9 +2,9 @@
 
 import torch
 
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.llamagen import LlamaGenTransformer
-from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import EncodecConfig, EncodecModel, MusicgenDecoderConfig, MusicgenForCausalLM
 
-from tests.models.test_musicgen import musicgen
-from tests.models.tiny_transformers import _ready
-from visual_spec.models.caption_encoder import CaptionEncoder
+from tests.models.columns.test_musicgen import musicgen
+from tests.models.next_token.tiny_transformers import _ready
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.training.codec import initialise

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.infinity import InfinityTransformer
-from visual_spec.models.infinity_vq import BitwiseVQModel
-from visual_spec.models.llamagen import TextCondition
+from visual_spec.models.next_scale.infinity import InfinityTransformer
+from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel
+from visual_spec.models.next_token.llamagen import TextCondition
 
 SIDES = (1, 2, 3, 4)
 LENGTHS = (4, 2, 5)

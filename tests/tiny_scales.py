@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visual_spec.models.protocol import ScaleState
-from visual_spec.models.var import VARTransformer
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.core.protocol import ScaleState
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales import ScaleWiseSampler
 

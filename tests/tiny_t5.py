@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from visual_spec.models.t5_features import T5Features
+from visual_spec.models.text.t5_features import T5Features
 
 WORDS = ["a", "red", "blue", "circle", "square", "on", "."]
 

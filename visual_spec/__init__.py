@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from visual_spec.models.projections import fuse_projections
-    from visual_spec.models.protocol import TokenGrid
+    from visual_spec.models.core.projections import fuse_projections
+    from visual_spec.models.core.protocol import TokenGrid
     from visual_spec.pipelines.accelerate import accelerate, restore, summary
     from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
     from visual_spec.samplers.columns import ColumnAutoregressiveSampler
     from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+    from visual_spec.samplers.core.law import TokenLaw
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-    from visual_spec.samplers.law import TokenLaw
     from visual_spec.samplers.masked import MaskedSampler
-    from visual_spec.samplers.multiscale import MultiscaleSampler
+    from visual_spec.samplers.mulo import MultiscaleSampler
     from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
     from visual_spec.samplers.proactive import ProactiveJacobiSampler
-    from visual_spec.samplers.rows import ZipARSampler
     from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages
     from visual_spec.samplers.tree import TreeSampler
+    from visual_spec.samplers.zipar import ZipARSampler
 
 __version__ = "0.1.0"
 
@@ -44,20 +44,20 @@ _HOME = {
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
     "MaskedSampler": "visual_spec.samplers.masked",
-    "MultiscaleSampler": "visual_spec.samplers.multiscale",
+    "MultiscaleSampler": "visual_spec.samplers.mulo",
     "ParallelJacobiSampler": "visual_spec.samplers.parallel_jacobi",
     "ProactiveJacobiSampler": "visual_spec.samplers.proactive",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
     "ScaleWiseSampler": "visual_spec.samplers.scales",
     "SpeculativeJacobiSampler": "visual_spec.samplers.jacobi",
     "Stage": "visual_spec.samplers.scales",
-    "TokenGrid": "visual_spec.models.protocol",
-    "TokenLaw": "visual_spec.samplers.law",
+    "TokenGrid": "visual_spec.models.core.protocol",
+    "TokenLaw": "visual_spec.samplers.core.law",
     "TreeSampler": "visual_spec.samplers.tree",
-    "ZipARSampler": "visual_spec.samplers.rows",
+    "ZipARSampler": "visual_spec.samplers.zipar",
     "accelerate": "visual_spec.pipelines.accelerate",
     "code_stages": "visual_spec.samplers.scales",
-    "fuse_projections": "visual_spec.models.projections",
+    "fuse_projections": "visual_spec.models.core.projections",
     "restore": "visual_spec.pipelines.accelerate",
     "summary": "visual_spec.pipelines.accelerate",
 }

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from visual_spec.eval.report import ComparisonRow
+    from visual_spec.eval.report.pages import ComparisonRow
 
 _SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
 _OWN_ARGUMENTS = {
-    "bench": ("visual_spec.eval.bench", "measure calls and seconds"),
-    "eval": ("visual_spec.eval.evaluate", "what samplers gain, and what it costs in quality"),
-    "report": ("visual_spec.eval.frontier", "draw speed against quality from the results of eval"),
+    "bench": ("visual_spec.eval.speed.bench", "measure calls and seconds"),
+    "eval": ("visual_spec.eval.quality.evaluate", "what samplers gain, and what it costs in quality"),
+    "report": ("visual_spec.eval.report.frontier", "draw speed against quality from the results of eval"),
 }
 _LAW_SETTINGS = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -285,7 +285,7 @@ def _generate(args: argparse.Namespace) -> int:
         refuse_existing(path, args.overwrite)
 
     from visual_spec.pipelines.accelerate import make_row, parse_sampler
-    from visual_spec.samplers.law import TokenLaw
+    from visual_spec.samplers.core.law import TokenLaw
 
     def read(text: str) -> tuple[str, Any, Any]:
         name, settings = parse_sampler(text)
@@ -342,8 +342,8 @@ def _check_row(args: Any, pipe: Any, sampler: Any, plan: Any) -> None:
 
 
 def _draw(args: Any, pipe: Any, sampler: Any, jobs: list, pictures: list[Path], document: dict) -> int:
-    from visual_spec.eval.comparison import seeded_generators
     from visual_spec.eval.files import write_atomically
+    from visual_spec.eval.quality.comparison import seeded_generators
 
     pipe.sampler = sampler
     rows = []
@@ -398,9 +398,9 @@ def _compare(
     report: list[Path],
     document: dict,
 ) -> int:
-    from visual_spec.eval.comparison import compare
     from visual_spec.eval.files import write_atomically
-    from visual_spec.eval.report import contact_sheet, write_html
+    from visual_spec.eval.quality.comparison import compare
+    from visual_spec.eval.report.pages import contact_sheet, write_html
 
     pipe.set_progress_bar_config(disable=True)  # drawing a bar would count as decoding time
     sampler, plan = row_of

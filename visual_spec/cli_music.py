@@ -27,7 +27,7 @@ def play(args: argparse.Namespace) -> int:
 
     from visual_spec.pipelines.accelerate import make_sampler, parse_sampler
     from visual_spec.pipelines.audio_files import audio_bytes
-    from visual_spec.samplers.law import TokenLaw
+    from visual_spec.samplers.core.law import TokenLaw
 
     audio_bytes([0.0], 8000, args.format)  # refuses a format whose writer is missing
     name, settings = parse_sampler(args.sampler or "column-jacobi")
@@ -77,7 +77,7 @@ def play(args: argparse.Namespace) -> int:
 
 
 def _decode(args: Any, pipe: Any, jobs: list, asked: dict, clips: list[Path], document: dict) -> list[Any]:
-    from visual_spec.eval.comparison import seeded_generators
+    from visual_spec.eval.quality.comparison import seeded_generators
 
     waves, rows = [], []
     for start in range(0, len(jobs), args.batch_size):
@@ -127,8 +127,8 @@ def _compare(
     report: list[Path],
     document: dict,
 ) -> tuple[int, Sequence[Any]]:
-    from visual_spec.eval.audio_report import compare_audio, write_music_page
     from visual_spec.eval.files import write_atomically
+    from visual_spec.eval.report.music_pages import compare_audio, write_music_page
 
     pipe.set_progress_bar_config(disable=True)  # drawing a bar would count as decoding time
     rows = compare_audio(pipe, sampler, jobs, asked)

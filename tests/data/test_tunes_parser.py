@@ -33,7 +33,7 @@ from visual_spec.data.tunes_parser import (
     score_facts,
 )
 from visual_spec.data.tunes_synth import render
-from visual_spec.eval.accuracy import summarise
+from visual_spec.eval.quality.accuracy import summarise
 
 
 def _noise(wave: np.ndarray, decibels: float, rng: np.random.Generator) -> np.ndarray:

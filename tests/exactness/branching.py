@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import jacobi
-from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise
+from visual_spec.samplers.core.trace import DivergenceMeter, Stopwatch
 from visual_spec.samplers.jacobi import JacobiOptions, JacobiState
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import TOKEN, CounterNoise
-from visual_spec.samplers.trace import DivergenceMeter, Stopwatch
 
 Point = tuple[float, float]  # the first two barycentric coordinates
 _TRIANGLE: tuple[Point, ...] = ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0))

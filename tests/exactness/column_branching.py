@@ -16,14 +16,14 @@ from torch import Tensor
 
 from tests.exactness.branching import Enumeration, Regions, _hash, _quantise, _unique
 from tests.exactness.replay import ReplayNoise
-from visual_spec.models.tabular import TabularColumnModel
+from visual_spec.models.core.tabular import TabularColumnModel
 from visual_spec.samplers import columns_jacobi
-from visual_spec.samplers.checks import CheckedLaw
 from visual_spec.samplers.columns import Entries
 from visual_spec.samplers.columns_jacobi import ColumnOptions, ColumnState
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import MIXTURE, PROPOSAL
-from visual_spec.samplers.trace import DivergenceMeter, Stopwatch
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import MIXTURE, PROPOSAL
+from visual_spec.samplers.core.trace import DivergenceMeter, Stopwatch
 
 _LEAST = 1e-17
 _STATES = 400  # states that are replayed together

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tests.exactness.branching import Regions, _hash, _unique
 from tests.exactness.replay import ReplayNoise
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted
-from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.trace import DivergenceMeter, Stopwatch
 from visual_spec.samplers.drafted import DraftedState
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import DRAFT, TOKEN
-from visual_spec.samplers.trace import DivergenceMeter, Stopwatch
 
 _LEAST = 1e-18
 _ROWS = 60_000  # rows of one step call

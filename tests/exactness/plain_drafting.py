@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.test_relaxed_rules import gsd_acceptance, lent, nearest
-from visual_spec.samplers.relaxed import Relaxation, cluster_table
+from visual_spec.samplers.core.relaxed import Relaxation, cluster_table
 
 Law = list[float]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visual_spec.models.protocol import NextTokenModel
+from visual_spec.models.core.protocol import NextTokenModel
 from visual_spec.samplers import jacobi
-from visual_spec.samplers.acceptance import accepted_prefix
-from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.core.acceptance import accepted_prefix
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.jacobi import JacobiOptions, JacobiState
-from visual_spec.samplers.randomness import CounterNoise
-from visual_spec.samplers.trace import Stopwatch
 
 _real_step = jacobi.step
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.branching import Branches, BranchingNoise, Enumerator
-from visual_spec.samplers.randomness import TOKEN
+from visual_spec.samplers.core.noise import TOKEN
 
 _LEAST = 1e-18
 _STATES = 400  # states that are replayed together

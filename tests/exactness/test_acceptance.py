@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
+from visual_spec.samplers.core.acceptance import (
+    accepted_prefix,
+    exact_acceptance,
+    identical_acceptance,
+    residual,
+)
 
 
 def pairs(vocab_size: int, count: int = 300) -> tuple[Tensor, Tensor]:

@@ -12,18 +12,18 @@ from tests.exactness.branching import Enumeration, Regions, total_variation
 from tests.exactness.column_branching import ColumnBranches, ColumnEnumerator, ColumnNoise
 from tests.exactness.test_relaxed_rules import one_slot, tv
 from tests.exactness.test_statistics import LEAST_P, p_value
-from visual_spec.models.patterns import CodebookPattern
-from visual_spec.models.tabular import TabularColumnModel
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.tabular import TabularColumnModel
 from visual_spec.samplers import columns, columns_jacobi
-from visual_spec.samplers.acceptance import EXACT, AcceptanceRule, residual
-from visual_spec.samplers.checks import COUPLINGS, CheckedLaw
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler, Entries
 from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, UNITS, ColumnJacobiSampler, ColumnOptions
-from visual_spec.samplers.columns_relaxed import join_rules
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.product_residual import draw_product_residual, product_acceptance
-from visual_spec.samplers.randomness import PROPOSAL
-from visual_spec.samplers.relaxed import Relaxation
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
+from visual_spec.samplers.core.checks import COUPLINGS, CheckedLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import PROPOSAL
+from visual_spec.samplers.core.product_residual import draw_product_residual, product_acceptance
+from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxed_columns import join_rules
 
 PLAIN = TokenLaw()
 EXACT_ROWS = [(coupling, "exact", unit) for coupling in COUPLINGS for unit in UNITS]

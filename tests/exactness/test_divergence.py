@@ -17,14 +17,14 @@ from tests.exactness.branching import (
     total_variation,
 )
 from tests.exactness.test_relaxed_rules import one_slot, tv
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import jacobi
-from visual_spec.samplers.acceptance import EXACT, AcceptanceRule
-from visual_spec.samplers.checks import COUPLINGS, CheckedLaw
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
+from visual_spec.samplers.core.checks import COUPLINGS, CheckedLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.relaxed import Relaxation
 from visual_spec.samplers.jacobi import JacobiOptions, SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.relaxed import Relaxation
 
 CODEBOOK = torch.tensor(
     [[1.0, 0.0], [0.6, 0.8], [-1.0, 0.0]]

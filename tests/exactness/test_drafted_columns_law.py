@@ -10,12 +10,12 @@ from tests.exactness.branching import Enumeration, total_variation
 from tests.exactness.column_branching import ColumnBranches, ColumnEnumerator, ColumnNoise
 from tests.exactness.test_column_law import LAWS, PATTERNS, PLAIN, model, one_by_one, p_of
 from tests.exactness.test_statistics import LEAST_P
-from visual_spec.models.tabular import TabularColumnModel
+from visual_spec.models.core.tabular import TabularColumnModel
 from visual_spec.samplers import columns_drafted, columns_jacobi
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler, DraftedColumnState
 from visual_spec.samplers.columns_jacobi import ColumnOptions
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.trace import Stopwatch
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.trace import Stopwatch
 
 
 class DraftedColumnEnumerator(ColumnEnumerator):

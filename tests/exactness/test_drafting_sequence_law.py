@@ -7,13 +7,13 @@ import torch
 
 from tests.exactness.branching import Regions, total_variation
 from tests.exactness.drafting import DraftingEnumerator, DraftingNoise, Outcome
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted, tree
-from visual_spec.samplers.acceptance import AcceptanceRule
+from visual_spec.samplers.core.acceptance import AcceptanceRule
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import DRAFT
 from visual_spec.samplers.drafted import DraftedOptions
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import DRAFT
 from visual_spec.samplers.tree import TreeOptions
 
 PLAIN = TokenLaw()

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.core.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
 
 # A weak dependence on the last two tokens: windows commit several tokens a call, and rows part company.
 MODEL = TabularModel(TokenGrid(5, 6), 11, order=2, conditions=5, dependence=0.3)

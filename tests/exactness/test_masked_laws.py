@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tests.exactness.plain_masking import Plain, Tokens
 from tests.exactness.test_statistics import LEAST_P, p_value
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularMaskedModel
-from visual_spec.samplers import masked, masking
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularMaskedModel
+from visual_spec.samplers import masked
+from visual_spec.samplers.core import masking
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise
 from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.randomness import CHOICE, TOKEN, CounterNoise
 
 
 class ForcedNoise:

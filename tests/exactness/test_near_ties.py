@@ -10,9 +10,9 @@ import torch
 
 from tests.tiny import tiny_text_encoder, tiny_transformer
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
 
 BATCH = 64
 LAW = TokenLaw(guidance_scale=2.0)

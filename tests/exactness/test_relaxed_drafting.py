@@ -23,12 +23,13 @@ from tests.exactness.plain_drafting import without as plain_without
 from tests.exactness.test_divergence import CODEBOOK, ONE_SIDED, RELAXATIONS
 from tests.exactness.test_drafting_sequence_law import LAWS, PLAIN, branches, chain, distance, pair
 from tests.exactness.test_relaxed_rules import codes, many_laws
-from visual_spec.samplers import drafted, siblings
-from visual_spec.samplers.acceptance import AcceptanceRule
+from visual_spec.samplers import drafted
+from visual_spec.samplers.core import siblings
+from visual_spec.samplers.core.acceptance import AcceptanceRule
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.relaxed import Relaxation, bounded_rule
+from visual_spec.samplers.core.siblings import committed_law, moved_mass, sibling_tests, without
 from visual_spec.samplers.drafted import DraftedOptions, DraftedSampler
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.relaxed import Relaxation, bounded_rule
-from visual_spec.samplers.siblings import committed_law, moved_mass, sibling_tests, without
 from visual_spec.samplers.tree import TreeOptions, TreeSampler
 
 ROUNDING = 1e-12

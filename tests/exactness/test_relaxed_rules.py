@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.exactness.test_acceptance import pairs
-from visual_spec.samplers.acceptance import EXACT, AcceptanceRule, residual
-from visual_spec.samplers.relaxed import (
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
+from visual_spec.samplers.core.relaxed import (
     Relaxation,
     bounded_acceptance,
     clustered_acceptance,

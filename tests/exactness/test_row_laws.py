@@ -16,16 +16,17 @@ from torch import Tensor
 
 from tests.exactness.branching import _hash, _quantise, _unique
 from tests.exactness.replay import ReplayNoise
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
-from visual_spec.samplers import parallel_jacobi, rows
-from visual_spec.samplers.checks import CheckedLaw
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.order import RowOrder
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers import parallel_jacobi
+from visual_spec.samplers import zipar as rows
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.row_order import RowOrder
+from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.parallel_jacobi import ParallelJacobiOptions, ParallelJacobiSampler
-from visual_spec.samplers.randomness import CounterNoise
-from visual_spec.samplers.rows import RowState, ZipARSampler
-from visual_spec.samplers.trace import Stopwatch
+from visual_spec.samplers.zipar import RowState, ZipARSampler
 
 PLAIN = TokenLaw()
 COMBINATIONS = [

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.exactness.branching import total_variation
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
 from visual_spec.samplers import scales as scales_module
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import TOKEN
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.scales import ScaleResult, ScaleWiseSampler, Stage, code_stages
 
 PLAIN = TokenLaw()

@@ -6,12 +6,12 @@ import pytest
 
 from tests.exactness.branching import Enumeration, Enumerator, total_variation
 from tests.exactness.planted import old_label_step, target_for_residual
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import jacobi
-from visual_spec.samplers.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.core.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import JacobiOptions
-from visual_spec.samplers.law import TokenLaw
 
 COMBINATIONS = [
     ("gumbel", "identical"),

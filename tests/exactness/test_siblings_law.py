@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.samplers import siblings
-from visual_spec.samplers.randomness import ACCEPT, CounterNoise
-from visual_spec.samplers.siblings import (
+from visual_spec.samplers.core import siblings
+from visual_spec.samplers.core.noise import ACCEPT, CounterNoise
+from visual_spec.samplers.core.siblings import (
     k_seq,
     optimal_acceptance,
     recursive_rejection,

@@ -5,12 +5,12 @@ import torch
 
 from tests.exactness.branching import Enumeration, Enumerator, total_variation
 from tests.exactness.replay import ReplayEnumerator
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import proactive
-from visual_spec.samplers import siblings as siblings_module
+from visual_spec.samplers.core import siblings as siblings_module
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import JacobiOptions
-from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.proactive import ProactiveOptions
 
 PLAIN = TokenLaw()

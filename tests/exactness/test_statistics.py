@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from tests.exactness.planted import batch_minimum_step, old_label_step, target_for_residual
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
 
 SAMPLES, ROWS = 400_000, 50_000
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]

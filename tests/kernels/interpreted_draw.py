@@ -11,7 +11,7 @@ from visual_spec.kernels import draw as module
 from visual_spec.kernels import masked_sample as masked_module
 from visual_spec.kernels.draw import draw_reference, draw_triton
 from visual_spec.kernels.masked_sample import masked_sample_reference, masked_sample_triton
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
 
 
 @pytest.fixture(autouse=True)

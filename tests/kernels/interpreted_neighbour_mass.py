@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.relaxing import codes, laws
 from visual_spec.kernels import neighbour_mass as module
-from visual_spec.samplers.relaxed import (
+from visual_spec.samplers.core.relaxed import (
     cluster_table,
     clustered_acceptance,
     grouped_acceptance,

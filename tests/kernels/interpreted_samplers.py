@@ -10,11 +10,11 @@ import torch
 from tests.kernels.relaxing import codes
 from visual_spec.kernels import draw as draw_module
 from visual_spec.kernels import masked_sample, neighbour_mass
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularMaskedModel, TabularModel
-from visual_spec.samplers import fused
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
+from visual_spec.samplers.core import fused
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
 
 KERNELS = (

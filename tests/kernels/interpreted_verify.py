@@ -11,11 +11,11 @@ from tests.kernels.verification import Case, case, compare
 from visual_spec.kernels import draw as draw_module
 from visual_spec.kernels import verify as module
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify_reference, verify_triton
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
-from visual_spec.samplers import fused
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers.core import fused
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.draw import LawNumbers
-from visual_spec.samplers.fused import numbers
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import CounterNoise
+from visual_spec.samplers.core.fused import numbers
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CounterNoise
 
 # Temperatures are powers of two: the kernels multiply by the inverse, and only then is that a division.
 LAWS = {

@@ -13,7 +13,7 @@ from tests.kernels.laws import window
 from tests.kernels.relaxing import codes, laws
 from tests.kernels.verification import case
 from visual_spec.kernels import draw, masked_sample, neighbour_mass, verify
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
 
 triton = pytest.importorskip("triton")
 LAW = TokenLaw(guidance_scale=2.0, top_k=20, top_p=0.9, guidance_until=9)

@@ -9,7 +9,7 @@ from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import LAWS, window
 from visual_spec.kernels.draw import LawNumbers, draw, law_reference
 from visual_spec.kernels.masked_sample import masked_sample
-from visual_spec.samplers.law import TokenLaw, non_finite
+from visual_spec.samplers.core.law import TokenLaw, non_finite
 
 
 @pytest.mark.parametrize("name", LAWS)

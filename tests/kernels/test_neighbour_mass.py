@@ -10,7 +10,7 @@ import torch
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.relaxing import codes, laws
 from visual_spec.kernels.neighbour_mass import clustered_mass, grouped_mass, lantern_mass
-from visual_spec.samplers.relaxed import (
+from visual_spec.samplers.core.relaxed import (
     cluster_table,
     clustered_acceptance,
     grouped_acceptance,

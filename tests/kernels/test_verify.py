@@ -13,14 +13,15 @@ from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import LAWS
 from tests.kernels.verification import case
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
-from visual_spec.samplers import fused, jacobi
-from visual_spec.samplers.acceptance import exact_acceptance, residual
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core import fused
+from visual_spec.samplers.core.acceptance import exact_acceptance, residual
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL
 
 COMBINATIONS = [
     ("gumbel", "identical"),

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.kernels.laws import Window, window
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL
 
 
 @dataclass

@@ -19,16 +19,17 @@ from transformers import (
 from transformers.models.emu3.modeling_emu3 import Emu3TextModel
 from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
 
-from visual_spec.models import catalogue, infinity, var
-from visual_spec.models.checkpoints import known_architectures
-from visual_spec.models.infinity import InfinityTransformer
-from visual_spec.models.infinity_scales import scales_for
-from visual_spec.models.llamagen import PRESETS
-from visual_spec.models.patterns import CodebookPattern
-from visual_spec.models.protocol import area_of
-from visual_spec.models.scale_budget import cache_bytes
-from visual_spec.models.var import VARTransformer
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models import catalogue
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.checkpoints import known_architectures
+from visual_spec.models.core.protocol import area_of
+from visual_spec.models.next_scale import infinity, var
+from visual_spec.models.next_scale.infinity import InfinityTransformer
+from visual_spec.models.next_scale.infinity_scales import scales_for
+from visual_spec.models.next_scale.scale_budget import cache_bytes
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.models.next_token.llamagen import PRESETS
 
 SAMPLERS = Path(__file__).parents[2] / "visual_spec" / "samplers"
 

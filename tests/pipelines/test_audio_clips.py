@@ -21,8 +21,8 @@ from tests.tiny_audio import (
     clip_of,
     tiny_audio_pipeline,
 )
-from visual_spec.models.encodec import decode_codes, encode_waves
-from visual_spec.models.musicgen import MusicCondition, MusicgenColumnModel
+from visual_spec.models.columns.encodec import decode_codes, encode_waves
+from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel
 from visual_spec.pipelines import audio as audio_module
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.audio_files import audio_bytes, prepare_clip, write_audio

@@ -29,9 +29,9 @@ from tests.tiny_audio import (
     tiny_words,
 )
 from tests.tiny_t5 import tiny_t5, tiny_tokenizer
-from visual_spec.models.encodec import decode_codes, encode_waves
-from visual_spec.models.musicgen import MusicgenColumnModel
-from visual_spec.models.patterns import CodebookPattern
+from visual_spec.models.columns.encodec import decode_codes, encode_waves
+from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.pipelines import embedded
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.loading import load_pipeline

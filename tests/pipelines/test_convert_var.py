@@ -9,9 +9,9 @@ import torch
 from tests.official import write_tokenizer
 from tests.tiny import seeded
 from tests.tiny_scales import SIDES, TINY_VQ, tiny_scale_pipeline
-from visual_spec.models import checkpoints
-from visual_spec.models.var import VARTransformer
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.core import checkpoints
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines import convert as module
 from visual_spec.pipelines import scale_image
 from visual_spec.pipelines.convert import convert

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import visual_spec
-from tests.models.test_musicgen import IDS, MASK
+from tests.models.columns.test_musicgen import IDS, MASK
 from tests.tiny import seeded
 from tests.tiny_audio import PROMPT, tiny_audio_pipeline, tiny_decoder, tiny_musicgen
-from visual_spec.eval.music import MusicPair
+from visual_spec.eval.quality.music import MusicPair
+from visual_spec.eval.quality.samples import parse_setting
 from visual_spec.eval.rows import rows_of_model
-from visual_spec.eval.samples import parse_setting
-from visual_spec.models.column_eagle import ColumnEagleDrafter
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.loading import load_drafter
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler

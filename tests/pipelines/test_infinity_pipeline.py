@@ -12,15 +12,15 @@ from tests.tiny import seeded
 from tests.tiny_infinity import SIDES, tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline
 from tests.tiny_t5 import tiny_t5, tiny_tokenizer
-from visual_spec.models.infinity_scales import scales_for
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.scale_budget import ScaleBudget
-from visual_spec.models.t5_features import T5Features
+from visual_spec.models.next_scale.infinity_scales import scales_for
+from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage
 
 PROMPTS = ["a red circle", "blue square on a circle"]

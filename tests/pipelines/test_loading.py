@@ -16,8 +16,8 @@ import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
-from visual_spec.models.eagle import EagleDrafter
-from visual_spec.models.multiscale import MultiscaleDrafter
+from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.pipelines import embedded
 from visual_spec.pipelines.accelerate import SAMPLERS
 from visual_spec.pipelines.image import ImagePipeline

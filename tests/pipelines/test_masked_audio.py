@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import visual_spec
-from tests.models.test_magnet_checkpoint import (
+from tests.models.masked.test_magnet_checkpoint import (
     CODEC_SETTINGS,
     SETTINGS,
     TEXT,
@@ -18,13 +18,13 @@ from tests.models.test_magnet_checkpoint import (
 from tests.tiny import seeded
 from tests.tiny_audio import BOOKS, HOP, LONGEST, RATE, tiny_audio_pipeline
 from tests.tiny_t5 import tiny_t5, tiny_tokenizer
-from visual_spec.models.encodec import decode_codes, encode_waves
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.magnet_checkpoint import load_magnet, load_magnet_codec
-from visual_spec.models.musicgen import MagnetModel
+from visual_spec.models.columns.encodec import decode_codes, encode_waves
+from visual_spec.models.columns.musicgen import MagnetModel
+from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
 
 PROMPT = "a slow sad organ"

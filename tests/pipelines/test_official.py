@@ -10,15 +10,15 @@ import torch
 from tests.official import add_tiny_presets, write_class_model, write_text_model, write_tokenizer
 from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from tests.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
-from visual_spec.models.llamagen import LlamaGenTransformer
-from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
 
 NAMES = ["tench, Tinca tinca", "goldfish", "shark", "crane", "hen", "crane", "owl"]
 

@@ -18,13 +18,13 @@ from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteSchedule
 import visual_spec
 from tests.tiny import seeded
 from tests.tiny_scales import tiny_var
-from visual_spec.models.scale_budget import ScaleBudget
-from visual_spec.models.scale_cache import CompressedVAR
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.models.next_scale.scale_cache import CompressedVAR
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines import scale_image
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, code_stages
 
 ROOT = Path(__file__).parents[2]
@@ -278,7 +278,7 @@ def test_round_trip(tmp_path):
     assert not again.sampler.config["ramp"] and again.config["id2label"] == NAMES
     assert again("dog", generator=seeded(1)).tokens.equal(pair("dog", generator=seeded(1)).tokens)
     index = json.loads((tmp_path / "pair" / "model_index.json").read_text())
-    assert index["refiner"] == ["visual_spec.models.var", "VARTransformer"]
+    assert index["refiner"] == ["visual_spec.models.next_scale.var", "VARTransformer"]
     half = ScaleImagePipeline.from_pretrained(tmp_path / "pair", dtype=torch.bfloat16, refiner=None,
                                               num_draft_scales=None)  # fmt: skip
     assert half.refiner is None and np.isfinite(half(0, output_type="np").images).all()

@@ -6,8 +6,8 @@ import torch
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
 from visual_spec.eval.rows import scale_rows
-from visual_spec.models.scale_budget import ScaleBudget
-from visual_spec.models.scale_cache import CompressedVAR, calibrate
+from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.pipelines import loading, scale_plan
 from visual_spec.pipelines.accelerate import accelerate, make_row, make_sampler, parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
@@ -100,7 +100,10 @@ def test_the_pipeline_is_as_it_was_afterwards(pipe, tmp_path):
         raise RuntimeError("stop")
     assert pipe.transformer is transformer and pipe.budget is None
     pipe.save_pretrained(tmp_path / "saved")
-    assert loading.read_index(tmp_path / "saved")["refiner"] == ["visual_spec.models.var", "VARTransformer"]
+    assert loading.read_index(tmp_path / "saved")["refiner"] == [
+        "visual_spec.models.next_scale.var",
+        "VARTransformer",
+    ]
 
 
 def test_another_refiner_by_its_folder(pipe, tmp_path):

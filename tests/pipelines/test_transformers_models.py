@@ -12,10 +12,10 @@ from diffusers.pipelines.glm_image.pipeline_glm_image import GlmImagePipeline
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
-from tests.models import tiny_transformers as tiny
-from tests.models.tiny_transformers import prompts
+from tests.models.next_token import tiny_transformers as tiny
+from tests.models.next_token.tiny_transformers import prompts
 from tests.tiny import seeded
-from visual_spec.models.chameleon_vq import ChameleonVQDecoder
+from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 from visual_spec.pipelines.transformers_models import accelerate, law_of, restore, summary
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.drafted import DraftedSampler

@@ -6,12 +6,12 @@ from types import ModuleType
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from visual_spec.models.cached_decoder import CachedState
-from visual_spec.models.eagle import EagleState
-from visual_spec.models.llamagen import LlamaGenState
-from visual_spec.models.protocol import DecodeState
-from visual_spec.models.tabular import TabularState
-from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.tabular import TabularState
+from visual_spec.models.drafters.eagle import EagleState
+from visual_spec.models.next_token.cached_decoder import CachedState
+from visual_spec.models.next_token.llamagen import LlamaGenState
+from visual_spec.samplers.core.checks import CheckedLaw
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.models.test_llamagen import make, text_condition
-from visual_spec.models.eagle import EagleDrafter
-from visual_spec.models.llamagen import LlamaGenTransformer
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
-from visual_spec.samplers.drafters import start_drafter
-from visual_spec.samplers.law import TokenLaw
+from tests.models.next_token.test_llamagen import make, text_condition
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.samplers.core.drafters import start_drafter
+from visual_spec.samplers.core.law import TokenLaw
 
 MODEL = TabularModel(TokenGrid(6, 6), 12, order=2, conditions=3, dependence=0.3)
 NEAR = TabularModel(TokenGrid(6, 6), 12, order=2, conditions=3, dependence=0.3)

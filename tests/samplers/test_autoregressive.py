@@ -2,11 +2,11 @@
 
 import torch
 
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 
 MODEL = TabularModel(TokenGrid(3, 4), 7, order=2, conditions=3)
 LAW = TokenLaw(guidance_scale=2.0, top_k=5)

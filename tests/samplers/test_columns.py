@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from tests.tiny import seeded
-from visual_spec.models.patterns import CodebookPattern
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularColumnModel, TabularModel
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularColumnModel, TabularModel
 from visual_spec.samplers import columns_jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.checks import COUPLINGS
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, UNITS, ColumnJacobiSampler, ColumnOptions
+from visual_spec.samplers.core.checks import COUPLINGS
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.trace import SampleResult
 
 EXACT_ROWS = [(coupling, "exact", unit) for coupling in COUPLINGS for unit in UNITS]
 ROWS = [("gumbel", "identical", "column"), *EXACT_ROWS]

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.test_column_eagle import columns, condition, drafter_for
+from tests.models.drafters.test_column_eagle import columns, condition, drafter_for
 from tests.samplers.test_columns import LAW, LAWS, PATTERNS, STEPS, decode, tabular
 from tests.tiny import seeded
-from visual_spec.models.musicgen import MusicCondition
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.columns.musicgen import MusicCondition
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import columns_drafted
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
 
 
 def poor(pattern: str = "musicgen") -> Any:

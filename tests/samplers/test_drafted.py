@@ -26,16 +26,16 @@ from tests.samplers.drafting import (
     untouched,
     watch_features,
 )
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted
-from visual_spec.samplers.acceptance import AcceptanceRule
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.checks import CheckedLaw
+from visual_spec.samplers.core.acceptance import AcceptanceRule
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.drafted import DraftedOptions, DraftedSampler
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import CounterNoise
-from visual_spec.samplers.trace import Stopwatch
 
 LENGTH = 36
 RELAXED: dict[str, dict[str, Any]] = {
@@ -371,7 +371,7 @@ def test_refuses_a_drafter_of_other_tokens_and_says_what_fits(grid, vocab_size):
 
 def test_refuses_a_feature_drafter_of_another_target():
     model, _ = eagle_pair()
-    from visual_spec.models.eagle import EagleDrafter
+    from visual_spec.models.drafters.eagle import EagleDrafter
 
     other = EagleDrafter(vocab_size=8, dim=16, num_heads=2, grid_size=5)
     with pytest.raises(ValueError, match="made for a target of dim=16, and got one of dim=32"):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.core.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import JacobiOptions, SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
 
 COMBINATIONS = [
     ("gumbel", "identical"),

@@ -9,19 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.test_musicgen import CODES, IDS, MASK, musicgen, rows_of
+from tests.models.columns.test_musicgen import CODES, IDS, MASK, musicgen, rows_of
 from tests.tiny import seeded
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel, text_condition
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularColumnModel, TabularMaskedModel
+from visual_spec.models.columns.musicgen import (
+    MagnetModel,
+    MusicCondition,
+    MusicgenColumnModel,
+    text_condition,
+)
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masking import Spans, halton_order, hidden_counts, hidden_shares, least_sure
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked import PRESETS, MaskedSampler, MaskedTrace
 from visual_spec.samplers.masked_hybrid import hybrid_decode
-from visual_spec.samplers.masking import Spans, halton_order, hidden_counts, hidden_shares, least_sure
-from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
 
 FRAMES = 10
 

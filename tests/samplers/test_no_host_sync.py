@@ -11,22 +11,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.samplers.drafting import captions, draft_model, eagle_pair
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny_audio import tiny_decoder
-from visual_spec.models.column_eagle import ColumnEagleDrafter
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
-from visual_spec.samplers import loop, rows
+from visual_spec.models.columns.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.samplers import zipar as rows
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.core import base as loop
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
 from visual_spec.samplers.proactive import ProactiveJacobiSampler
-from visual_spec.samplers.rows import ZipARSampler
 from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.zipar import ZipARSampler
 
 TARGET, EAGLE = (model.float() for model in eagle_pair())
 DRAFT = draft_model().float()

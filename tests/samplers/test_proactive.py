@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.exactness.test_statistics import LEAST_P, p_value
 from tests.tiny import seeded, tiny_transformer
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers import proactive
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.law import TokenLaw
 from visual_spec.samplers.proactive import HeadTree, ProactiveJacobiSampler
 
 COUPLINGS = [
@@ -252,7 +252,7 @@ def test_follows_the_law_with_the_real_noise(coupling, acceptance, monkeypatch):
 
 def test_statistics_catch_siblings_that_share_their_numbers(monkeypatch):
     """The mistake that enumeration cannot weigh: one uniform number for all siblings of a slot."""
-    monkeypatch.setattr("visual_spec.samplers.siblings.sibling_stream", lambda stream, sibling: stream)
+    monkeypatch.setattr("visual_spec.samplers.core.siblings.sibling_stream", lambda stream, sibling: stream)
     assert p_of(ProactiveJacobiSampler(3, 3, 2, initial_draft="last_law"), monkeypatch) < LEAST_P
 
 

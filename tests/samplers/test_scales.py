@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.tiny import seeded
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel, tiny_var
-from visual_spec.models.var_vq import MultiscaleVQModel
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.scales import (
     CODE_LAW,
     ScaleTrace,

@@ -26,13 +26,13 @@ from tests.samplers.drafting import (
     untouched,
     watch_features,
 )
-from visual_spec.models.protocol import TokenGrid
-from visual_spec.models.tabular import TabularModel
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted, tree
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.siblings import without
 from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.siblings import without
 from visual_spec.samplers.tree import TreeOptions, TreeSampler, ancestry
 
 LENGTH = 36

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from visual_spec.kernels import philox
-from visual_spec.models import memory
-from visual_spec.samplers.trace import Stopwatch
+from visual_spec.models.core import memory
+from visual_spec.samplers.core.trace import Stopwatch
 
 
 class NoHost(TorchDispatchMode):

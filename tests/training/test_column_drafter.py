@@ -13,11 +13,11 @@ from transformers import MusicgenForCausalLM
 
 from tests.training.test_music_training import BOOKS, DIM, SIZE, coding_codec, equal
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.column_eagle import ColumnEagleDrafter
-from visual_spec.models.musicgen import MusicgenColumnModel
+from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.training import column_drafter as module
 from visual_spec.training.column_drafter import (
     ColumnDrafterTraining,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.shapes import is_held_out
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.eagle import EagleDrafter, logits_of
-from visual_spec.models.llamagen import LlamaGenTransformer
+from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.law import TokenLaw
 from visual_spec.training.ar import shapes_vocabulary
 from visual_spec.training.drafter import (
     DrafterTraining,

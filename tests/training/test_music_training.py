@@ -25,10 +25,10 @@ from visual_spec.data.tunes import (
     sample_tunes,
 )
 from visual_spec.data.waves import si_sdr, spectral_distance
-from visual_spec.models.caption_encoder import CaptionEncoder, split_words
-from visual_spec.models.encodec import decode_codes, encode_waves
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.encodec import decode_codes, encode_waves
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.training import codec as codec_module
 from visual_spec.training import music as music_module
 from visual_spec.training.codec import (

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from visual_spec.data.shapes import sample_dataset
-from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.tokenizer import to_signed
 from visual_spec.training.var_tokenizer import start_from
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from visual_spec.data.shapes import render, sample_dataset
 from visual_spec.data.shapes_classes import class_of, object_slots, sample_one_object_scenes
-from visual_spec.models.var import VARTransformer
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.training import var, var_tokenizer
 from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed

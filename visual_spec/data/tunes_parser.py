@@ -119,7 +119,7 @@ def prompt_accuracy(
 ) -> dict[str, float]:
     """Share of clips that have each attribute, over the prompts that ask for it, and `all_correct`: of those with all.
 
-    `visual_spec.eval.accuracy.summarise` gives the same of a list of `score`, with intervals.
+    `visual_spec.eval.quality.accuracy.summarise` gives the same of a list of `score`, with intervals.
 
     Raises:
         ValueError: none, or not as many clips as prompts; else as `score`.

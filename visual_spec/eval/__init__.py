@@ -4,29 +4,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from visual_spec.eval.accuracy import summarise as summarise
-    from visual_spec.eval.intervals import wilson_interval as wilson_interval
-    from visual_spec.eval.quality import density_coverage as density_coverage
-    from visual_spec.eval.quality import frechet_distance as frechet_distance
-    from visual_spec.eval.quality import precision_recall as precision_recall
-    from visual_spec.eval.report import ComparisonRow as ComparisonRow
-    from visual_spec.eval.report import acceptance_map as acceptance_map
-    from visual_spec.eval.report import contact_sheet as contact_sheet
-    from visual_spec.eval.report import paid_slots as paid_slots
-    from visual_spec.eval.report import write_html as write_html
+    from visual_spec.eval.quality.accuracy import summarise as summarise
+    from visual_spec.eval.quality.intervals import wilson_interval as wilson_interval
+    from visual_spec.eval.quality.metrics import density_coverage as density_coverage
+    from visual_spec.eval.quality.metrics import frechet_distance as frechet_distance
+    from visual_spec.eval.quality.metrics import precision_recall as precision_recall
+    from visual_spec.eval.report.pages import ComparisonRow as ComparisonRow
+    from visual_spec.eval.report.pages import acceptance_map as acceptance_map
+    from visual_spec.eval.report.pages import contact_sheet as contact_sheet
+    from visual_spec.eval.report.pages import paid_slots as paid_slots
+    from visual_spec.eval.report.pages import write_html as write_html
 
 # `evaluate` is not offered here: the name is that of the sub-module.
 _HOME = {
-    "ComparisonRow": "report",
-    "acceptance_map": "report",
-    "contact_sheet": "report",
-    "density_coverage": "quality",
-    "frechet_distance": "quality",
-    "paid_slots": "report",
-    "precision_recall": "quality",
-    "summarise": "accuracy",
-    "wilson_interval": "intervals",
-    "write_html": "report",
+    "ComparisonRow": "report.pages",
+    "acceptance_map": "report.pages",
+    "contact_sheet": "report.pages",
+    "density_coverage": "quality.metrics",
+    "frechet_distance": "quality.metrics",
+    "paid_slots": "report.pages",
+    "precision_recall": "quality.metrics",
+    "summarise": "quality.accuracy",
+    "wilson_interval": "quality.intervals",
+    "write_html": "report.pages",
 }
 __all__ = [
     "ComparisonRow",

@@ -34,7 +34,7 @@ _SHARE_OF_TWO = 0.1  # of both caches, where two models draw
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a model, as `visual_spec.eval.samples.parse_setting` reads them.
+    """The rows of a model, as `visual_spec.eval.quality.samples.parse_setting` reads them.
 
     Attributes:
         plain: the one that others are compared with: one token or column after the other, all scales by one model, or
@@ -176,7 +176,7 @@ def _holds(index: Mapping[str, Any], component: str) -> bool:
 
 
 def _fits(scales: Sequence[int], share: float) -> bool:
-    from visual_spec.models.scale_budget import ScaleBudget
+    from visual_spec.models.next_scale.scale_budget import ScaleBudget
 
     try:
         ScaleBudget.from_share(scales, 1, share)

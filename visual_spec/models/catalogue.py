@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Kinds of model calls (`visual_spec.models.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`, `ScaleModel`,
+# Kinds of model calls (`visual_spec.models.core.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`, `ScaleModel`,
 # `ColumnModel`, `MaskedModel`.
 RASTER, TREE, ORDER, SCALES, COLUMNS, MASKED = "raster", "tree", "order", "scales", "columns", "masked"
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER)

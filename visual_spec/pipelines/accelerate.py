@@ -18,12 +18,12 @@ from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.multiscale import MultiscaleSampler
+from visual_spec.samplers.mulo import MultiscaleSampler
 from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
 from visual_spec.samplers.proactive import ProactiveJacobiSampler
-from visual_spec.samplers.rows import ZipARSampler
 from visual_spec.samplers.scales import ScaleWiseSampler
 from visual_spec.samplers.tree import TreeSampler
+from visual_spec.samplers.zipar import ZipARSampler
 
 SAMPLERS = {
     "autoregressive": AutoregressiveSampler,

@@ -17,24 +17,30 @@ from transformers import (
     T5EncoderModel,
 )
 
+from visual_spec.models.columns.encodec import check_codec, encode_waves
+from visual_spec.models.columns.musicgen import (
+    MagnetModel,
+    MusicgenColumnModel,
+    MusicgenModules,
+    text_condition,
+)
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+from visual_spec.models.next_token.llamagen import TextCondition
+
 # As in `image.py`: every class that a saved pipeline may name is imported here.
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.column_eagle import ColumnEagleDrafter
-from visual_spec.models.encodec import check_codec, encode_waves
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.magnet_checkpoint import load_magnet, load_magnet_codec
-from visual_spec.models.musicgen import MagnetModel, MusicgenColumnModel, MusicgenModules, text_condition
-from visual_spec.models.patterns import CodebookPattern
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
 from visual_spec.pipelines.base import VisualPipeline, wake
 from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.samplers.checks import check_count
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.checks import check_count
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
 
 OUTPUT_TYPES = ("np", "pt", "latent")
@@ -60,7 +66,7 @@ class AudioPipeline(VisualPipeline):
         default_guidance_scale, default_temperature, default_top_k, default_top_p: those of `__call__` where it is given
             none; saved with the pipeline.
         max_audio_length_in_s: the length that the model was trained on. Longer clips are played by a sliding window.
-        pattern: how the codebooks are laid out in steps, a name of `visual_spec.models.patterns.LAYOUTS`.
+        pattern: how the codebooks are laid out in steps, a name of `visual_spec.models.columns.patterns.LAYOUTS`.
         padding: what padding of a caption is to the decoder, see `MusicgenModules`.
         masked: whether the transformer was trained to fill in hidden codes (MAGNeT), rather than to go on.
         reach: of a masked model, see `MagnetModel`.
@@ -465,7 +471,7 @@ class AudioPipeline(VisualPipeline):
                 `audio_length_in_s`, and what comes out begins with it, as the codec renders it.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
                 the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
-            temperature, top_k, top_p: the law of a code (`visual_spec.samplers.law.TokenLaw`). None: the
+            temperature, top_k, top_p: the law of a code (`visual_spec.samplers.core.law.TokenLaw`). None: the
                 model's own, `default_temperature` and so on.
             guidance_until: columns from this one on, of every window, are drawn without guidance.
             num_waveforms_per_prompt: clips of each prompt; those of one prompt follow each other.

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.encodec import StreamingDecoder
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
+from visual_spec.models.columns.encodec import StreamingDecoder
+from visual_spec.models.columns.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import DecodeProgress
 from visual_spec.pipelines.transformers_models import joined_traces
+from visual_spec.samplers.core.trace import DecodeTrace
 from visual_spec.samplers.masked import MaskedTrace
-from visual_spec.samplers.trace import DecodeTrace
 
 
 class WaveStream:

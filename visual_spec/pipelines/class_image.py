@@ -7,11 +7,11 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 # As in `image.py`: every class that a saved pipeline may name is imported here.
-from visual_spec.models.checkpoints import Source
-from visual_spec.models.eagle import EagleDrafter
-from visual_spec.models.llamagen import LlamaGenTransformer
-from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.models.multiscale import MultiscaleDrafter
+from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.drafters.mulo import MultiscaleDrafter
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
@@ -20,11 +20,11 @@ from visual_spec.samplers import (  # noqa: F401
     autoregressive,
     drafted,
     jacobi,
-    multiscale,
+    mulo,
     parallel_jacobi,
     proactive,
-    rows,
     tree,
+    zipar,
 )
 
 
@@ -94,7 +94,7 @@ class ClassImagePipeline(TokenImagePipeline):
             id2label: see the class.
 
         Raises:
-            ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.checkpoints`).
+            ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.core.checkpoints`).
         """
         model, tokenizer, defaults = load_official(
             transformer, vq_model, image_size=image_size, dtype=dtype, text=False

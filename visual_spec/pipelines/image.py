@@ -8,15 +8,16 @@ from typing import Any, Self
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.drafters.mulo import MultiscaleDrafter
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_vq import VQModel
+
 # diffusers finds the class of a saved component only in modules that are imported already: every class that a saved
 # pipeline may name is imported here, used below or not.
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.checkpoints import Source
-from visual_spec.models.eagle import EagleDrafter
-from visual_spec.models.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.models.multiscale import MultiscaleDrafter
-from visual_spec.models.t5_features import T5Features
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
@@ -24,11 +25,11 @@ from visual_spec.samplers import (  # noqa: F401
     autoregressive,
     drafted,
     jacobi,
-    multiscale,
+    mulo,
     parallel_jacobi,
     proactive,
-    rows,
     tree,
+    zipar,
 )
 
 
@@ -36,7 +37,7 @@ class ImagePipeline(TokenImagePipeline):
     """Draws pictures from prompts.
 
     Args:
-        transformer: a next-token model over the image tokens (`visual_spec.models.protocol.NextTokenModel`).
+        transformer: a next-token model over the image tokens (`visual_spec.models.core.protocol.NextTokenModel`).
         vq_model: turns tokens into pictures; its codebook is the transformer's vocabulary.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler`; swap it freely (`pipe.sampler = ...`).
@@ -105,7 +106,7 @@ class ImagePipeline(TokenImagePipeline):
             feature_cache: folder that keeps the features of every caption, see `T5Features`.
 
         Raises:
-            ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.checkpoints`).
+            ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.core.checkpoints`).
         """
         model, tokenizer, defaults = load_official(
             transformer, vq_model, image_size=image_size, dtype=dtype, text=True
@@ -214,7 +215,7 @@ class ImagePipeline(TokenImagePipeline):
             height, width: pixels; the model draws one size only, and others are refused.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
                 the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
-            temperature, top_k, top_p: the law of a token (`visual_spec.samplers.law.TokenLaw`). top_k None: the
+            temperature, top_k, top_p: the law of a token (`visual_spec.samplers.core.law.TokenLaw`). top_k None: the
                 model's own, `default_top_k`.
             guidance_until: tokens from this one on are drawn without guidance; LlamaGen's `cfg_interval` plus 2.
             num_images_per_prompt: pictures of each prompt; those of one prompt follow each other.

@@ -8,22 +8,22 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 # As in `image.py`: every class that a saved pipeline may name is imported here.
-from visual_spec.models.checkpoints import Source
-from visual_spec.models.infinity import InfinityTransformer, Prompt
-from visual_spec.models.infinity_checkpoint import load_infinity_checkpoint
-from visual_spec.models.infinity_scales import scales_for
-from visual_spec.models.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.protocol import area_of
-from visual_spec.models.scale_budget import ScaleBudget, check_budget
-from visual_spec.models.scale_cache import CompressedVAR
-from visual_spec.models.t5_features import T5Features
+from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.protocol import area_of
+from visual_spec.models.next_scale.infinity import InfinityTransformer, Prompt
+from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
+from visual_spec.models.next_scale.infinity_scales import scales_for
+from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
+from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
+from visual_spec.models.next_scale.scale_cache import CompressedVAR
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.base import VisualPipeline, wake
 from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts, check_scale_sampler
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
-from visual_spec.samplers.checks import check_count
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.checks import check_count
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage
 
 

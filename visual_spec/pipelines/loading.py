@@ -17,12 +17,12 @@ _HOME = {
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
 }
 _DRAFTERS = {
-    "ColumnEagleDrafter": "visual_spec.models.column_eagle",
-    "EagleDrafter": "visual_spec.models.eagle",
-    "LlamaGenTransformer": "visual_spec.models.llamagen",
-    "MultiscaleDrafter": "visual_spec.models.multiscale",
+    "ColumnEagleDrafter": "visual_spec.models.drafters.column_eagle",
+    "EagleDrafter": "visual_spec.models.drafters.eagle",
+    "LlamaGenTransformer": "visual_spec.models.next_token.llamagen",
+    "MultiscaleDrafter": "visual_spec.models.drafters.mulo",
 }
-_REFINERS = {"VARTransformer": "visual_spec.models.var"}
+_REFINERS = {"VARTransformer": "visual_spec.models.next_scale.var"}
 
 
 def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from diffusers.utils.outputs import BaseOutput
 
 from visual_spec.pipelines.audio_files import write_audio
-from visual_spec.samplers.trace import DecodeTrace
+from visual_spec.samplers.core.trace import DecodeTrace
 
 
 @dataclass

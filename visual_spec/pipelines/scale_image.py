@@ -8,18 +8,18 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 # As in `image.py`: every class that a saved pipeline may name is imported here.
-from visual_spec.models.checkpoints import Source
-from visual_spec.models.scale_budget import ScaleBudget, check_budget
-from visual_spec.models.scale_cache import CompressedVAR, calibrate
-from visual_spec.models.var import VARTransformer, load_var_checkpoint
-from visual_spec.models.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
+from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
+from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
+from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.base import VisualPipeline, wake
 from visual_spec.pipelines.inputs import check_generator, check_scale_sampler
 from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
-from visual_spec.samplers.checks import check_count
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.checks import check_count
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import CODE_LAW, VAR_LAW, ScaleWiseSampler, Stage, code_stages
 
 # Settings of a pipeline that say who draws which scales, and with what cache.
@@ -215,7 +215,7 @@ class ScaleImagePipeline(VisualPipeline):
 
         Args:
             labels: as for `__call__`; about ten do.
-            share, num_drafters, decay: see `visual_spec.models.scale_cache.calibrate`.
+            share, num_drafters, decay: see `visual_spec.models.next_scale.scale_cache.calibrate`.
             settings: guidance_scale, top_k, top_p, temperature, as for `__call__`.
 
         Raises:

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from visual_spec.models.scale_budget import ScaleBudget
-from visual_spec.models.scale_cache import calibrate
+from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.models.next_scale.scale_cache import calibrate
 from visual_spec.pipelines.base import wake
 from visual_spec.pipelines.loading import load_refiner
 from visual_spec.pipelines.scale_image import SCHEDULE, ScaleImagePipeline
@@ -30,7 +30,8 @@ class ScalePlan:
             alone; 0: the refiner alone.
         cache_share: part of the full cache that each model may keep (ScaleKV), with budgets that are calibrated on ten
             classes of the model and the law of the pipeline's defaults; "off": uncompressed.
-        num_drafters: of these budgets, see `visual_spec.models.scale_cache.calibrate`; 0 has the layers share alike.
+        num_drafters: of these budgets, see `visual_spec.models.next_scale.scale_cache.calibrate`; 0 has the layers
+            share alike.
         refiner: another one: the name or folder that `load_refiner` takes. It draws any scale, with the guidance of the
             others.
         refiner_guidance_scale: see `ScaleImagePipeline`.

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-from visual_spec.models.checkpoints import Checkpoint, Source, load_pair, official_defaults
+from visual_spec.models.core.checkpoints import Checkpoint, Source, load_pair, official_defaults
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, wake
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.samplers.checks import check_count
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.checks import check_count
+from visual_spec.samplers.core.law import TokenLaw
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -162,7 +162,7 @@ def load_official(
         text: whether the pipeline draws from captions (else from class labels).
 
     Raises:
-        ValueError, OSError: as `visual_spec.models.checkpoints.load_pair`; a transformer of the other kind.
+        ValueError, OSError: as `visual_spec.models.core.checkpoints.load_pair`; a transformer of the other kind.
     """
     model, tokenizer = load_pair(transformer, vq_model, image_size=image_size, dtype=dtype)
     if (model.config["caption_dim"] is not None) != text:

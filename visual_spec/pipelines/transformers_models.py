@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.cached_decoder import CachedDecoder
-from visual_spec.models.transformers_cache import Prompt
+from visual_spec.models.core.transformers_cache import Prompt
+from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.pipelines.base import wake
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.trace import DecodeTrace
 from visual_spec.samplers.masked import MaskedTrace
-from visual_spec.samplers.trace import DecodeTrace
 
 FAMILIES = {
-    "ChameleonForConditionalGeneration": ("visual_spec.models.chameleon", "ChameleonImageModel"),
-    "Emu3ForConditionalGeneration": ("visual_spec.models.emu3", "Emu3ImageModel"),
-    "GlmImageForConditionalGeneration": ("visual_spec.models.glm_image", "GlmImageStage"),
-    "JanusForConditionalGeneration": ("visual_spec.models.janus", "JanusImageModel"),
+    "ChameleonForConditionalGeneration": ("visual_spec.models.next_token.chameleon", "ChameleonImageModel"),
+    "Emu3ForConditionalGeneration": ("visual_spec.models.next_token.emu3", "Emu3ImageModel"),
+    "GlmImageForConditionalGeneration": ("visual_spec.models.next_token.glm_image", "GlmImageStage"),
+    "JanusForConditionalGeneration": ("visual_spec.models.next_token.janus", "JanusImageModel"),
 }
 
 # What is hung on an accelerated model.
@@ -271,7 +271,7 @@ def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
     Args:
         ids: the ids, or the output that holds them.
         inputs: `image_sizes` as given to `generate_images` (Emu3, Lumina-mGPT); `vq_decoder`, a
-            `visual_spec.models.chameleon_vq.ChameleonVQDecoder` (Chameleon, Anole, Lumina-mGPT).
+            `visual_spec.models.next_token.chameleon_vq.ChameleonVQDecoder` (Chameleon, Anole, Lumina-mGPT).
 
     Returns:
         float [B, 3, H, W] in [-1, 1].

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.column_eagle import ColumnEagleDrafter
-from visual_spec.models.encodec import decode_codes, encode_waves
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.musicgen import MusicCondition, MusicgenColumnModel, text_condition
+from visual_spec.models.columns.encodec import decode_codes, encode_waves
+from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel, text_condition
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import wake
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler

@@ -10,38 +10,38 @@ if TYPE_CHECKING:
     from visual_spec.samplers.columns import ColumnAutoregressiveSampler
     from visual_spec.samplers.columns_drafted import DraftedColumnSampler
     from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+    from visual_spec.samplers.core.law import TokenLaw
+    from visual_spec.samplers.core.noise import CounterNoise
+    from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-    from visual_spec.samplers.law import TokenLaw
     from visual_spec.samplers.masked import MaskedSampler
     from visual_spec.samplers.masked_hybrid import hybrid_decode
-    from visual_spec.samplers.multiscale import MultiscaleSampler
+    from visual_spec.samplers.mulo import MultiscaleSampler
     from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
     from visual_spec.samplers.proactive import ProactiveJacobiSampler
-    from visual_spec.samplers.randomness import CounterNoise
-    from visual_spec.samplers.rows import ZipARSampler
     from visual_spec.samplers.scales import ScaleWiseSampler
-    from visual_spec.samplers.trace import DecodeTrace, SampleResult
     from visual_spec.samplers.tree import TreeSampler
+    from visual_spec.samplers.zipar import ZipARSampler
 
 _HOME = {
     "AutoregressiveSampler": "autoregressive",
     "ColumnAutoregressiveSampler": "columns",
     "ColumnJacobiSampler": "columns_jacobi",
-    "CounterNoise": "randomness",
-    "DecodeTrace": "trace",
+    "CounterNoise": "core.noise",
+    "DecodeTrace": "core.trace",
     "DraftedColumnSampler": "columns_drafted",
     "DraftedSampler": "drafted",
     "MaskedSampler": "masked",
-    "MultiscaleSampler": "multiscale",
+    "MultiscaleSampler": "mulo",
     "ParallelJacobiSampler": "parallel_jacobi",
     "ProactiveJacobiSampler": "proactive",
-    "SampleResult": "trace",
+    "SampleResult": "core.trace",
     "ScaleWiseSampler": "scales",
     "SpeculativeJacobiSampler": "jacobi",
-    "TokenLaw": "law",
+    "TokenLaw": "core.law",
     "TreeSampler": "tree",
-    "ZipARSampler": "rows",
+    "ZipARSampler": "zipar",
     "hybrid_decode": "masked_hybrid",
 }
 

@@ -12,14 +12,14 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import DecodeState, NextTokenModel
-from visual_spec.samplers.checks import CheckedLaw, check_request
-from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.fused import draw_tokens
-from visual_spec.samplers.graph import AUTO, can_record, check_graph, recorded, wants_graph
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import CounterNoise, draw_keys
-from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.models.core.protocol import DecodeState, NextTokenModel
+from visual_spec.samplers.core.checks import CheckedLaw, check_request
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.fused import draw_tokens
+from visual_spec.samplers.core.graph import AUTO, can_record, check_graph, recorded, wants_graph
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CounterNoise, draw_keys
+from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 
 Callback = Callable[[int, Tensor], Any]
 
@@ -56,8 +56,8 @@ class AutoregressiveSampler(SchedulerMixin, ConfigMixin):
     """Draws the token of each slot from the model's law, with the slot's own noise, in raster order.
 
     Args:
-        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.graph`; the tokens are the same. "auto" does
-            so where it can.
+        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
+            does so where it can.
 
     Raises:
         ValueError: another value.

@@ -16,13 +16,13 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import ColumnModel
+from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_allowed, check_batch_size
-from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 
 
 class Entries:

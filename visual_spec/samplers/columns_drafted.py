@@ -18,17 +18,17 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import ColumnModel, DecodeState
+from visual_spec.models.core.protocol import ColumnModel, DecodeState
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import ACCEPTANCES, CheckedLaw, check_count
 from visual_spec.samplers.columns import Entries, check_column_request
 from visual_spec.samplers.columns_jacobi import ColumnOptions, ColumnState, verify
-from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.drafters import draft_law, start_drafter
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.loop import columns_of, decode
-from visual_spec.samplers.randomness import DRAFT, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.trace import SampleResult, Stopwatch
+from visual_spec.samplers.core.base import columns_of, decode
+from visual_spec.samplers.core.checks import ACCEPTANCES, CheckedLaw, check_count
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafters import draft_law, start_drafter
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import DRAFT, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.trace import SampleResult, Stopwatch
 
 
 class ColumnFeatureDrafter(Protocol):

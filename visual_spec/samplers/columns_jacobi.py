@@ -17,26 +17,26 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import ColumnModel, DecodeState
-from visual_spec.samplers.acceptance import (
+from visual_spec.models.core.protocol import ColumnModel, DecodeState
+from visual_spec.samplers.autoregressive import Callback
+from visual_spec.samplers.columns import Entries, check_column_request
+from visual_spec.samplers.core.acceptance import (
     EXACT,
     AcceptanceRule,
     accepted_prefix,
     exact_acceptance,
     residual,
 )
-from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled
-from visual_spec.samplers.columns import Entries, check_column_request
-from visual_spec.samplers.columns_relaxed import check_codebooks, rule_by_codebook
-from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.drafts import LAST_LAW, LEFT, UNIFORM, uniform_draft
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.loop import columns_of, decode
-from visual_spec.samplers.product_residual import draw_product_residual, product_acceptance
-from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.relaxed import RELAXED, Relaxable
-from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
+from visual_spec.samplers.core.base import columns_of, decode
+from visual_spec.samplers.core.checks import CheckedLaw, check_count, check_coupled
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM, uniform_draft
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.product_residual import draw_product_residual, product_acceptance
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxable
+from visual_spec.samplers.core.relaxed_columns import check_codebooks, rule_by_codebook
+from visual_spec.samplers.core.trace import DivergenceMeter, SampleResult, Stopwatch
 
 COLUMN = "column"
 CODEBOOK = "codebook"

@@ -18,9 +18,10 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
-from visual_spec.models.protocol import DecodeState, NextTokenModel
-from visual_spec.samplers import fused
-from visual_spec.samplers.acceptance import (
+from visual_spec.models.core.protocol import DecodeState, NextTokenModel
+from visual_spec.samplers.autoregressive import Callback
+from visual_spec.samplers.core import fused
+from visual_spec.samplers.core.acceptance import (
     EXACT,
     AcceptanceRule,
     accepted_prefix,
@@ -28,18 +29,17 @@ from visual_spec.samplers.acceptance import (
     identical_acceptance,
     residual,
 )
-from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled, check_request
-from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.drafts import INITIAL_DRAFTS, LAST_LAW, UNIFORM, copied_draft, uniform_draft
-from visual_spec.samplers.graph import AUTO as AUTO_GRAPH
-from visual_spec.samplers.graph import can_record, check_graph, recorded, wants_graph
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.loop import columns_of, decode
-from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.relaxed import RELAXED, Relaxable
-from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
-from visual_spec.samplers.window import AUTO, WIDTHS, WindowPolicy, adaptive
+from visual_spec.samplers.core.base import columns_of, decode
+from visual_spec.samplers.core.checks import CheckedLaw, check_count, check_coupled, check_request
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, LAST_LAW, UNIFORM, copied_draft, uniform_draft
+from visual_spec.samplers.core.graph import AUTO as AUTO_GRAPH
+from visual_spec.samplers.core.graph import can_record, check_graph, recorded, wants_graph
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxable
+from visual_spec.samplers.core.trace import DivergenceMeter, SampleResult, Stopwatch
+from visual_spec.samplers.core.window import AUTO, WIDTHS, WindowPolicy, adaptive
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class SpeculativeJacobiSampler(Relaxable, SchedulerMixin, ConfigMixin):
 
     Args:
         window: slots scored by one call, at least 1; or "auto", for acceptance "identical": what commits the most
-            tokens a second on this machine, by the calls that were timed (`visual_spec.samplers.window`).
+            tokens a second on this machine, by the calls that were timed (`visual_spec.samplers.core.window`).
         coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
             "maximal".
         acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
@@ -309,8 +309,8 @@ class SpeculativeJacobiSampler(Relaxable, SchedulerMixin, ConfigMixin):
         group_size, probability_gap, code_distance: of "grouped" (the size also of "clustered").
         delta, factor, neighbours: of "lantern".
         bounded: hold a relaxed acceptance back so that no slot moves more than `delta`. All these: see `Relaxation`.
-        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.graph`; the tokens are the same. "auto" does
-            so where it can. Complete samples then stay in the batch to its end.
+        graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
+            does so where it can. Complete samples then stay in the batch to its end.
 
     Raises:
         ValueError: a value that is not one of these.

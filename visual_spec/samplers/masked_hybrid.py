@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.protocol import ClipModel, MaskedModel
+from visual_spec.models.core.protocol import ClipModel, MaskedModel
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.law import TokenLaw
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import draw_keys
+from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.masked import MaskedSampler, MaskedTrace
-from visual_spec.samplers.randomness import draw_keys
-from visual_spec.samplers.trace import SampleResult
 
 
 def hybrid_decode(

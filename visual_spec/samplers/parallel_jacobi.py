@@ -11,16 +11,21 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401 (diffusers looks it up here when loading)
 from torch import Tensor
 
-from visual_spec.models.protocol import DecodeState, OrderModel, TokenGrid
-from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
-from visual_spec.samplers.checks import CheckedLaw, check_count, check_coupled, check_flag
-from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.drafts import LEFT, UNIFORM, UP, uniform_draft
-from visual_spec.samplers.loop import columns_of
-from visual_spec.samplers.order import RowOrder
-from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise
-from visual_spec.samplers.rows import RowSampler, RowState, commit, prepare, score
-from visual_spec.samplers.trace import Stopwatch
+from visual_spec.models.core.protocol import DecodeState, OrderModel, TokenGrid
+from visual_spec.samplers.core.acceptance import (
+    accepted_prefix,
+    exact_acceptance,
+    identical_acceptance,
+    residual,
+)
+from visual_spec.samplers.core.base import columns_of
+from visual_spec.samplers.core.checks import CheckedLaw, check_count, check_coupled, check_flag
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafts import LEFT, UNIFORM, UP, uniform_draft
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise
+from visual_spec.samplers.core.row_order import RowOrder
+from visual_spec.samplers.core.trace import Stopwatch
+from visual_spec.samplers.zipar import RowSampler, RowState, commit, prepare, score
 
 ROW_DRAFTS = (LEFT, UP, UNIFORM)
 

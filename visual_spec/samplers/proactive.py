@@ -49,16 +49,20 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import TreeModel
-from visual_spec.samplers.acceptance import accepted_prefix, exact_acceptance, identical_acceptance, residual
+from visual_spec.models.core.protocol import TreeModel
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import CheckedLaw, check_count, check_request
-from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.jacobi import JacobiOptions, JacobiState, prepare, redraft
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.loop import columns_of, decode
-from visual_spec.samplers.randomness import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.siblings import (
+from visual_spec.samplers.core.acceptance import (
+    accepted_prefix,
+    exact_acceptance,
+    identical_acceptance,
+    residual,
+)
+from visual_spec.samplers.core.base import columns_of, decode
+from visual_spec.samplers.core.checks import CheckedLaw, check_count, check_request
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.siblings import (
     k_seq,
     recursive_rejection,
     sibling_stream,
@@ -66,7 +70,8 @@ from visual_spec.samplers.siblings import (
     without,
     without_replacement,
 )
-from visual_spec.samplers.trace import SampleResult, Stopwatch
+from visual_spec.samplers.core.trace import SampleResult, Stopwatch
+from visual_spec.samplers.jacobi import JacobiOptions, JacobiState, prepare, redraft
 
 MOST_COLUMNS = 1024
 RECURSIVE = "recursive"

@@ -19,12 +19,12 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
-from visual_spec.samplers.checks import CheckedLaw, check_allowed, check_batch_size, check_flag
-from visual_spec.samplers.configuration import register_to_config
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.randomness import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
+from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_flag
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
 
 ScaleCallback = Callable[[int, Tensor], Any]
 

@@ -22,19 +22,19 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.protocol import TreeModel
-from visual_spec.samplers.acceptance import EXACT, AcceptanceRule
+from visual_spec.models.core.protocol import TreeModel
 from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.checks import ACCEPTANCES, CheckedLaw, check_count, check_request
-from visual_spec.samplers.configuration import register_to_config
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
+from visual_spec.samplers.core.base import columns_of, decode
+from visual_spec.samplers.core.checks import ACCEPTANCES, CheckedLaw, check_count, check_request
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafters import check_drafter, draft_law, start_drafter
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxable
+from visual_spec.samplers.core.siblings import first_kept, moved_mass, sibling_tests, without
+from visual_spec.samplers.core.trace import DivergenceMeter, SampleResult, Stopwatch
 from visual_spec.samplers.drafted import DraftedState, catch_up, commit, prepare
-from visual_spec.samplers.drafters import check_drafter, draft_law, start_drafter
-from visual_spec.samplers.law import TokenLaw
-from visual_spec.samplers.loop import columns_of, decode
-from visual_spec.samplers.randomness import DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.relaxed import RELAXED, Relaxable
-from visual_spec.samplers.siblings import first_kept, moved_mass, sibling_tests, without
-from visual_spec.samplers.trace import DivergenceMeter, SampleResult, Stopwatch
 
 WITHOUT_REPLACEMENT = "without-replacement"
 TOP_K = "top-k"

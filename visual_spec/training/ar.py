@@ -31,9 +31,9 @@ from visual_spec.data.shapes import (
     caption,
     sample_dataset,
 )
-from visual_spec.models.caption_encoder import CaptionEncoder, split_words
-from visual_spec.models.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
-from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.models.next_token.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
 from visual_spec.training.tokenizer import to_signed
 

@@ -29,7 +29,7 @@ from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
 from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE, sample_dataset
 from visual_spec.data.tunes_parser import prompt_accuracy
 from visual_spec.data.waves import si_sdr, spectral_distance
-from visual_spec.models.encodec import decode_codes, encode_waves
+from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.loop import Checkpoint, Descent, write_json
 

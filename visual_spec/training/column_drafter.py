@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.column_eagle import ColumnEagleDrafter
-from visual_spec.models.fingerprint import fingerprint
-from visual_spec.models.musicgen import MusicgenColumnModel
+from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
 from visual_spec.training.music import tokenize_tunes
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, sample_scene
-from visual_spec.models.eagle import EagleDrafter, logits_of
-from visual_spec.models.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.training.loop import Checkpoint, Descent, write_json
 
 Draw = Callable[[list[str], float, int], Tensor]

@@ -38,10 +38,10 @@ from visual_spec.data.tunes import (
     caption,
     sample_dataset,
 )
-from visual_spec.models.caption_encoder import CaptionEncoder, split_words
-from visual_spec.models.encodec import encode_waves
-from visual_spec.models.llamagen import TextCondition
-from visual_spec.models.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.encodec import encode_waves
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
 
 KINDS = ("autoregressive", "masked")

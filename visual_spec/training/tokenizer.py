@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import CELL, Scene, sample_dataset
-from visual_spec.models.llamagen_vq import VQModel
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.loop import Checkpoint, Descent, write_json
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from visual_spec.models.caption_encoder import CaptionEncoder
-from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.models.multiscale import TokenUpsampler
+from visual_spec.models.drafters.mulo import TokenUpsampler
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.ar import tokenize_dataset
 from visual_spec.training.loop import Checkpoint, Descent
 

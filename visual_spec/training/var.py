@@ -25,8 +25,8 @@ from torch import Tensor
 
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of, object_slots, sample_one_object_scenes
-from visual_spec.models.var import VARTransformer
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
 from visual_spec.training.tokenizer import to_signed
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from visual_spec.data.shapes import caption, sample_dataset
 from visual_spec.data.shapes_parser import all_correct, score
-from visual_spec.models.llamagen_vq import VQModel
-from visual_spec.models.var_vq import MultiscaleVQModel
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.loop import Checkpoint, Descent, write_json
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed

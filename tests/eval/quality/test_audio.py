@@ -1,0 +1,344 @@
+"""Distances of clips and of sets of clips against closed forms and plain loops, and CLAP on a tiny random model."""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import ClapConfig, ClapFeatureExtractor, ClapModel, PreTrainedTokenizerFast
+
+from visual_spec.eval.quality import audio
+from visual_spec.eval.quality import metrics as quality
+from visual_spec.eval.quality.audio import (
+    ClapScorer,
+    frechet_distance,
+    kernel_audio_distance,
+    si_sdr,
+    spectral_distance,
+)
+
+
+def sample(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_the_frechet_distance_is_that_of_quality_and_of_gaussians():
+    assert frechet_distance is quality.frechet_distance
+    first = sample(400, 3, seed=0)
+    # Whitened exactly, so the moments are known: N(0, I) and N(m, diag(s^2)).
+    first = first - first.mean(0)
+    first = first @ torch.linalg.inv(torch.linalg.cholesky(first.T @ first / 399)).T
+    shift, spread = torch.tensor([1.0, -2.0, 0.5]).double(), torch.tensor([1.0, 3.0, 0.25]).double()
+    second = first.flip(0) * spread + shift
+    expected = shift.square().sum() + (1 - spread).square().sum()
+    assert frechet_distance(first.float(), second.float()) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_kernel_distance_by_hand():
+    """Points 0, 1, 3 and 0, 2; the distances of the first are 1, 3 and 2, so the bandwidth is 2."""
+    reference, drawn = torch.tensor([[0.0], [1.0], [3.0]]), torch.tensor([[0.0], [2.0]])
+
+    def kernel(distance: float) -> float:
+        return math.exp(-(distance**2) / 8)
+
+    within_reference = (kernel(1) + kernel(3) + kernel(2)) / 3
+    within_drawn = kernel(2)
+    across = (kernel(0) + kernel(2) + kernel(1) + kernel(1) + kernel(3) + kernel(1)) / 6
+    expected = 100 * (within_reference + within_drawn - 2 * across)
+    assert kernel_audio_distance(reference, drawn) == pytest.approx(expected, rel=1e-12)
+    assert kernel_audio_distance(reference, drawn, bandwidth=2.0) == pytest.approx(expected, rel=1e-12)
+    assert kernel_audio_distance(reference, drawn, bandwidth=1.0) != pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("rows", [1024, 7])
+def test_the_kernel_distance_against_loops(rows, monkeypatch):
+    monkeypatch.setattr(audio, "_ROWS", rows)
+    reference, drawn = sample(20, 4, seed=1), 1.3 * sample(17, 4, seed=2) + 1.0
+    drawn[3] = reference[5]
+    gaps = sorted(math.dist(a, b) for i, a in enumerate(reference.tolist()) for b in reference.tolist()[:i])
+    width = gaps[(len(gaps) - 1) // 2]
+
+    def mean(first, second, same):
+        values = [
+            math.exp(-(math.dist(a, b) ** 2) / (2 * width**2))
+            for i, a in enumerate(first.tolist())
+            for j, b in enumerate(second.tolist())
+            if not (same and i == j)
+        ]
+        return sum(values) / len(values)
+
+    expected = 100 * (
+        mean(reference, reference, True) + mean(drawn, drawn, True) - 2 * mean(reference, drawn, False)
+    )
+    assert kernel_audio_distance(reference, drawn) == pytest.approx(expected, rel=1e-10)
+    assert expected > 1
+
+
+def test_the_kernel_distance_is_unbiased():
+    """The mean over many small pairs of sets is the distance of the laws: N(0, I) and N(m, I) in closed form."""
+    width, shift = 2.0, torch.tensor([0.6, 0.0, -0.3]).double()
+    share = (width**2 / (width**2 + 2)) ** 1.5
+    for moved in (0.0, 1.0):
+        squared = (moved * shift).square().sum().item()
+        expected = 200 * share * (1 - math.exp(-squared / (2 * (width**2 + 2))))
+        values = torch.tensor(
+            [
+                kernel_audio_distance(
+                    sample(6, 3, seed=2 * i), sample(9, 3, seed=2 * i + 1) + moved * shift, bandwidth=width
+                )
+                for i in range(600)
+            ]
+        )
+        error = values.std().item() / math.sqrt(len(values))
+        assert abs(values.mean().item() - expected) < 3 * error
+        assert values.min() < 0  # single estimates of a small distance may be negative
+
+
+def test_the_bandwidth_of_a_large_reference_is_that_of_evenly_spaced_rows(monkeypatch):
+    monkeypatch.setattr(audio, "_MEDIAN_ROWS", 10)
+    reference, drawn = sample(35, 2, seed=3), sample(8, 2, seed=4)
+    width = torch.pdist(reference[::4]).median().item()
+    assert kernel_audio_distance(reference, drawn) == kernel_audio_distance(reference, drawn, bandwidth=width)
+
+
+def test_sets_that_have_no_kernel_distance_are_refused():
+    good = sample(5, 3, seed=5)
+    with pytest.raises(ValueError, match=r"shapes \[5, 3\] and \[5, 2\]"):
+        kernel_audio_distance(good, good[:, :2])
+    with pytest.raises(ValueError, match="5 and 1"):
+        kernel_audio_distance(good, good[:1])
+    with pytest.raises(ValueError, match="not finite"):
+        kernel_audio_distance(good, good / 0)
+    with pytest.raises(ValueError, match="bandwidth 0.0; .*pass one"):
+        kernel_audio_distance(torch.ones(4, 3), good)
+    with pytest.raises(ValueError, match="bandwidth -1"):
+        kernel_audio_distance(good, good, bandwidth=-1)
+
+
+def test_the_distortion_ratio_of_known_parts():
+    """Noise across the target, a tenth as large: 20 dB, at any scale and sign of the estimate."""
+    target = torch.sin(2 * math.pi * torch.arange(1000) / 100)
+    noise = 0.1 * torch.cos(2 * math.pi * torch.arange(1000) / 100)
+    for scale in (1.0, -3.0, 1e-3):
+        assert si_sdr(scale * (target + noise), target).item() == pytest.approx(20, abs=1e-4)
+    assert si_sdr(target + 10 * noise, 5 * target).item() == pytest.approx(0, abs=1e-4)
+    # An error along the target is no distortion: only its size has changed.
+    assert si_sdr(1.5 * target + noise, target).item() == pytest.approx(20 + 20 * math.log10(1.5), abs=1e-4)
+    assert si_sdr(2 * target, target).item() == math.inf
+    batch = torch.stack([target + noise, target + 10 * noise]).unflatten(0, (2, 1))
+    both = si_sdr(batch, target.expand(2, 1, -1))
+    assert both.shape == (2, 1) and both.dtype == torch.float64
+    assert both.flatten().tolist() == pytest.approx([20, 0], abs=1e-4)
+
+
+def test_the_distortion_ratio_agrees_with_torchmetrics():
+    functional = pytest.importorskip("torchmetrics.functional.audio")
+    target, estimate = sample(3, 400, seed=6), sample(3, 400, seed=7) + sample(3, 400, seed=6)
+    theirs = functional.scale_invariant_signal_distortion_ratio(estimate, target)
+    torch.testing.assert_close(si_sdr(estimate, target), theirs, rtol=1e-9, atol=1e-9)
+
+
+def loops(estimate: np.ndarray, target: np.ndarray, windows, filters=None) -> float:
+    """The spectral distance, one window at a time."""
+    total = []
+    for window in windows:
+        shape = np.array([0.5 - 0.5 * math.cos(2 * math.pi * i / window) for i in range(window)])
+        differences = []
+        for start in range(0, len(target) + 1, window // 4):
+            levels = []
+            for wave in (estimate, target):
+                part = np.pad(wave, window // 2)[start : start + window] * shape
+                magnitude = np.abs(np.fft.rfft(part)) * 2 / shape.sum()
+                if filters is not None:
+                    magnitude = magnitude @ filters[window]
+                levels.append(20 * np.log10(np.maximum(magnitude, 1e-4)))
+            differences.append(np.abs(levels[0] - levels[1]))
+        total.append(np.mean(differences))
+    return float(np.mean(total))
+
+
+def test_the_spectral_distance_against_loops():
+    target, estimate = 0.1 * sample(700, seed=8), 0.1 * sample(700, seed=9)
+    target[:300] = 0
+    windows = (256, 64, 32)
+    found = spectral_distance(estimate, target, windows=windows).item()
+    assert found == pytest.approx(loops(estimate.numpy(), target.numpy(), windows), rel=1e-9)
+    batch = spectral_distance(
+        torch.stack([estimate, target, target]), torch.stack([target, estimate, target]), windows=windows
+    )
+    assert batch.tolist() == pytest.approx([found, found, 0], rel=1e-12)
+
+
+def test_the_spectral_distance_over_mel_bands():
+    functional = pytest.importorskip("torchaudio.functional")
+    target, estimate = 0.1 * sample(3000, seed=10), 0.1 * sample(3000, seed=11)
+    windows = (2048, 512, 256)
+    filters = {}
+    for window in windows:
+        bank = functional.melscale_fbanks(window // 2 + 1, 0.0, 8000.0, window // 16, 16_000)
+        filters[window] = bank.double().numpy()
+    found = spectral_distance(estimate, target, sample_rate=16_000, windows=windows).item()
+    assert found == pytest.approx(loops(estimate.numpy(), target.numpy(), windows, filters), rel=1e-5)
+    assert found != pytest.approx(spectral_distance(estimate, target, windows=windows).item(), rel=0.02)
+
+
+def test_the_spectral_distance_of_a_change_in_loudness():
+    noise = 0.3 * sample(2, 8000, seed=12)  # far above the floor at every frequency
+    for rate in (None, 16_000):
+        distance = spectral_distance(noise / 2, noise, sample_rate=rate, windows=(1024, 256))
+        assert distance.tolist() == pytest.approx([20 * math.log10(2)] * 2, rel=1e-3)
+    silence = torch.zeros(4096)
+    assert spectral_distance(silence, silence).item() == 0
+    assert spectral_distance(silence, silence + 1e-6).item() == 0  # both are silent
+
+
+def test_bad_pairs_of_clips_are_refused():
+    good = sample(3000, seed=13)
+    for distance in (si_sdr, spectral_distance):
+        with pytest.raises(ValueError, match=r"\[3000\] and a target of \[2999\]"):
+            distance(good, good[1:])
+        with pytest.raises(ValueError, match=r"\[0\]"):
+            distance(good[:0], good[:0])
+        with pytest.raises(ValueError, match="not finite"):
+            distance(good / 0, good)
+    with pytest.raises(ValueError, match="a target is silent"):
+        si_sdr(torch.stack([good, good]), torch.stack([good, 0 * good]))
+    for windows in ((4096,), (), (30,), (66,)):
+        with pytest.raises(ValueError, match="for 3000 samples; pass multiples of 4"):
+            spectral_distance(good, good, windows=windows)
+
+
+def save_clap(folder: Path, *, fusion: bool = False) -> ClapModel:
+    """A CLAP model of real architecture, tiny and random, saved with its tokenizer and a default extractor."""
+    torch.manual_seed(0)
+    text = dict(
+        vocab_size=12,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=12,
+    )
+    sound = dict(
+        patch_embeds_hidden_size=8,
+        depths=[1, 1],
+        num_attention_heads=[1, 2],
+        hidden_size=16,
+        enable_fusion=fusion,
+        fusion_type="channel_map" if fusion else None,
+    )
+    model = ClapModel(ClapConfig(text_config=text, audio_config=sound, projection_dim=6)).eval()
+    for parameter in model.parameters():  # larger than usual, so that a random network tells its inputs apart
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    words = ["<s>", "<pad>", "</s>", "<unk>", "a", "slow", "fast", "organ", "bell", "melody"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    ends = [("<s>", 0), ("</s>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)  # type: ignore
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=10,
+    ).save_pretrained(folder)
+    ClapFeatureExtractor().save_pretrained(folder)  # the default truncation, as released models have it
+    return model
+
+
+@pytest.fixture(scope="module")
+def clap(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("clap")
+    save_clap(folder)
+    return folder
+
+
+def clip(seconds: float, seed: int) -> torch.Tensor:
+    return 0.2 * sample(int(48_000 * seconds), seed=seed).float()
+
+
+PROMPTS = ["a slow organ melody", "fast bell", "a melody"]
+
+
+def test_clap_scores_are_the_cosines_of_the_model(clap):
+    scorer = ClapScorer(clap)
+    waves = [clip(1, 0), clip(2.5, 1), clip(10, 2)]
+    scores = scorer.score(waves, 48_000, PROMPTS)
+    model = ClapModel.from_pretrained(clap).eval()
+    for wave, prompt, score in zip(waves, PROMPTS, scores.tolist(), strict=True):
+        repeated = wave.numpy()
+        repeated = np.tile(repeated, 480_000 // len(repeated))
+        repeated = np.pad(repeated, (0, 480_000 - len(repeated)))
+        inputs = ClapFeatureExtractor(truncation="rand_trunc")(
+            repeated, sampling_rate=48_000, return_tensors="pt"
+        )
+        words = scorer.tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            output = model(**inputs, **words)
+        cosine = output.logits_per_audio / model.logit_scale_a.exp()
+        assert score == pytest.approx(cosine.item(), abs=1e-5)
+    assert scores.std() > 0.01
+    assert torch.allclose(scorer.embed_audio(waves, 48_000).norm(dim=1), torch.ones(3), atol=1e-6)
+    assert scorer.embed_text(PROMPTS).shape == (3, 6)
+
+
+def test_clap_scores_do_not_depend_on_the_batch(clap):
+    waves = [clip(12, 3), clip(1, 4).numpy(), clip(11, 5)]
+    together = ClapScorer(clap, batch_size=3).score(waves, 48_000, PROMPTS, seed=5)
+    apart = ClapScorer(clap, batch_size=1).score(waves, 48_000, PROMPTS, seed=5)
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
+
+
+def test_clap_cuts_long_clips_by_its_seed(clap):
+    scorer = ClapScorer(clap)
+    long = clip(25, 6)
+    state = np.random.get_state()[1].copy()  # type: ignore[index]
+    first, again, other = (scorer.embed_audio([long], 48_000, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.allclose(first, other, atol=1e-4)
+    assert np.array_equal(state, np.random.get_state()[1])  # type: ignore[index]
+    start = int(np.random.default_rng((1, 0)).integers(15 * 48_000 + 1))
+    assert torch.equal(first, scorer.embed_audio([long[start : start + 480_000]], 48_000))
+    # Two equal clips of one call are cut at different places, an exact ten seconds nowhere.
+    twice = scorer.embed_audio([long, long], 48_000, seed=1)
+    assert not torch.allclose(twice[0], twice[1], atol=1e-4)
+    exact = [scorer.embed_audio([clip(10, 7)], 48_000, seed=seed) for seed in (1, 2)]
+    assert torch.equal(*exact)
+
+
+def test_clap_resamples(clap):
+    functional = pytest.importorskip("torchaudio.functional")
+    scorer = ClapScorer(clap)
+    wave = clip(1, 8)[:16_000]
+    found = scorer.embed_audio([wave], 16_000)
+    resampled = functional.resample(wave, 16_000, 48_000)
+    assert torch.equal(found, scorer.embed_audio([resampled], 48_000))
+    assert not torch.allclose(found, scorer.embed_audio([wave], 48_000), atol=1e-4)
+
+
+def test_clap_says_what_it_lacks(clap, tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="no CLAP model at .*nowhere"):
+        ClapScorer(tmp_path / "nowhere")
+    save_clap(tmp_path / "fused", fusion=True)
+    with pytest.raises(ValueError, match="fuses features of several cuts"):
+        ClapScorer(tmp_path / "fused")
+    scorer = ClapScorer(clap)
+    with pytest.raises(ValueError, match="0 clips at 48000 Hz"):
+        scorer.embed_audio([], 48_000)
+    with pytest.raises(ValueError, match="1 clips at 0 Hz"):
+        scorer.embed_audio([clip(1, 9)], 0)
+    for wrong in (clip(1, 9)[None], clip(1, 9)[:0], clip(1, 9) / 0):
+        with pytest.raises(ValueError, match="pass mono clips"):
+            scorer.embed_audio([wrong], 48_000)
+    with pytest.raises(ValueError, match="no prompts"):
+        scorer.embed_text([])
+    with pytest.raises(ValueError, match="1 clips and 2 prompts"):
+        scorer.score([clip(1, 9)], 48_000, PROMPTS[:2])
+    monkeypatch.setitem(sys.modules, "torchaudio", None)
+    monkeypatch.setitem(sys.modules, "torchaudio.functional", None)
+    with pytest.raises(ImportError, match=r"install visual-spec\[audio\]"):
+        scorer.embed_audio([clip(1, 9)], 16_000)

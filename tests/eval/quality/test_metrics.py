@@ -1,0 +1,177 @@
+"""Distances between sets against closed forms, against torchmetrics, and against plain loops."""
+
+import math
+
+import pytest
+import torch
+
+from visual_spec.eval.quality import metrics as quality
+from visual_spec.eval.quality.metrics import (
+    density_coverage,
+    frechet_distance,
+    frechet_figure,
+    precision_recall,
+)
+from visual_spec.models.shapes_features import ShapesFeatures
+
+
+def sample(count: int, width: int, seed: int, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def with_moments(mean: torch.Tensor, covariance: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """A set whose mean and unbiased covariance are exactly those given."""
+    noise = sample(count, len(mean), seed)
+    noise = noise - noise.mean(0)
+    noise = noise @ torch.linalg.inv(torch.linalg.cholesky(noise.T @ noise / (count - 1))).T
+    return mean + noise @ torch.linalg.cholesky(covariance).T
+
+
+def random_covariance(width: int, seed: int) -> torch.Tensor:
+    root = sample(width, width, seed)
+    return root @ root.T + 0.1 * torch.eye(width, dtype=torch.float64)
+
+
+def test_the_distance_of_gaussians_on_a_line():
+    first = with_moments(torch.tensor([1.0]).double(), torch.tensor([[4.0]]).double(), 50, 0)
+    second = with_moments(torch.tensor([-2.0]).double(), torch.tensor([[9.0]]).double(), 70, 1)
+    assert frechet_distance(first, second) == pytest.approx((1 + 2) ** 2 + (2 - 3) ** 2, rel=1e-12)
+
+
+def test_the_distance_of_gaussians_with_common_axes():
+    axes = torch.linalg.qr(sample(4, 4, 2)).Q
+    one, two = torch.tensor([4.0, 1.0, 0.25, 9.0]).double(), torch.tensor([1.0, 1.0, 4.0, 0.01]).double()
+    shift = torch.tensor([0.5, -1.0, 0.0, 2.0]).double()
+    first = with_moments(torch.zeros(4).double(), axes * one @ axes.T, 60, 3)
+    second = with_moments(shift, axes * two @ axes.T, 80, 4)
+    expected = shift.square().sum() + (one.sqrt() - two.sqrt()).square().sum()
+    assert frechet_distance(first, second) == pytest.approx(expected.item(), rel=1e-10)
+
+
+def test_the_distance_of_gaussians_in_general():
+    """For two dimensions tr (S1 S2)^(1/2) = (tr S1 S2 + 2 (det S1 det S2)^(1/2))^(1/2)."""
+    cov1, cov2 = random_covariance(2, 5), random_covariance(2, 6)
+    assert not torch.allclose(cov1 @ cov2, cov2 @ cov1, rtol=0.05)
+    first = with_moments(torch.zeros(2).double(), cov1, 30, 7)
+    second = with_moments(torch.ones(2).double(), cov2, 40, 8)
+    root = math.sqrt((cov1 @ cov2).trace() + 2 * math.sqrt(cov1.det() * cov2.det()))
+    assert frechet_distance(first, second) == pytest.approx(
+        2 + (cov1 + cov2).trace().item() - 2 * root, rel=1e-10
+    )
+
+
+def test_the_distance_agrees_with_torchmetrics_on_our_features():
+    fid = pytest.importorskip("torchmetrics.image.fid")
+    torch.manual_seed(0)
+    network = ShapesFeatures(heads={"colour": 3}, num_features=12, image_size=16, channels=4).eval()
+    generator = torch.Generator().manual_seed(9)
+    first = torch.randint(0, 256, (60, 3, 20, 20), generator=generator, dtype=torch.uint8)
+    second = torch.randint(0, 200, (50, 3, 20, 20), generator=generator, dtype=torch.uint8)
+    with torch.no_grad():  # features of an untrained network hardly vary before they are standardised
+        raw = network.raw(first.float())
+        network.centre.copy_(raw.mean(0))
+        network.spread.copy_(raw.std(0))
+    metric = fid.FrechetInceptionDistance(feature=network)
+    metric.update(first, real=True)
+    metric.update(second, real=False)
+    with torch.no_grad():
+        ours = frechet_distance(network(first), network(second))
+    assert ours == pytest.approx(metric.compute().item(), rel=1e-5)
+    assert ours > 0.1
+
+
+def test_sets_smaller_than_their_features_have_a_distance():
+    first, second = sample(5, 20, 10), sample(6, 20, 11) + 1
+    distance = frechet_distance(first, second)
+    # The nuclear norm of the product of the centred sets is the trace of the root: no covariance is formed.
+    a, b = (first - first.mean(0)) / 2, (second - second.mean(0)) / math.sqrt(5)
+    expected = (first.mean(0) - second.mean(0)).square().sum() + a.square().sum() + b.square().sum()
+    expected -= 2 * torch.linalg.svdvals(a @ b.T).sum()
+    assert distance == pytest.approx(expected.item(), rel=1e-6)
+    assert frechet_distance(second, first) == pytest.approx(distance, rel=1e-6)
+    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-6)
+
+
+def test_features_that_hardly_vary_lose_no_digits():
+    """A large mean over a small spread: sums of squares would cancel."""
+    first, second = sample(500, 3, 12) * 1e-3 + 1e4, sample(500, 3, 13) * 1e-3 + 1e4
+    shifted = frechet_distance(first - 1e4, second - 1e4)
+    assert frechet_distance(first, second) == pytest.approx(shifted, rel=1e-4)
+
+
+def test_the_standard_error_is_that_of_drawing_anew():
+    values = [
+        frechet_distance(sample(150, 3, 2 * i), 1.3 * sample(150, 3, 2 * i + 1) + 1) for i in range(200)
+    ]
+    spread = torch.tensor(values).std().item()
+    reaches = []
+    for seed in range(8):
+        first, second = sample(150, 3, 1000 + seed), 1.3 * sample(150, 3, 2000 + seed) + 1
+        figure = frechet_figure(first, second, paired=False, resamples=100)
+        assert figure["value"] == frechet_distance(first, second)
+        reaches.append(figure["high"] - figure["value"])
+    assert sum(reaches) / len(reaches) == pytest.approx(1.96 * spread, rel=0.2)
+
+
+def test_pairs_are_resampled_together():
+    first = sample(200, 3, 20)
+    second = first + 0.5  # the noise is common, so the distance is known exactly, but only to one who pairs
+    paired, apart = (frechet_figure(first, second, paired=paired, resamples=20) for paired in (True, False))
+    assert paired["value"] == apart["value"] == pytest.approx(0.75)
+    assert paired["high"] - paired["low"] < 1e-9 < 0.1 < apart["high"] - apart["low"]
+
+
+def test_a_figure_is_the_same_every_time():
+    first, second = sample(50, 3, 21), sample(50, 3, 22)
+    assert frechet_figure(first, second, resamples=5) == frechet_figure(first, second, resamples=5)
+
+
+def loops(centres, points, neighbours):
+    """Which points lie within the k-th neighbour distance of which centres, one pair at a time."""
+    inside = []
+    for i, centre in enumerate(centres):
+        others = sorted(math.dist(centre, other) for j, other in enumerate(centres) if j != i)
+        inside.append([math.dist(centre, point) <= others[neighbours - 1] for point in points])
+    return inside
+
+
+@pytest.mark.parametrize("rows", [1024, 7])
+@pytest.mark.parametrize("neighbours", [1, 3, 5])
+def test_precision_and_recall_against_loops(neighbours, rows, monkeypatch):
+    monkeypatch.setattr(quality, "_ROWS", rows)
+    real, drawn = sample(40, 3, 30), 1.5 * sample(30, 3, 31) + 1.5
+    drawn[4] = real[7]  # a picture that is in both sets, and one that is twice in its own
+    drawn[5] = drawn[6]
+    around_real = loops(real.tolist(), drawn.tolist(), neighbours)
+    around_drawn = loops(drawn.tolist(), real.tolist(), neighbours)
+    found = precision_recall(real, drawn, neighbours=neighbours)
+    assert found["precision"]["hits"] == sum(any(row[j] for row in around_real) for j in range(30))
+    assert found["recall"]["hits"] == sum(any(row[i] for row in around_drawn) for i in range(40))
+    assert (found["precision"]["total"], found["recall"]["total"]) == (30, 40)
+    assert 0 < found["precision"]["hits"] < 30 and found["recall"]["hits"] > 0
+    more = density_coverage(real, drawn, neighbours=neighbours)
+    assert more["density"]["value"] == pytest.approx(sum(map(sum, around_real)) / neighbours / 30)
+    assert more["coverage"]["hits"] == sum(map(any, around_real))
+
+
+def test_equal_sets_are_precise_and_recalled_and_distant_ones_not():
+    real = sample(30, 4, 40)
+    found = precision_recall(real, real)
+    assert found["precision"]["value"] == found["recall"]["value"] == 1
+    found = precision_recall(real, real + 100)
+    assert found["precision"]["value"] == found["recall"]["value"] == 0
+    assert density_coverage(real, real + 100)["density"]["value"] == 0
+
+
+def test_bad_input_is_refused():
+    good = sample(10, 3, 50)
+    with pytest.raises(ValueError, match=r"shapes \[10, 3\] and \[10, 4\]"):
+        frechet_distance(good, sample(10, 4, 51))
+    with pytest.raises(ValueError, match="10 and 1 pictures given; each set needs at least 2"):
+        frechet_distance(good, good[:1])
+    with pytest.raises(ValueError, match="not finite"):
+        frechet_distance(good, good / 0)
+    with pytest.raises(ValueError, match="10 and 9 pictures given; paired sets have one size"):
+        frechet_figure(good, good[:9])
+    with pytest.raises(ValueError, match="neighbours=10 of 10 pictures; pass 1 to 9"):
+        precision_recall(good, good, neighbours=10)

@@ -1,0 +1,193 @@
+"""The page and the charts of an evaluation: rows are drawn where their figures say, and the page stands alone."""
+
+import base64
+import copy
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from visual_spec.eval.report import frontier
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def figure(value, reach=0.1):
+    return {"value": value, "low": value - reach, "high": value + reach}
+
+
+def quantiles(value):
+    return {"p20": 0.9 * value, "p50": value, "p80": 1.2 * value}
+
+
+def row(name, kind, speed, clock, accuracy, distance):
+    return {
+        "name": name,
+        "kind": kind,
+        "samples": 20,
+        "tokens_per_call": figure(speed),
+        "speed_up_calls": figure(speed),
+        "accuracy": {"mean_attribute": figure(accuracy, 0.02), "all_correct": figure(accuracy / 2, 0.02)},
+        "features": {
+            "shapes": {
+                "frechet_to_real": figure(distance),
+                "frechet_to_plain": figure(1.0),
+                "precision": figure(0.9),
+                "recall": figure(0.8),
+            }
+        },
+        "divergence": figure(0.0123, 0.001) if kind == "lossy" else None,
+        "identical_samples": 19 if name == "jacobi" else None,
+        "wall_clock": {
+            "batch_size": 50,
+            "seconds_per_picture": quantiles(1.0),
+            "speed_up": quantiles(clock / 2),
+            "alone_seconds": quantiles(1.0),
+            "alone_speed_up": quantiles(clock),
+        },
+        "processor_time": None,
+    }
+
+
+@pytest.fixture
+def document():
+    rows = [
+        row("autoregressive", "plain", 1.0, 1.0, 0.8, 4.0),
+        row("autoregressive:temperature=0.9", "control", 1.0, 1.0, 0.84, 3.0),
+        row("jacobi", "lossless", 3.0, 2.0, 0.8, 4.0),
+        row("<grouped>", "lossy", 5.0, 2.5, 0.6, 10.0),
+    ]
+    reference = {key: rows[0][key] for key in ("accuracy", "features")}
+    settings = {"model": "shapes", "samples": 20, "batch_size": 50, "law": {"guidance_scale": 3.0}, "seed": 0}
+    environment = {"device": "cpu", "device_name": "a processor"}
+    return {
+        "kind": "quality",
+        "settings": settings,
+        "environment": environment,
+        "rows": rows,
+        "references": {"tokenizer": reference},
+    }
+
+
+def written(tmp_path, document, name="results.json"):
+    path = tmp_path / name
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_points_lie_where_the_figures_say(document):
+    drawn = frontier.draw_frontier(document)
+    calls_accuracy, clock_accuracy, calls_distance, clock_distance = drawn.axes[:4]
+    expected = {
+        calls_accuracy: [(1, 1), (1, 1.05), (3, 1), (5, 0.75)],
+        clock_accuracy: [(1, 1), (1, 1.05), (2, 1), (2.5, 0.75)],
+        calls_distance: [(1, 1), (1, 0.75), (3, 1), (5, 2.5)],
+        clock_distance: [(1, 1), (1, 0.75), (2, 1), (2.5, 2.5)],
+    }
+    for panel, points in expected.items():
+        found = [(float(bars[0].get_xdata()[0]), float(bars[0].get_ydata()[0])) for bars in panel.containers]
+        assert found == [pytest.approx(point) for point in points]
+        shapes = [bars[0].get_marker() for bars in panel.containers]
+        assert shapes == ["*", "s", "o", "^"]  # told apart without colour
+        assert [text.get_text() for text in panel.texts] == ["0", "1", "2", "3"]
+    # Better is up in every panel: the axis of the distance is turned.
+    assert not calls_accuracy.yaxis_inverted() and calls_distance.yaxis_inverted()
+    bar = calls_accuracy.containers[3].lines[2][0].get_segments()[0]
+    assert bar[:, 0].tolist() == pytest.approx([4.9, 5.1])
+    bar = clock_distance.containers[3].lines[2][1].get_segments()[0]
+    assert sorted(bar[:, 1].tolist()) == pytest.approx([9.9 / 4, 10.1 / 4])
+
+
+def test_a_row_far_away_does_not_push_the_others_together(document):
+    assert {panel.get_xscale() for panel in frontier.draw_frontier(document).axes[:4]} == {"linear"}
+    document["rows"].append(row("multiscale", "lossy", 29.0, 1.9, 0.7, 9.0))
+    drawn = frontier.draw_frontier(document)
+    drawn.draw_without_rendering()
+    assert [panel.get_xscale() for panel in drawn.axes[:4]] == ["log", "linear", "log", "linear"]
+    across = (
+        drawn.axes[0]
+        .transAxes.inverted()
+        .transform(drawn.axes[0].transData.transform([(1, 1), (3, 1), (29, 1)]))
+    )
+    assert across[1, 0] - across[0, 0] > 0.2 and 0 < across[0, 0] < across[2, 0] < 1
+    assert {"1", "2", "4", "8"} <= {text.get_text() for text in drawn.axes[0].get_xticklabels()}
+
+
+def test_numbers_do_not_cover_points_or_each_other(document):
+    for place in range(8):
+        document["rows"].append(row(f"close {place}", "lossless", 3.0 + 0.15 * place, 2.0, 0.8, 4.0))
+    drawn = frontier.draw_frontier(document)
+    drawn.draw_without_rendering()
+    panel = drawn.axes[0]
+    boxes = [text.get_window_extent() for text in panel.texts]
+    assert len(boxes) == 12
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:index])
+
+
+def test_without_times_at_batch_1_those_of_the_batch_are_drawn(document):
+    for one in document["rows"]:
+        one["wall_clock"]["alone_speed_up"] = None
+    panel = frontier.draw_frontier(document).axes[1]
+    assert "batch 50" in panel.get_xlabel()
+    assert [float(bars[0].get_xdata()[0]) for bars in panel.containers] == [0.5, 0.5, 1.0, 1.25]
+
+
+def test_on_a_processor_its_own_seconds_are_drawn(document):
+    for one in document["rows"]:
+        one["processor_time"] = {**one["wall_clock"], "alone_speed_up": quantiles(7.0)}
+    panel = frontier.draw_frontier(document).axes[1]
+    assert "processor time, batch 1" in panel.get_xlabel()
+    assert [float(bars[0].get_xdata()[0]) for bars in panel.containers] == [7.0] * 4
+
+
+def test_the_page_stands_alone(document, tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "pictures.png")
+    for one in document["rows"]:
+        one["processor_time"] = {**one["wall_clock"], "alone_speed_up": quantiles(6.54)}
+    out = tmp_path / "report.html"
+    arguments = [str(written(tmp_path, document)), "--out", str(out), "--title", "A & B"]
+    assert frontier.main([*arguments, "--chart", str(tmp_path / "chart.svg")]) == 0
+    page = out.read_text()
+    links = re.findall(r"""(?:src|href)=["']([^"']*)""", page)
+    assert len(links) == 2 and links[0].startswith("data:image/svg") and links[1].startswith("data:image/png")
+    assert "<script" not in page and "&lt;grouped&gt;" in page and "<h1>A &amp; B</h1>" in page
+    for text in (
+        "0.0123",
+        "19 of 20",
+        "a processor",
+        "true scenes through the tokenizer",
+        ">lossy<",
+        "80.0 %",
+        "6.54x",
+    ):
+        assert text in page
+    # The charts, drawn twice, are the same to the last byte.
+    assert base64.b64decode(links[0].partition(",")[2]) == (tmp_path / "chart.svg").read_bytes()
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        frontier.main(arguments)
+
+
+def test_results_of_one_setting_are_joined(document, tmp_path):
+    other = copy.deepcopy(document)
+    other["rows"] = [other["rows"][0], row("another", "lossy", 4.0, 2.0, 0.7, 5.0)]
+    third = copy.deepcopy(document)
+    third["settings"]["law"]["guidance_scale"] = 1.0
+    paths = [written(tmp_path, d, f"{i}.json") for i, d in enumerate((document, other, third))]
+    sections = frontier.read_results(paths)
+    assert [len(section["rows"]) for section in sections] == [5, 4]
+    assert sections[0]["rows"][-1]["name"] == "another"
+
+
+def test_bad_input_is_refused(document, tmp_path):
+    (tmp_path / "no.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        frontier.main([str(tmp_path / "no.json")])
+    document["kind"] = "bench"
+    with pytest.raises(ValueError, match="holds no evaluation; pass results.json of visual-spec eval"):
+        frontier.main([str(written(tmp_path, document))])
+    with pytest.raises(ValueError, match="must end in .png or .svg"):
+        frontier.main([str(written(tmp_path, document)), "--chart", "chart.pdf"])
+    with pytest.raises(FileNotFoundError):
+        frontier.main([str(tmp_path / "absent.json")])

@@ -1,0 +1,82 @@
+"""Mel pictures, run strips and the page of music."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from visual_spec.eval.report.drawing import RUN_COLOURS
+from visual_spec.eval.report.music_pages import (
+    AudioRow,
+    mel_picture,
+    music_picture,
+    run_strip,
+    write_music_page,
+)
+
+RATE = 16_000
+
+
+def tone(hertz: float, seconds: float = 1.0) -> np.ndarray:
+    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * RATE)) / RATE)[None]
+
+
+def row(**changes) -> AudioRow:
+    values: dict = dict(
+        prompt="a <slow> organ",
+        plain_audio=tone(440),
+        fast_audio=tone(440),
+        sampling_rate=RATE,
+        commit_call=torch.tensor([0, 1, 1, 1, 2]),
+        plain_calls=5,
+        fast_calls=3,
+        plain_seconds=2.0,
+        fast_seconds=1.0,
+        identical=True,
+    )
+    return AudioRow(**values | changes)
+
+
+def brightest_row(picture: Image.Image, columns: slice) -> int:
+    return int(np.asarray(picture, float).sum(-1)[:, columns].mean(1).argmax())
+
+
+def test_high_tones_stand_above_low_ones_and_late_ones_to_the_right():
+    heights = [
+        brightest_row(mel_picture(tone(hertz), RATE, 200, 100), slice(None)) for hertz in (300, 1000, 4000)
+    ]
+    assert heights[0] > heights[1] > heights[2]
+    both = np.concatenate([tone(300), tone(4000)], -1)
+    picture = mel_picture(both, RATE, 200, 100)
+    assert abs(brightest_row(picture, slice(10, 90)) - heights[0]) < 3
+    assert abs(brightest_row(picture, slice(110, 190)) - heights[2]) < 3
+    assert picture.size == (200, 100)
+    silence = np.asarray(mel_picture(np.zeros(RATE), RATE, 20, 10))
+    assert (silence == silence[0, 0]).all()
+    with pytest.raises(ValueError, match="nan or infinity"):
+        mel_picture(np.array([0.0, np.nan]), RATE, 20, 10)
+
+
+def test_the_strip_shows_runs_and_what_was_paid():
+    strip = run_strip(torch.tensor([0, 1, 1, 1, 2]), 500)
+    found = [strip.getpixel((100 * column + 50, 10)) for column in range(5)]
+    (_, first), (free, paid), (_, last) = RUN_COLOURS[:3]
+    assert found == [first, free, free, paid, last]
+
+
+def test_the_page_holds_players_pictures_and_figures(tmp_path):
+    differing = row(prompt="other", identical=False, plain_audio=tone(500))
+    path = write_music_page([row(), differing], tmp_path / "page.html", facts={"model": "tiny & small"})
+    page = path.read_text()
+    assert page.count("<audio") == 3 and page.count("data:image/png") == 2
+    assert "a &lt;slow&gt; organ" in page and "tiny &amp; small" in page
+    assert "1.67</dd>" in page and "6 <small>instead of 10" in page and "2.00x" in page
+    assert "same codes, same samples" in page and "codes differ" in page and "http" not in page
+    with pytest.raises(FileExistsError):
+        write_music_page([row()], path)
+    with pytest.raises(ValueError, match="no rows"):
+        write_music_page([], tmp_path / "none.html")
+
+
+def test_the_picture_is_as_wide_as_the_page():
+    assert music_picture(row()).width == 1000

@@ -1,0 +1,340 @@
+"""The benchmark's numbers, recomputed from raw seconds and from decodings of single samples."""
+
+import json
+import math
+import statistics
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import tiny_pipeline, tiny_transformer
+from visual_spec.data import shapes
+from visual_spec.eval import files
+from visual_spec.eval.speed import bench, curve, measure, timing
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+PROMPTS = ["a red circle", "a blue square", "a red square on blue"]
+METHODS = ["gumbel+identical", "independent+exact"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_prompts(monkeypatch):
+    monkeypatch.setattr(shapes, "held_out_prompts", lambda count: [PROMPTS[i % 3] for i in range(count)])
+    monkeypatch.setattr(bench, "held_out_prompts", shapes.held_out_prompts)
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(measure, "matmul_peak", lambda device, dtype: 2e10)
+
+
+shared_pipeline = cache(tiny_pipeline)
+
+
+def decode_alone(sampler, prompt, seed, law):
+    """Tokens and target calls of one sample in a batch of its own."""
+    pipe = shared_pipeline()
+    generator = torch.Generator().manual_seed(seed)
+    result = sampler(pipe.transformer, pipe.encode_prompt([prompt]), law=law, generator=[generator])
+    return result.tokens[0], int(result.trace.target_calls[0])
+
+
+def run(capsys, model, *arguments):
+    assert bench.main(["--model", str(model), "--device", "cpu", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return json.loads(lines[-1]), [dict(zip(table[0], cells, strict=True)) for cells in table[2:]]
+
+
+# -- timed rows -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
+    out = tmp_path / "results" / "bench.json"
+    arguments = ["--batch-sizes", "1", "2", "--windows", "4", "--guidance-scales", "2", "--prompts", "3"]
+    document, table = run(capsys, model, *arguments, "--out", str(out))
+    assert json.loads(out.read_text()) == document
+    assert list(out.parent.iterdir()) == [out]
+    assert document["kind"] == "bench" and document["settings"]["seed"] == 0
+    rows = document["rows"]
+    settings = {"window": 4, "coupling": "gumbel", "acceptance": "identical", "initial_draft": "left"}
+    assert {"class": "SpeculativeJacobiSampler", **settings}.items() <= rows[2]["sampler"].items()
+    assert (
+        len(rows) == len(table) == 2 * 3 + 1
+    )  # plain and two methods; without a cache at the first batch size
+    for row, shown in zip(rows, table, strict=True):
+        group = [
+            r
+            for r in rows
+            if (r["batch_size"], r["guidance_scale"]) == (row["batch_size"], row["guidance_scale"])
+        ]
+        plain = group[0]
+        assert plain["name"] == "autoregressive"
+        batch, seconds, calls = row["batch_size"], row["seconds"], row["calls_per_sample"]
+        assert len(seconds) == len(calls) == (1 if row["name"] == timing.NO_CACHE else 5)
+        assert all(len(counts) == batch for counts in calls)
+        flat = [count for counts in calls for count in counts]
+        assert shown["calls"] == f"{statistics.mean(flat):.1f}"
+        assert shown["tokens/call"] == f"{16 * len(flat) / sum(flat):.2f}"
+        per_image = torch.tensor(seconds, dtype=torch.float64) / batch * 1000
+        p20, p50, p80 = (float(per_image.quantile(q)) for q in (0.2, 0.5, 0.8))
+        assert shown["ms/image p50"] == f"{p50:.0f}" and shown["p20 - p80"] == f"{p20:.0f} - {p80:.0f}"
+        per_call = [s / max(c) * 1000 for s, c in zip(seconds, calls, strict=True)]
+        assert shown["ms/call"] == f"{statistics.median(per_call):.2f}"
+        if row["name"] != timing.NO_CACHE:
+            ratios = [p / s for p, s in zip(plain["seconds"], seconds, strict=True)]
+            assert shown["speed-up"] == f"{statistics.median(ratios):.2f}x"
+            floor = (row["weight_bytes"] + row["cache_bytes"]) / 1e9 * 1000
+            assert row["floor_ms_per_call"] == pytest.approx(floor)
+    identical = [shown["same as plain"] for shown in table if shown["sampler"] == "jacobi gumbel+identical"]
+    assert identical == ["5 of 5", "10 of 10"]
+    assert [shown["same as plain"] for shown in table if shown["sampler"] == timing.NO_CACHE] == ["1 of 1"]
+    assert all(shown["same as plain"] == "-" for shown in table if "exact" in shown["sampler"])
+
+
+def test_a_round_decodes_its_own_prompts_and_seeds_with_every_sampler():
+    law = TokenLaw(guidance_scale=2.0)
+    samplers = timing.make_samplers(["independent+exact"], [3])
+    rows = timing.bench(
+        tiny_pipeline(), samplers, law, PROMPTS,
+        batch_size=2, runs=5, warmup=0, seed=70, no_cache=False,
+    )  # fmt: skip
+    for row, sampler in zip(
+        rows, [AutoregressiveSampler(), *(entry.sampler for entry in samplers)], strict=True
+    ):
+        expected = [decode_alone(sampler, PROMPTS[i % 3], 70 + i, law)[1] for i in range(10)]
+        assert [count for counts in row["calls_per_sample"] for count in counts] == expected
+    assert rows[0]["calls"] == 16 and rows[1]["calls"] <= 16
+
+
+def test_rounds_are_interleaved_and_every_second_one_runs_backwards(monkeypatch):
+    order = []
+    samplers = timing.make_samplers(["maximal+exact"], [2, 3])
+    for label, cls in (("plain", AutoregressiveSampler), ("fast", SpeculativeJacobiSampler)):
+        call = cls.__call__
+
+        def recording(self, *args, label=label, call=call, **kwargs):
+            order.append(self.config["window"] if label == "fast" else 0)
+            return call(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "__call__", recording)
+    timing.bench(
+        tiny_pipeline(), samplers, TokenLaw(), PROMPTS,
+        batch_size=1, runs=5, warmup=1, seed=0, no_cache=False,
+    )  # fmt: skip
+    assert order == [0, 2, 3] + [0, 2, 3, 3, 2, 0] * 2 + [0, 2, 3]
+
+
+def test_speed_up_pairs_the_rounds():
+    plain, fast = [1.0, 4.0, 1.0, 1.0, 1.0], [0.5, 2.0, 0.25, 1.0, 0.5]
+    row = timing.summarise_row(fast, [[4], [8], [4], [4], [4]], plain, 16)
+    assert row["speed_up"] == pytest.approx({"p20": 1.8, "p50": 2.0, "p80": 2.4})
+    assert row["ms_per_call"] == pytest.approx(125.0)  # of 125, 250, 62.5, 250, 125
+    assert row["tokens_per_call"] == pytest.approx(80 / 24)
+
+
+def test_decoding_without_a_cache_gives_the_plain_tokens():
+    pipe, law = tiny_pipeline(), TokenLaw(guidance_scale=2.0, top_k=5)
+    generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    tokens, calls = timing.decode_without_cache(
+        pipe.transformer, pipe.encode_prompt(PROMPTS[:2]), law=law, generator=generators, batch_size=2
+    )
+    assert calls.tolist() == [16, 16]
+    for index in range(2):
+        assert tokens[index].equal(decode_alone(AutoregressiveSampler(), PROMPTS[index], 5 + index, law)[0])
+
+
+# -- the curve --------------------------------------------------------------------------------------------------------
+
+
+def test_fused_projections_draw_the_same_in_fewer_products(model, capsys, monkeypatch):
+    products = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: products.append(1) or linear(*args))
+    counts = []
+    for flag in ([], ["--fuse-projections"]):
+        products.clear()
+        rows = ["--methods", "gumbel+identical", "--windows", "4", "--batch-sizes", "1", "--warmup", "0"]
+        document, _ = run(capsys, model, *rows, "--dtype", "float64", "--without-no-cache", *flag)
+        assert document["settings"]["fuse_projections"] is bool(flag)
+        assert [row["identical_samples"] for row in document["rows"]] == [None, 5]
+        counts.append(len(products))
+    # A call of 2 layers: wqkv, wo, w1, w3, w2 each, and the head; fused one less a layer.
+    assert counts[1] / counts[0] == pytest.approx(9 / 11, abs=0.01)
+
+
+def test_the_curve_counts_what_single_samples_take(model, capsys):
+    arguments = ["--curve", "--prompts", "3", "--batch-sizes", "2", "--seed", "9", "--windows", "2", "5"]
+    document, table = run(capsys, model, *arguments, "--guidance-scales", "1", "2", "--methods", *METHODS)
+    assert document["kind"] == "curve" and len(document["rows"]) == 2 * 2 * 2
+    for row in document["rows"]:
+        coupling, acceptance = row["name"].split("+")
+        sampler = SpeculativeJacobiSampler(row["window"], coupling, acceptance)
+        law = TokenLaw(guidance_scale=row["guidance_scale"])
+        calls = [decode_alone(sampler, PROMPTS[i % 3], 9 + i, law)[1] for i in range(3)]
+        assert row["calls_per_sample"] == calls
+        assert row["tokens_per_call"] == pytest.approx(3 * 16 / sum(calls))
+        assert row["identical_samples"] == (3 if acceptance == "identical" else None)
+    assert len(table) == 2 * 2
+    first = document["rows"][0]
+    assert table[0]["W=2"] == f"{first['tokens_per_call']:.2f} +- {first['standard_error']:.2f}"
+    assert table[0]["same as plain"] == "6 of 6"
+
+
+def test_the_standard_error_of_tokens_per_call_agrees_with_the_jackknife():
+    calls = [60, 75, 81, 66, 70, 90, 59, 77, 68, 73]
+    rate, error = timing.ratio_with_error(calls, 256)
+    assert rate == pytest.approx(10 * 256 / sum(calls))
+    left_out = [9 * 256 / (sum(calls) - value) for value in calls]
+    jackknife = math.sqrt(9 / 10 * sum((value - statistics.mean(left_out)) ** 2 for value in left_out))
+    assert error == pytest.approx(jackknife, rel=0.02)
+    assert timing.ratio_with_error([64], 256) == (4.0, 0.0)
+
+
+# -- what is read off the machine -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_bytes_of_a_call_are_weights_and_half_the_cache(guided):
+    transformer, pipe = tiny_transformer(), tiny_pipeline()
+    condition = pipe.encode_prompt(PROMPTS)
+    weights, cache = measure.bytes_per_call(transformer, condition, batch_size=3, guided=guided)
+    skipped = ("tok_embeddings", "cls_embedding")
+    assert weights == 4 * sum(
+        p.numel() for n, p in transformer.named_parameters() if not n.startswith(skipped)
+    )
+    rows, prefix, slots = (6 if guided else 3), 6, 16 // 2
+    assert cache == 4 * 2 * 2 * rows * 16 * (prefix + slots)  # keys and values of 2 layers, 16 channels
+    assert not any(module._forward_pre_hooks for module in transformer.modules())
+
+
+def test_a_model_without_weights_or_cache_has_a_floor_of_nothing():
+    model = TabularModel(TokenGrid(2, 2), 3)
+    assert measure.bytes_per_call(model, None, batch_size=1, guided=False) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "values", [[3.0], [2.0, 1.0], [5.0, 1.0, 4.0, 2.0, 3.0], [0.3, 9.0, 0.1, 0.2, 7.0, 0.4]]
+)
+def test_quantiles_are_those_of_torch(values):
+    tensor = torch.tensor(values, dtype=torch.float64)
+    expected = {f"p{round(100 * q)}": float(tensor.quantile(q)) for q in (0.2, 0.5, 0.8)}
+    assert measure.quantiles(values) == pytest.approx(expected)
+
+
+def test_no_values_have_no_quantile():
+    with pytest.raises(ValueError, match="at least one"):
+        measure.quantiles([])
+
+
+def test_the_copy_bandwidth_counts_reads_and_writes(monkeypatch):
+    monkeypatch.undo()
+    laps = iter([0.5, 0.25, 1.0])
+    monkeypatch.setattr(measure, "timed", lambda function, device: (function(), next(laps)))
+    assert measure.copy_bandwidth(CPU, mebibytes=1, repeats=3) == 2 * 2**20 / 0.25
+
+
+def test_seconds_memory_and_environment():
+    result, seconds = measure.timed(lambda: time.sleep(0.05) or "done", CPU)
+    assert result == "done" and 0.05 <= seconds < 5
+    peak, status = measure.peak_memory(CPU), Path("/proc/self/status")
+    if status.exists():  # the same mark by another way, in KiB
+        mark = next(
+            int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")
+        )
+        assert peak == pytest.approx(mark * 1024, rel=0.05)
+    assert 2**24 < peak < 2**40
+    facts = json.loads(json.dumps(measure.environment(CPU, torch.bfloat16)))
+    assert (
+        facts["dtype"] == "bfloat16" and facts["device_name"] and facts["threads"] == torch.get_num_threads()
+    )
+
+
+def test_a_copy_outside_of_its_checkout_names_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "__file__", str(tmp_path / "measure.py"))
+    assert measure.git_commit() is None
+
+
+# -- bad input and interruption ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--runs", "4"], "--runs 4 given; pass at least 5"),
+        (["--prompts", "0"], "--prompts 0 given"),
+        (["--warmup", "-1"], "--warmup -1 given"),
+        (["--batch-sizes", "0"], "at least 1 sample"),
+        (["--threads", "0"], "--threads 0 given"),
+        (["--methods", "maximal+identical"], "allowed are gumbel.identical, gumbel.exact"),
+        (["--windows", "0"], "window=0"),
+        (["--initial-draft", "down"], "initial_draft='down'"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_bad_options_are_refused_before_a_model_is_loaded(arguments, message, monkeypatch):
+    monkeypatch.setattr(bench, "load", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match=message):
+        bench.main(arguments)
+
+
+def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "bench.json"
+    out.write_text("mine")
+    arguments = [
+        "--batch-sizes",
+        "1",
+        "--windows",
+        "4",
+        "--prompts",
+        "1",
+        "--curve",
+        "--methods",
+        "gumbel+identical",
+    ]
+    arguments += ["--guidance-scales", "1", "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "load", lambda *_: pytest.fail("loaded"))
+        with pytest.raises(FileExistsError, match="--overwrite"):
+            bench.main(arguments)
+        with pytest.raises(IsADirectoryError, match="is a folder"):
+            bench.main([*arguments[:-1], str(tmp_path), "--overwrite"])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for place, name in ((curve, "curve"), (files.os, "fsync"), (files.os, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, interrupt if name != "curve" else lambda *_, **__: interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                bench.main(["--model", str(model), "--device", "cpu", *arguments, "--overwrite"])
+        assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]
+    document, _ = run(capsys, model, *arguments, "--overwrite")
+    assert json.loads(out.read_text()) == document
+
+
+def test_the_defaults_of_the_curve_are_the_published_sweep(monkeypatch):
+    seen = {}
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "make_samplers", lambda *args: seen.update(methods=args[0], windows=args[1]))
+    monkeypatch.setattr(timing, "make_law", lambda scale, **_: seen.setdefault("scales", []).append(scale))
+    monkeypatch.setattr(bench, "load", stop)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--curve"])
+    assert seen["windows"] == [4, 8, 16, 32, 64] and seen["scales"] == [1, 3, 5]
+    assert set(seen["methods"]) == {"gumbel+identical", "gumbel+exact", "maximal+exact", "independent+exact"}

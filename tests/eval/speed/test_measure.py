@@ -1,0 +1,195 @@
+"""What a call is said to spend its time on, what a machine is said to reach, and what a device computes in."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import tiny_pipeline
+from visual_spec.eval.speed import bench, measure, timing
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_covered_time_is_the_union_of_intervals(seed):
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, 60, (12,), generator=generator).tolist()
+    spans = [(start, start + int(torch.randint(0, 9, (1,), generator=generator))) for start in starts]
+    assert measure.covered(spans) == len({tick for start, stop in spans for tick in range(start, stop)})
+    assert measure.covered([]) == 0
+
+
+def test_phases_and_gap_add_up_to_a_call_on_a_processor():
+    seconds, calls = [1.0, 2.0, 4.0], [10, 10, 20]
+    phases = [
+        {"model": 0.6, "verify": 0.3},
+        {"model": 1.5, "verify": 0.4},
+        {"model": 3.0, "verify": 0.8},
+    ]
+    found = measure.phase_figures(seconds, phases, calls, device=CPU)
+    assert found["phase_ms_per_call"] == pytest.approx({"model": 150.0, "verify": 40.0})
+    assert found["gap_ms_per_call"] == pytest.approx(10.0)
+    phases = [{**laps, "measure": 5.0} for laps in phases]  # which `seconds` do not hold
+    assert measure.phase_figures(seconds, phases, calls, device=CPU)["gap_ms_per_call"] == pytest.approx(10.0)
+
+
+def test_on_a_gpu_the_gap_is_the_time_without_work():
+    seconds, phases, calls = [1.0, 2.0, 3.0], [{"model": 0.9}, {"model": 1.9}, {"model": 2.9}], [10, 10, 10]
+    found = measure.phase_figures(seconds, phases, calls, device=GPU, busy_ms=150.0)
+    assert found["gap_ms_per_call"] == pytest.approx(50.0)
+    assert measure.phase_figures(seconds, phases, calls, device=GPU)["gap_ms_per_call"] is None
+    assert measure.phase_figures(seconds, phases, calls, device=GPU, busy_ms=999.0)["gap_ms_per_call"] == 0
+    assert measure.busy_ms_per_call(lambda callback: pytest.fail("decoded"), CPU) is None
+
+
+def test_busy_time_is_that_of_the_device_behind_the_prefill(monkeypatch):
+    """A profiler that saw two kernels of the device, one of the host, and a mark that somebody set."""
+
+    class Event:
+        def __init__(self, kind: Any, start: float, end: float, is_user_annotation: bool = False) -> None:
+            self.device_type, self.is_user_annotation = kind, is_user_annotation
+            self.time_range = type("Range", (), {"start": start, "end": end})
+
+    kinds: Any = vars(torch.autograd)["DeviceType"]
+    log: list[str] = []
+
+    class Profiler:
+        def __init__(self, activities: Any) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def start(self) -> None:
+            log.append("start")
+
+        def stop(self) -> None:
+            log.append("stop")
+
+        def events(self) -> list[Event]:
+            return [
+                Event(kinds.CUDA, 1000.0, 3000.0),
+                Event(kinds.CUDA, 2000.0, 5000.0),
+                Event(kinds.CPU, 0.0, 90000.0),
+                Event(kinds.CUDA, 0.0, 90000.0, is_user_annotation=True),
+            ]
+
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+
+    def decode(callback: Any) -> None:
+        log.append("prefill")
+        for index in range(5):
+            callback(index, torch.zeros(1))
+            log.append("call")
+
+    assert measure.busy_ms_per_call(decode, GPU) == pytest.approx(4.0 / 4)  # milliseconds over calls
+    assert log[:4] == ["prefill", "wait", "start", "call"] and log[-2:] == ["wait", "stop"]
+
+
+def test_the_matmul_peak_counts_two_operations_a_product(monkeypatch):
+    laps = iter([0.5, 0.25, 1.0])
+    monkeypatch.setattr(measure, "timed", lambda function, device: (function(), next(laps)))
+    assert measure.matmul_peak(CPU, torch.float32, size=32, repeats=3) == 2 * 32**3 / 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_processor_computes_in_all_dtypes_that_can_be_asked_for(dtype):
+    measure.refuse_dtype(CPU, dtype)
+
+
+def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    monkeypatch.setattr(measure, "device_name", lambda device: "An old chip")
+    computes = measure._computes_in
+    monkeypatch.setattr(
+        measure, "_computes_in", lambda device, dtype: dtype != torch.bfloat16 or computes(device, dtype)
+    )
+    with pytest.raises(
+        ValueError, match="An old chip does not compute in bfloat16; .* float32, float16, float64"
+    ):
+        measure.refuse_dtype(GPU, torch.bfloat16)
+    with pytest.raises(ValueError, match="does not compute in bfloat16"):
+        monkeypatch.setattr(bench, "choose_device", lambda name: GPU)
+        bench.main(["--random-weights", "--model", "llamagen-b", "--dtype", "bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gpu", "--device gpu is no device"), ("cuda:99", "--device cuda:99, but PyTorch sees .* GPUs")],
+)
+def test_devices_that_are_not_there_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        bench.choose_device(name)
+
+
+# -- rows with and without a recorded graph ----------------------------------------------------------------------------
+
+
+def test_on_cuda_every_sampler_has_a_row_without_and_with_a_graph():
+    entries = [
+        timing.Entry("autoregressive", AutoregressiveSampler(), 1),
+        timing.Entry("jacobi", SpeculativeJacobiSampler(window=7, coupling="maximal", acceptance="exact"), 7),
+    ]
+    found = timing.with_graphs(entries, GPU, recordable=True)
+    assert [(entry.name, entry.window, entry.sampler.config["graph"]) for entry in found] == [
+        ("autoregressive, eager", 1, False),
+        ("autoregressive, graph", 1, True),
+        ("jacobi, eager", 7, False),
+        ("jacobi, graph", 7, True),
+    ]
+    for entry in found[2:]:
+        assert (entry.sampler.config["coupling"], entry.sampler.config["acceptance"]) == ("maximal", "exact")
+    assert [entry.name for entry in timing.with_graphs(entries, GPU, recordable=False)] == [
+        "autoregressive, eager",
+        "jacobi, eager",
+    ]
+    assert timing.with_graphs(entries, CPU, recordable=True) == entries
+
+
+def test_phases_of_embedded_rows_are_those_of_their_decodes(monkeypatch):
+    monkeypatch.setattr(measure, "phase_figures", lambda *given, device, busy_ms: {"given": given})
+    rows = timing.bench(
+        tiny_pipeline(), timing.make_samplers(["gumbel+identical"], [4]), TokenLaw(), ["a red circle"],
+        batch_size=2, runs=5, warmup=1, seed=0, no_cache=False,
+    )  # fmt: skip
+    for row in rows:
+        seconds, phases, calls = row["given"]
+        assert len(seconds) == len(phases) == 5
+        assert [{*laps} for laps in phases] == [{"model", "verify"}] * 5
+        assert calls == [max(counts) - 1 for counts in row["calls_per_sample"]]
+        for whole, laps, row_seconds in zip(seconds, phases, row["seconds"], strict=True):
+            assert sum(laps.values()) <= whole < row_seconds  # which has the prefill too
+
+
+def test_the_rows_of_a_gpu_are_measured_twice_where_its_model_can_be_recorded(monkeypatch):
+    """The pairing itself, on a processor: graph rows decode as "auto" there."""
+    asked = []
+
+    def pairs(entries, device, *, recordable):
+        asked.append(recordable)
+        return [
+            timing.Entry(f"{entry.name}, {suffix}", entry.sampler, entry.window)
+            for entry in entries
+            for suffix in ("eager", "graph")
+        ]
+
+    monkeypatch.setattr(timing, "with_graphs", pairs)
+    rows = timing.bench(
+        tiny_pipeline(), timing.make_samplers(["gumbel+identical"], [4]), TokenLaw(), ["a red circle"],
+        batch_size=1, runs=5, warmup=0, seed=0, no_cache=True,
+    )  # fmt: skip
+    assert asked == [True] and [row["name"] for row in rows] == [
+        "autoregressive, eager",
+        timing.NO_CACHE,
+        "autoregressive, graph",
+        "jacobi gumbel+identical, eager",
+        "jacobi gumbel+identical, graph",
+    ]
+    plain = [rows[0]["seconds"], rows[2]["seconds"]]
+    best = min(plain, key=lambda seconds: sorted(seconds)[2])
+    for row in (rows[0], *rows[2:]):
+        ratios = sorted(b / s for b, s in zip(best, row["seconds"], strict=True))
+        assert row["speed_up"]["p50"] == pytest.approx(ratios[2])
+    assert [row["identical_samples"] for row in rows[2:]] == [5, 5, 5]

@@ -1,0 +1,256 @@
+"""The benchmark of music: rows against clips decoded one by one, the table against raw seconds, misfit options."""
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import seeded, tiny_pipeline
+from tests.tiny_audio import tiny_audio_pipeline
+from visual_spec.eval.quality.music import MusicPair
+from visual_spec.eval.quality.samples import parse_setting
+from visual_spec.eval.speed import bench, measure, music_bench
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.masked import MaskedSampler
+
+PROMPTS = ["a slow sad organ", "melody", "organ in minor", "a melody"]
+LAW = TokenLaw(guidance_scale=2.0, top_k=6)
+MASKED_LAW = TokenLaw(guidance_scale=2.0, temperature=1.7)
+COLUMNS, FRAMES = 22, 20  # three codebooks of 20 frames in the delay pattern; a masked model has no delay
+IDENTICAL = "column-jacobi:window=4,coupling=gumbel,acceptance=identical"
+MAXIMAL = "column-jacobi:window=4,coupling=maximal,acceptance=exact,unit=codebook"
+MASKED = "masked:steps=4/2/2,clock=magnet,span=3,temperature=falling,guidance=falling"
+
+
+def masked_pipeline():
+    sampler = MaskedSampler((4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling")
+    return tiny_audio_pipeline(
+        sampler, masked=True, reach=4, default_guidance_scale=2.0, default_temperature=1.7
+    )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny_audio_pipeline(default_guidance_scale=2.0, default_top_k=6).save_pretrained(folder / "columns")
+    masked_pipeline().save_pretrained(folder / "masked")
+    return folder / "columns", folder / "masked"
+
+
+@pytest.fixture(autouse=True)
+def tiny_prompts(monkeypatch):
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(
+        "visual_spec.data.tunes.held_out_prompts", lambda count: [PROMPTS[i % 4] for i in range(count)]
+    )
+
+
+def alone(pipe, text, law, prompt, seed):
+    """One clip by a plain call of the pipeline."""
+    pipe.sampler = parse_setting(text, law, 0).sampler
+    settings = dict(guidance_scale=law.guidance_scale, temperature=law.temperature, top_k=law.top_k)
+    return pipe(prompt, generator=seeded(seed), output_type="latent", **settings)
+
+
+def test_rows_are_counted_clip_by_clip():
+    pipe, masked = tiny_audio_pipeline(), masked_pipeline()
+    before = pipe.sampler, masked.sampler
+    laws = {"columns": LAW, IDENTICAL: LAW, MAXIMAL: LAW, MASKED: MASKED_LAW}
+    settings = [parse_setting(text, law, 40) for text, law in laws.items()]
+    rows = music_bench.time_rows(MusicPair(pipe, masked), settings, PROMPTS, batch_size=2, runs=3, warmup=0)
+    assert (pipe.sampler, masked.sampler) == before
+    calls = {}
+    for text, law in laws.items():
+        player = masked if text == MASKED else pipe
+        calls[text] = [
+            int(alone(player, text, law, PROMPTS[i % 4], 40 + i).trace.target_calls) for i in range(6)
+        ]
+    for row, text in zip(rows, laws, strict=True):
+        columns = FRAMES if text == MASKED else COLUMNS
+        each = [columns / count for count in calls[text]]
+        assert [count for batch in row["calls_per_sample"] for count in batch] == calls[text]
+        assert row["columns"] == columns and row["samples"] == 6 and len(row["seconds"]) == 3
+        assert row["columns_per_call"] == pytest.approx(sum(each) / 6)
+        assert row["deviation"] == pytest.approx(statistics.stdev(each))
+        assert row["speed_up_calls"] == pytest.approx(6 * COLUMNS / sum(calls[text]))
+    assert [row["identical_samples"] for row in rows] == [None, 6, None, None]
+    assert calls["columns"] == [COLUMNS] * 6 and calls[MASKED] == [8] * 6
+    assert rows[3]["columns_per_call"] == 2.5 and rows[3]["deviation"] == 0
+    assert len(set(calls[MAXIMAL])) > 1  # so that the deviation says something
+    assert [row["name"] for row in rows] == ["columns", "gumbel+identical", "codebook+maximal+exact", MASKED]
+
+
+def test_samples_that_differ_are_not_called_the_same(monkeypatch):
+    """A sampler that promises the plain codes and breaks the promise shows."""
+    pipe = tiny_audio_pipeline()
+    decode = music_bench.draw
+
+    def broken(pipe, setting, prompts, first):
+        arrays = decode(pipe, setting, prompts, first)
+        if setting.text == IDENTICAL and first == 2:
+            arrays["tokens"][1, 2, 19] ^= 1
+        return arrays
+
+    monkeypatch.setattr(music_bench, "draw", broken)
+    settings = [parse_setting(text, LAW, 0) for text in ("columns", IDENTICAL)]
+    rows = music_bench.time_rows(pipe, settings, PROMPTS, batch_size=2, runs=2, warmup=0)
+    assert rows[1]["identical_samples"] == 3
+    (row,) = music_bench.curve(pipe, settings, PROMPTS, batch_size=2)
+    assert row["identical_samples"] == 3
+    other = parse_setting(f"{IDENTICAL},temperature=0.5", LAW, 0)
+    assert not music_bench.promises_plain(other, settings[0])
+
+
+def test_a_relaxed_row_tells_its_divergence():
+    pipe = tiny_audio_pipeline()
+    text = "column-jacobi:window=4,coupling=maximal,acceptance=lantern,unit=codebook,neighbours=4"
+    settings = [parse_setting(one, LAW, 0) for one in ("columns", text)]
+    rows = music_bench.time_rows(pipe, settings, PROMPTS, batch_size=1, runs=3, warmup=0)
+    found: list[Any] = [alone(pipe, text, LAW, PROMPTS[i], i).trace.divergence for i in range(3)]
+    assert rows[1]["divergence"] == pytest.approx(sum(found) / 3) and rows[1]["divergence"] > 0
+    assert rows[0]["divergence"] is None and not rows[1]["lossless"]
+    assert rows[1]["name"] == "codebook+maximal+lantern,neighbours=4"
+
+
+def run(capsys, *arguments):
+    assert bench.main(["--device", "cpu", *map(str, arguments)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return json.loads(lines[-1]), [dict(zip(table[0], cells, strict=True)) for cells in table[2:]], lines[0]
+
+
+def test_the_table_follows_from_the_raw_numbers(models, capsys, tmp_path):
+    columns, masked = models
+    methods = ["gumbel+identical", "column+independent+exact", "masked:steps=2"]
+    document, table, first = run(
+        capsys, "--model", columns, "--masked", masked, "--methods", *methods, "--windows", 2, 4,
+        "--batch-sizes", 1, 2, "--warmup", 0, "--out", tmp_path / "bench.json",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "bench.json").read_text()) == document
+    assert document["kind"] == "music-bench" and "codes to waves" in first
+    rows = document["rows"]
+    assert len(rows) == len(table) == 2 * 7
+    assert [row["name"] for row in rows[:7]] == [
+        "columns",
+        *["gumbel+identical"] * 2,
+        *["column+independent+exact"] * 2,
+        "masked:steps=2",
+        MASKED,
+    ]
+    for place, (row, shown) in enumerate(zip(rows, table, strict=True)):
+        plain, batch = rows[place - place % 7], row["batch_size"]
+        clips = torch.tensor(row["seconds"], dtype=torch.float64) / batch * 1000
+        p20, p50, p80 = (float(clips.quantile(q)) for q in (0.2, 0.5, 0.8))
+        assert shown["ms/clip p50"] == f"{p50:.0f}" and shown["p20 - p80"] == f"{p20:.0f} - {p80:.0f}"
+        ratios = [p / s for p, s in zip(plain["seconds"], row["seconds"], strict=True)]
+        assert shown["speed-up"] == f"{statistics.median(ratios):.2f}x"
+        forwards = [max(calls) for calls in row["calls_per_sample"]]
+        each = [1000 * s / count for s, count in zip(row["seconds"], forwards, strict=True)]
+        assert shown["ms/call"] == f"{statistics.median(each):.2f}"
+        assert shown["columns/call"] == f"{row['columns_per_call']:.2f} +- {row['deviation']:.2f}"
+        assert row["peak_memory_bytes"] > 0
+    # The laws are those of the models: a masked one has its own.
+    assert (rows[0]["law"]["top_k"], rows[0]["law"]["temperature"]) == (6, 1.0)
+    assert (
+        (rows[5]["law"]["top_k"], rows[5]["law"]["temperature"])
+        == (0, 1.7)
+        == tuple(rows[6]["law"][name] for name in ("top_k", "temperature"))
+    )
+    assert rows[5]["calls"] == 6 and rows[6]["calls"] == 8 and table[1]["same as plain"] == "5 of 5"
+    assert document["environment"]["masked_parameters"] == document["environment"]["transformer_parameters"]
+
+
+def test_the_curve_counts_calls(models, capsys):
+    methods = ["gumbel+identical", "column+maximal+exact"]
+    arguments = [
+        "--model",
+        models[0],
+        "--curve",
+        "--prompts",
+        3,
+        "--batch-sizes",
+        2,
+        "--guidance-scales",
+        1,
+        2,
+    ]
+    document, table, _ = run(capsys, *arguments, "--methods", *methods, "--windows", 2, 5)
+    assert document["kind"] == "music-curve" and len(document["rows"]) == 2 * 2 * 2
+    pipe = tiny_audio_pipeline()
+    for row in document["rows"]:
+        law = TokenLaw(guidance_scale=row["guidance_scale"], top_k=6)
+        settings = {name: row["sampler"][name] for name in ("window", "coupling", "acceptance", "unit")}
+        text = "column-jacobi:" + ",".join(f"{name}={value}" for name, value in settings.items())
+        found = [alone(pipe, text, law, PROMPTS[i], i) for i in range(3)]
+        calls = [int(one.trace.target_calls) for one in found]
+        assert row["calls_per_sample"] == calls
+        assert row["columns_per_call"] == pytest.approx(3 * COLUMNS / sum(calls))
+        assert row["deviation"] == pytest.approx(statistics.stdev([COLUMNS / count for count in calls]))
+        assert row["identical_samples"] == (3 if row["name"] == methods[0] else None)
+    cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in document["rows"]}
+    assert [line["columns per call"] for line in table] == methods * 2
+    assert table[3]["W=5"].startswith(f"{cells[2.0, methods[1], 5]['columns_per_call']:.2f} +- ")
+
+
+def test_the_rows_of_a_model_that_names_none(models, capsys):
+    from visual_spec.eval.rows import rows_of_model
+
+    parser = bench.argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    rows, beside = (rows_of_model(str(model)) for model in models)
+    (group,) = music_bench.read_groups(parser.parse_args(["--model", str(models[0])]), rows, beside)
+    names = [(music_bench.short_name(one), one.sampler.config.get("window")) for one in group]
+    assert names[0] == ("columns", None) and names[-2:] == [
+        (MASKED, None),
+        (MASKED.replace("4/2/2", "2/1/1"), None),
+    ]
+    exact = [
+        f"{unit}+{coupling}+exact"
+        for unit in ("column", "codebook")
+        for coupling in ("gumbel", "maximal", "independent")
+    ]
+    assert names[1:-2] == [(name, w) for name in ["gumbel+identical", *exact] for w in (8, 16, 32)]
+    document, _, _ = run(capsys, "--model", models[1], "--batch-sizes", 1, "--warmup", 0)
+    assert [row["name"] for row in document["rows"]] == [MASKED, MASKED.replace("4/2/2", "2/1/1")]
+    assert [row["speed_up_calls"] for row in document["rows"]] == [1, 2]
+
+
+def test_methods_as_they_are_written():
+    made = music_bench.method_row
+    assert made("maximal+exact", 8) == "column-jacobi:window=8,coupling=maximal,acceptance=exact"
+    assert made("codebook+gumbel+exact", 8, "uniform") == (
+        "column-jacobi:window=8,coupling=gumbel,acceptance=exact,unit=codebook,initial_draft=uniform"
+    )
+    # Under identical acceptance the unit makes no difference, and there is one row of it.
+    assert made("codebook+gumbel+identical", 8) == made("gumbel+identical", 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "row+gumbel+exact"], r"--methods row.gumbel.exact given; pass coupling.acceptance"),
+        (["--methods", "a+b+c+d"], r"pass coupling.acceptance"),
+        (["--methods", "maximal+identical"], "acceptance='identical' compares"),
+        (["--methods", "column+gumbel+lantern"], "pass unit='codebook'"),
+        (["--methods", "autoregressive"], "autoregressive: sampler is AutoregressiveSampler, which does not"),
+        (["--methods", "masked"], "masked: sampler is MaskedSampler, which does not decode several"),
+        (["--count-only"], "--count-only is for next-scale"),
+        (["--windows", "0"], "window=0; pass an integer of at least 1"),
+        (["--masked", "MODEL"], "it takes a masked model of music, beside one of columns"),
+        (["--curve", "--masked", "MASKED"], "a masked model takes as many as its steps"),
+    ],
+)
+def test_options_that_do_not_fit(models, arguments, message):
+    names: dict[str, str] = {"MODEL": str(models[0]), "MASKED": str(models[1])}
+    with pytest.raises(ValueError, match=message):
+        bench.main(["--model", str(models[0]), "--device", "cpu", *(str(names.get(a, a)) for a in arguments)])
+
+
+def test_a_masked_model_has_no_windows_and_pictures_no_masked_model(models, tmp_path):
+    with pytest.raises(ValueError, match="--windows or --initial-draft given, which column decoding has"):
+        bench.main(["--model", str(models[1]), "--device", "cpu", "--windows", "8"])
+    tiny_pipeline().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="it takes a masked model of music, beside one of columns"):
+        bench.main(["--model", str(tmp_path), "--device", "cpu", "--masked", str(models[1])])

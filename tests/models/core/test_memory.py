@@ -1,0 +1,42 @@
+"""A batch that does not fit the GPU is refused by the bytes that its cache takes; memory is stood in for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.next_token.test_cached_decoder import case
+from tests.tiny import tiny_transformer
+from visual_spec.models.core import memory
+from visual_spec.models.next_token.llamagen import TextCondition
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("name", ["llamagen", "janus", "emu3"])
+def test_what_is_refused_is_what_would_be_allocated(monkeypatch, name, guided):
+    model: Any = tiny_transformer()
+    condition: Any = TextCondition(torch.zeros(4, 6, 8), torch.ones(4, 6, dtype=torch.bool))
+    if name != "llamagen":
+        model, condition = case(name)
+    settings: Any = dict(batch_size=4, guided=guided, window=3)
+    state = model.prefill(condition, **settings)
+    held = [tensor for tensor in state.buffers() if tensor.ndim > 3]  # keys and values
+    needed = sum(tensor.nbytes for tensor in held)
+    assert needed > 1000
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
+    model.prefill(condition, **settings)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(ValueError, match="the cache of 4 samples takes .*; pass at most 3 samples at a time"):
+        model.prefill(condition, **settings)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed // 4 - 1)
+    with pytest.raises(ValueError, match="it has no room for a single one"):
+        model.prefill(condition, **settings)
+
+
+def test_unused_memory_that_pytorch_holds_is_free(monkeypatch):
+    for name, value in [("memory_reserved", 70), ("memory_allocated", 50), ("mem_get_info", (1000, 5000))]:
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory.free_bytes(torch.device("cuda")) == 1020
+    assert memory.free_bytes(torch.device("cpu")) is None

@@ -1,0 +1,444 @@
+"""Infinity's transformer against a straight-line computation from the formulas of the paper, and its loader."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.tiny_infinity import LENGTHS, SIDES, captions, some, tiny_infinity
+from visual_spec.models.core.protocol import Side, area_of, shape_of
+from visual_spec.models.next_scale.infinity import PRESETS, InfinityTransformer
+from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
+from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
+from visual_spec.models.next_scale.scale_budget import ScaleBudget, cache_bytes
+from visual_spec.models.next_token.llamagen import TextCondition
+
+WIDE: tuple[Side, ...] = (1, (2, 1), (3, 2), (5, 3))
+NEGATIVE = captions(9, (1, 6, 3))
+
+
+def random_maps(sides: tuple[Side, ...] = SIDES, batch_size: int = 3, bits: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(batch_size, bits, *shape_of(side), generator=generator, dtype=torch.float64)
+        for side in sides[1:]
+    ]
+
+
+# -- an independent computation ---------------------------------------------------------------------------------------
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def turned(x: Tensor, row: int, column: int) -> Tensor:
+    """Pairs of `x [D]` as complex numbers, the first half turned by the row, the second by the column."""
+    half = len(x) // 2
+    speeds = [10000 ** (-2 * j / half) for j in range(half // 2)]
+    angles = torch.tensor([row * s for s in speeds] + [column * s for s in speeds], dtype=x.dtype)
+    numbers = torch.complex(x[0::2], x[1::2]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.stack([numbers.real, numbers.imag], -1).flatten()
+
+
+def over_words(w: dict[str, Tensor], p: str, query: Tensor, words: Tensor, heads: int) -> Tensor:
+    """One query `[dim]` over words `[t, C]`."""
+    dim, size = len(query), len(query) // heads
+    both = words @ w[p + "mat_kv.weight"].T
+    keys, values = both[:, :dim], both[:, dim:] + w[p + "v_bias"]
+    out = torch.zeros(dim, dtype=query.dtype)
+    for head in range(heads):
+        part = slice(head * size, (head + 1) * size)
+        out[part] = (keys[:, part] @ query[part] / math.sqrt(size)).softmax(0) @ values[:, part]
+    return w[p + "proj.weight"] @ out + w[p + "proj.bias"]
+
+
+def straight_line(model: InfinityTransformer, words: Tensor, maps: list[Tensor], grid: Side) -> Tensor:
+    """Logits [L * bits, 2] of one picture (words [t, C], maps [bits, h, w]): whole sequence, loops, no cache."""
+    w = model.state_dict()
+    dim, heads = model.config["dim"], model.config["num_heads"]
+    size = dim // heads
+    words = words / (words.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * w["text_norm.weight"]
+    pool = w["text_proj_for_sos.ca.mat_q"].flatten()
+    pooled = over_words(w, "text_proj_for_sos.ca.", pool, words, model.config["pool_heads"])
+    hidden = gelu(words @ w["text_proj_for_ca.0.weight"].T + w["text_proj_for_ca.0.bias"])
+    words = hidden @ w["text_proj_for_ca.2.weight"].T + w["text_proj_for_ca.2.bias"]
+    # Tokens in order, the scale of each, and where it lies on the grid of positions.
+    rows, levels, places = [pooled + w["pos_start"][0, 0] + w["lvl_embed.weight"][0]], [0], [(0, 0)]
+    for level, picture in enumerate(maps, 1):
+        height, width = picture.shape[1:]
+        for row in range(height):
+            for column in range(width):
+                embedded = w["word_embed.weight"] @ picture[:, row, column] + w["word_embed.bias"]
+                rows.append(embedded + w["lvl_embed.weight"][level])
+                levels.append(level)
+                # Python rounds halves to even, as the official code does.
+                tall, broad = shape_of(grid)
+                places.append((round(row * tall / height), round(column * broad / width)))
+    x = torch.stack(rows)
+    condition = silu(pooled)
+    for layer in range(model.config["num_layers"]):
+        p = f"blocks.{layer}."
+        six = (w["shared_ada_lin.1.weight"] @ condition + w["shared_ada_lin.1.bias"]).view(6, dim)
+        gamma1, gamma2, scale1, scale2, shift1, shift2 = six + w[p + "ada_gss"][0, 0]
+        h = (layer_norm(x) * (1 + scale1) + shift1) @ w[p + "sa.mat_qkv.weight"].T
+        q, k, v = h[:, :dim] + w[p + "sa.q_bias"], h[:, dim : 2 * dim], h[:, 2 * dim :] + w[p + "sa.v_bias"]
+        mixed = torch.zeros_like(x)
+        for head in range(heads):
+            part = slice(head * size, (head + 1) * size)
+            sharpness = min(math.exp(w[p + "sa.scale_mul_1H11"][0, head, 0, 0]), 100.0)
+            queries, keys = (
+                torch.stack([turned(y[i, part] / y[i, part].norm(), *places[i]) for i in range(len(x))])
+                for y in (q, k)
+            )
+            for i, level in enumerate(levels):
+                seen = [j for j in range(len(levels)) if levels[j] <= level]
+                mixed[i, part] = (sharpness * keys[seen] @ queries[i]).softmax(0) @ v[seen][:, part]
+        x = x + (mixed @ w[p + "sa.proj.weight"].T + w[p + "sa.proj.bias"]) * gamma1
+        h = layer_norm(x) * w[p + "ca_norm.weight"] + w[p + "ca_norm.bias"]
+        h = h @ w[p + "ca.mat_q.weight"].T + w[p + "ca.mat_q.bias"]
+        x = x + torch.stack([over_words(w, p + "ca.", query, words, heads) for query in h])
+        h = (layer_norm(x) * (1 + scale2) + shift2) @ w[p + "ffn.fc1.weight"].T + w[p + "ffn.fc1.bias"]
+        x = x + (gelu(h) @ w[p + "ffn.fc2.weight"].T + w[p + "ffn.fc2.bias"]) * gamma2
+    scale, shift = (w["head_nm.ada_lin.1.weight"] @ condition + w["head_nm.ada_lin.1.bias"]).view(2, dim)
+    logits = (layer_norm(x) * (1 + scale) + shift) @ w["head.weight"].T + w["head.bias"]
+    return torch.stack([logits[:, 0::2].flatten(), logits[:, 1::2].flatten()], -1)
+
+
+def decode(model: InfinityTransformer, condition, maps: list[Tensor], guided: bool, known: int = 0):
+    """Logits of every scale from `known` on, one call a scale."""
+    batch_size = len(maps[0])
+    state = model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps[:known])
+    return [state.logits] + [model(state, maps[k - 1], k) for k in range(known + 1, len(model.scales))]
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+VARIANTS: dict[str, tuple[dict[str, Any], Side]] = {
+    "squares": (dict(), 4),
+    "positions on a larger grid": (dict(rope_grid=10, num_heads=4, num_layers=1), 10),  # 2.5 and 7.5: halves
+    "other shapes": (dict(scales=WIDE, rope_grid=(9, 5)), (9, 5)),
+}
+
+
+@pytest.mark.parametrize(("changes", "grid"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_logits_equal_a_straight_line_computation(changes, grid):
+    model = tiny_infinity(**changes)
+    model.get_parameter("blocks.0.sa.scale_mul_1H11").data[0, 0] = 7.0  # beyond the logarithm of 100: clamped
+    maps, condition = random_maps(model.scales), captions()
+    got = torch.cat(decode(model, condition, maps, guided=True), 1)
+    against = torch.cat(decode(model, (condition, NEGATIVE), maps, guided=True), 1)
+    for row in range(3):
+        picture = [map[row] for map in maps]
+        want = straight_line(model, condition.features[row, condition.mask[row]], picture, grid)
+        # Angles are in float32.
+        assert (got[row] - want).abs().max() < 2e-5
+        assert (against[row] - want).abs().max() < 2e-5
+        null = straight_line(model, model.cfg_uncond.data[: LENGTHS[row]], picture, grid)
+        assert (got[3 + row] - null).abs().max() < 2e-5
+        want = straight_line(model, NEGATIVE.features[row, NEGATIVE.mask[row]], picture, grid)
+        assert (against[3 + row] - want).abs().max() < 2e-5
+    assert got.std() > 0.3  # the logits say something
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_prefill_with_maps_scale_by_scale_and_teacher_forcing_agree(guided):
+    model, condition, maps = tiny_infinity(), captions(), random_maps()
+    sizes = [3 * n * n for n in SIDES]
+    trained = model.teacher_forced(maps, condition).split(sizes, 1)
+    dropped = torch.tensor([False, True, False])
+    null = model.teacher_forced(maps, condition, dropped).split(sizes, 1)
+    for known in range(len(SIDES)):
+        for k, logits in enumerate(decode(model, condition, maps, guided, known), known):
+            assert logits.shape == (6 if guided else 3, sizes[k], 2)
+            assert (logits[:3] - trained[k]).abs().max() < 1e-11
+            if guided:
+                assert (logits[4] - null[k][1]).abs().max() < 1e-11
+                assert (null[k][0] - trained[k][0]).abs().max() < 1e-11
+    part = model.teacher_forced(maps[:2], condition)
+    assert (part - torch.cat(trained[:3], 1)).abs().max() < 1e-11
+
+
+def test_a_scale_may_be_fed_again_and_what_followed_is_forgotten():
+    model, condition = tiny_infinity(), captions()
+    wrong, right = random_maps(), [map + 1 for map in random_maps()]
+    state = model.prefill(condition, batch_size=3, guided=False)
+    for k in (1, 2, 3):
+        model(state, wrong[k - 1], k)
+    got = [model(state, right[k - 1], k) for k in (1, 2, 3)]
+    for logits, want in zip(got, decode(model, condition, right, guided=False)[1:], strict=True):
+        assert torch.equal(logits, want)
+
+
+def test_a_caption_is_read_the_same_wherever_its_words_stand_and_whoever_is_beside_it():
+    model, maps = tiny_infinity(), random_maps()
+    whole = torch.cat(decode(model, captions(), maps, guided=True), 1)
+    for row in range(3):
+        alone = some(captions(), torch.tensor([row]))
+        words = alone.features[0, alone.mask[0]]
+        spread = TextCondition(torch.zeros(1, 12, 6).double(), torch.zeros(1, 12, dtype=torch.bool))
+        places = torch.arange(len(words)) * 2 + 1
+        spread.features[0, places], spread.mask[0, places] = words, True
+        one = [map[row : row + 1] for map in maps]
+        for condition in (alone, spread):
+            got = torch.cat(decode(model, condition, one, guided=True), 1)
+            assert (got - whole[[row, 3 + row]]).abs().max() < 1e-11
+
+
+def test_bytes_are_those_of_the_arithmetic():
+    model, condition = tiny_infinity(dtype=torch.float32), captions()
+    row = 2 * 2 * 16 * 4  # keys and values, layers, width, bytes
+    for guided, rows in [(False, 3), (True, 6)]:
+        state = model.prefill(condition, batch_size=3, guided=guided)
+        planned = cache_bytes(model.config, None, 3, guided, torch.float32)
+        assert state.cache_bytes == planned.held == rows * row * (1 + 4 + 9)
+        assert state.text_bytes == rows * row * max(LENGTHS)
+        assert model.prefill(condition, batch_size=3, guided=guided, stop=3).cache_bytes == rows * row * 5
+    assert model.prefill(condition, batch_size=3, guided=False, stop=1).cache_bytes == 0
+    model = model.bfloat16()
+    cache: Any = model.prefill(condition, batch_size=3, guided=False).cache
+    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    wide = tiny_infinity(scales=WIDE)
+    assert wide.offsets == (0, 1, 3, 9, 24)
+    assert cache_bytes(wide.config, None, 1, False, torch.float32).held == row * 9
+    budget = ScaleBudget.from_share(WIDE, 2, 0.9)
+    again = ScaleBudget.from_dict(json.loads(json.dumps(budget.to_dict())))
+    assert again == budget and again.share <= 0.9
+
+
+def test_half_precision_stays_near_float32():
+    wide = tiny_infinity(dtype=torch.float32)
+    maps, condition = [map.float() for map in random_maps()], captions()
+    want = torch.cat(decode(wide, condition, maps, guided=True), 1)
+    got = torch.cat(decode(wide.bfloat16(), condition, maps, guided=True), 1)
+    assert got.dtype == torch.float32
+    assert (got - want).abs().mean() < 0.03 * want.abs().mean()
+
+
+def test_training_reaches_every_weight():
+    model = tiny_infinity(dtype=torch.float32).train()
+    maps = [map.float() for map in random_maps()]
+    dropped = torch.tensor([False, True, False])
+    model.teacher_forced(maps, captions(), dropped).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_fresh_networks_begin_near_the_uniform_law():
+    torch.manual_seed(0)
+    model = InfinityTransformer(
+        bits=3, dim=32, num_layers=2, num_heads=2, ffn_dim=64, caption_dim=6, caption_length=7, pool_heads=4,
+        scales=SIDES,
+    )  # fmt: skip
+    logits = model.teacher_forced([map.float() for map in random_maps()], captions())
+    assert 0 < logits.abs().max() < 0.1
+
+
+def test_configuration_survives_saving(tmp_path):
+    for sides in (SIDES, WIDE):
+        model = tiny_infinity(dtype=torch.float32, scales=sides)
+        model.save_pretrained(tmp_path)
+        again = InfinityTransformer.from_pretrained(tmp_path)
+        assert again.scales == sides
+        maps = [map.float() for map in random_maps(sides)]
+        assert torch.equal(again.teacher_forced(maps, captions()), model.teacher_forced(maps, captions()))
+
+
+def test_positions_follow_the_official_grids():
+    assert rope_grid_of(scales_for(256)) == rope_grid_of(scales_for(1024)) == 64
+    assert rope_grid_of(scales_for(512, 4 / 3)) == (72, 54)
+    assert rope_grid_of(SIDES) == 4
+    small, large = (tiny_infinity(scales=scales_for(size), num_levels=15) for size in (256, 512))
+    rotations = small._rotations(torch.device("cpu"))
+    assert rotations.shape == (521, 4, 2)
+    assert torch.equal(large._rotations(torch.device("cpu"))[:521], rotations)
+    assert not torch.equal(tiny_infinity(scales=scales_for(256), rope_grid=16, num_levels=15)._rotations(
+        torch.device("cpu")
+    ), rotations)  # fmt: skip
+
+
+def test_requests_that_do_not_fit_are_refused_with_what_would():
+    model, maps, condition = tiny_infinity(), random_maps(), captions()
+    with pytest.raises(TypeError, match="str given; this model takes caption features"):
+        model.prefill("red circle", batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError, match=r"features \(3, 6, 6\) and mask \(3, 6\) given; allowed are \[2, words, 6\]"
+    ):
+        model.prefill(condition, batch_size=2, guided=False)
+    with pytest.raises(ValueError, match=r"captions of \[4, 0, 5\] words given; allowed are 1 to 7"):
+        empty = TextCondition(condition.features, condition.mask.clone())
+        empty.mask[1] = False
+        model.prefill(empty, batch_size=3, guided=False)
+    with pytest.raises(ValueError, match=r"captions of \[8\] words given; allowed are 1 to 7"):
+        model.prefill(captions(lengths=(8,)), batch_size=1, guided=False)
+    with pytest.raises(ValueError, match=r"shape \(3, 3, 3, 3\) given for scale 1; .* takes \(3, 3, 2, 2\)"):
+        model.prefill(condition, batch_size=3, guided=False, maps=maps[1:])
+    with pytest.raises(ValueError, match=r"4 maps and stop=4 given; .* this model has 4 scales"):
+        model.prefill(condition, batch_size=3, guided=False, maps=[*maps, maps[-1]])
+    state = model.prefill(condition, batch_size=3, guided=True)
+    with pytest.raises(ValueError, match="scale 2 given after 1 cached ones"):
+        model(state, maps[1], 2)
+    with pytest.raises(ValueError, match="scale 0 given"):
+        model(state, maps[0], 0)
+    with pytest.raises(ValueError, match="coarse to fine"):
+        tiny_infinity(scales=(1, 3, 2))
+    with pytest.raises(ValueError, match="coarse to fine"):
+        tiny_infinity(scales=(1, (3, 2), (4, 1)))
+    with pytest.raises(ValueError, match="takes at most 6, of which the first is 1"):
+        tiny_infinity(scales=(2, 3))
+    with pytest.raises(ValueError, match="at most 6"):
+        tiny_infinity(scales=(1, 2, 3, 4, 5, 6, 7))
+    with pytest.raises(ValueError, match="dim=12, num_heads=2, pool_heads=4 given"):
+        tiny_infinity(dim=12)
+
+
+# -- official checkpoints --------------------------------------------------------------------------------------------
+
+
+def official_shapes(preset: str, chunks: int = 8) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of the released files."""
+    size = PRESETS[preset]
+    dim, depth, heads, bits = size["dim"], size["num_layers"], size["num_heads"], size["bits"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "cfg_uncond": (512, 2048),
+        "pos_start": (1, 1, dim),
+        "text_norm.weight": (2048,),
+        "text_proj_for_sos.ca.mat_q": (1, 16, dim // 16),
+        "text_proj_for_sos.ca.mat_kv.weight": (2 * dim, 2048),
+        "text_proj_for_sos.ca.v_bias": (dim,),
+        "text_proj_for_sos.ca.zero_k_bias": (dim,),
+        "text_proj_for_sos.ca.proj.weight": (dim, dim),
+        "text_proj_for_sos.ca.proj.bias": (dim,),
+        "text_proj_for_ca.0.weight": (dim, 2048),
+        "text_proj_for_ca.0.bias": (dim,),
+        "text_proj_for_ca.2.weight": (dim, dim),
+        "text_proj_for_ca.2.bias": (dim,),
+        "lvl_embed.weight": (15, dim),
+        "word_embed.weight": (dim, bits),
+        "word_embed.bias": (dim,),
+        "shared_ada_lin.1.weight": (6 * dim, dim),
+        "shared_ada_lin.1.bias": (6 * dim,),
+        "head_nm.ada_lin.1.weight": (2 * dim, dim),
+        "head_nm.ada_lin.1.bias": (2 * dim,),
+        "head.weight": (2 * bits, dim),
+        "head.bias": (2 * bits,),
+    }
+    for layer in range(depth):
+        each = depth // chunks
+        p = f"block_chunks.{layer // each}.module.{layer % each}."
+        shapes |= {
+            p + "sa.scale_mul_1H11": (1, heads, 1, 1),
+            p + "sa.q_bias": (dim,),
+            p + "sa.v_bias": (dim,),
+            p + "sa.zero_k_bias": (dim,),
+            p + "sa.mat_qkv.weight": (3 * dim, dim),
+            p + "sa.proj.weight": (dim, dim),
+            p + "sa.proj.bias": (dim,),
+            p + "ca.mat_q.weight": (dim, dim),
+            p + "ca.mat_q.bias": (dim,),
+            p + "ca.mat_kv.weight": (2 * dim, dim),
+            p + "ca.v_bias": (dim,),
+            p + "ca.zero_k_bias": (dim,),
+            p + "ca.proj.weight": (dim, dim),
+            p + "ca.proj.bias": (dim,),
+            p + "ca_norm.weight": (dim,),
+            p + "ca_norm.bias": (dim,),
+            p + "ffn.fc1.weight": (4 * dim, dim),
+            p + "ffn.fc1.bias": (4 * dim,),
+            p + "ffn.fc2.weight": (dim, 4 * dim),
+            p + "ffn.fc2.bias": (dim,),
+            p + "ada_gss": (1, 1, 6, dim),
+        }
+    return shapes
+
+
+def official(preset: str, **changes: Any) -> dict[str, Tensor]:
+    shapes = official_shapes(preset) | changes
+    return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("2b", 2.20), ("8b", 8.38)])
+def test_official_files_load_key_for_key(preset: str, billions: float):
+    weights = official(preset)
+    model = load_infinity_checkpoint(weights)
+    assert {key: model.config[key] for key in PRESETS[preset]} == PRESETS[preset]
+    assert model.scales == scales_for(1024)
+    assert model.config["caption_dim"] == 2048 and model.config["caption_length"] == 512
+    count = sum(parameter.numel() for parameter in model.parameters())
+    constants = sum(weight.numel() for key, weight in weights.items() if "zero_k_bias" in key)
+    assert count == sum(weight.numel() for weight in weights.values()) - constants
+    assert abs(count / 1e9 - billions) < 0.01
+    with torch.device("meta"):
+        built = InfinityTransformer(**PRESETS[preset])
+    assert {k: v.shape for k, v in built.state_dict().items()} == {
+        k: v.shape for k, v in model.state_dict().items()
+    }
+    assert load_infinity_checkpoint(weights, scales=scales_for(512, 0.75)).scales[-1] == (27, 36)
+
+
+def test_chunks_are_joined_in_order_and_give_the_same_logits(tmp_path):
+    model = tiny_infinity(dtype=torch.float32, num_layers=4)
+    maps, condition = [map.float() for map in random_maps()], captions()
+    want = model.teacher_forced(maps, condition)
+    weights = {}
+    for key, value in model.state_dict().items():
+        part, *rest = key.split(".")
+        layer = int(rest[0]) if part == "blocks" else 0
+        name = f"block_chunks.{layer // 2}.module.{layer % 2}." + ".".join(rest[1:])
+        weights[name if part == "blocks" else key] = value.clone()
+    weights["block_chunks.1.module.0.ca.zero_k_bias"] = torch.zeros(16)
+    weights["lvl_1L"] = torch.zeros(1, 30)
+    torch.save(weights, tmp_path / "own.pth")
+    # The 8B comes in a folder of shards with an index.
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    names = sorted(weights)
+    shards = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
+    for file in set(shards.values()):
+        save_file({name: weights[name] for name in names if shards[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for source in (tmp_path / "own.pth", str(folder), weights, model.state_dict()):
+        again = load_infinity_checkpoint(source, scales=SIDES)
+        assert torch.equal(again.teacher_forced(maps, condition), want)
+        assert not again.training
+    assert load_infinity_checkpoint(weights, scales=SIDES, dtype=torch.bfloat16).dtype == torch.bfloat16
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="holds 0 index files of shards; pass an official folder"):
+        load_infinity_checkpoint(folder)
+
+
+def test_every_wrong_key_is_named():
+    weights = official("2b")
+    del weights["block_chunks.3.module.1.ffn.fc1.bias"]
+    weights["block_chunks.2.module.0.ca_gamma"] = torch.empty(2048, device="meta")
+    weights["block_chunks.7.module.3.sa.zero_k_bias"] = torch.empty(512, device="meta")
+    with pytest.raises(ValueError) as error:
+        load_infinity_checkpoint(weights)
+    text = str(error.value)
+    assert "1 missing: blocks.13.ffn.fc1.bias" in text
+    assert "1 unexpected: blocks.8.ca_gamma" in text
+    assert "1 of another shape: blocks.31.sa.zero_k_bias [512] instead of [2048]" in text
+
+
+def test_other_files_are_refused():
+    with pytest.raises(ValueError, match="is no Infinity transformer: it lacks word_embed.weight"):
+        load_infinity_checkpoint({"tok_embeddings.weight": torch.zeros(3, 2)})
+
+
+def test_areas_of_maps():
+    assert [area_of(side) for side in WIDE] == [1, 2, 6, 15]

@@ -1,0 +1,366 @@
+"""Infinity's tokenizer: its schedules, the official key layout, and all that it computes against plain loops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.tiny_infinity import SIDES, tiny_bits
+from visual_spec.models.core.protocol import Side, area_of, shape_of
+from visual_spec.models.next_scale.infinity_scales import (
+    SIZES,
+    published_budget,
+    ratios,
+    rope_grid_of,
+    scales_for,
+)
+from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
+from visual_spec.models.next_scale.scale_budget import offsets_of
+
+WIDE: tuple[Side, ...] = (1, (2, 1), (3, 2), (5, 3))
+SHAPES: dict[str, dict[str, Any]] = {
+    "squares": dict(),
+    "other shapes": dict(scales=WIDE),
+    "patches": dict(patchify=True, bits=2, scales=WIDE),
+}
+
+
+# -- an independent computation ---------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weights: dict[str, Tensor], name: str, groups: int = 2) -> Tensor:
+    b, c, h, w = x.shape
+    parts = x.reshape(b, groups, -1)
+    mean, variance = parts.mean(-1, keepdim=True), parts.var(-1, keepdim=True, unbiased=False)
+    x = ((parts - mean) / (variance + 1e-6).sqrt()).reshape(b, c, h, w)
+    return x * weights[f"{name}.weight"][:, None, None] + weights[f"{name}.bias"][:, None, None]
+
+
+def conv(x: Tensor, weights: dict[str, Tensor], name: str, stride: int = 1, padding: int = 1) -> Tensor:
+    return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], stride, padding)
+
+
+def swish(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())
+
+
+def res_block(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    h = conv(swish(norm(x, weights, f"{name}.norm1")), weights, f"{name}.conv1")
+    h = conv(swish(norm(h, weights, f"{name}.norm2")), weights, f"{name}.conv2")
+    shortcut = f"{name}.nin_shortcut"
+    return h + (conv(x, weights, shortcut, padding=0) if f"{shortcut}.weight" in weights else x)
+
+
+def latents_of(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """Two levels of one block, as the tiny model has."""
+    x = res_block(conv(x, weights, "encoder.conv_in"), weights, "encoder.down.0.block.0")
+    x = conv(F.pad(x, (0, 1, 0, 1)), weights, "encoder.down.0.downsample.conv", stride=2, padding=0)
+    x = res_block(x, weights, "encoder.down.1.block.0")
+    x = res_block(res_block(x, weights, "encoder.mid.block_1"), weights, "encoder.mid.block_2")
+    return conv(swish(norm(x, weights, "encoder.norm_out")), weights, "encoder.conv_out")
+
+
+def picture_of(canvas: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    x = conv(canvas, weights, "decoder.conv_in")
+    x = res_block(res_block(x, weights, "decoder.mid.block_1"), weights, "decoder.mid.block_2")
+    for block in range(2):
+        x = res_block(x, weights, f"decoder.up.1.block.{block}")
+    x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    x = conv(x, weights, "decoder.up.1.upsample.conv")
+    for block in range(2):
+        x = res_block(x, weights, f"decoder.up.0.block.{block}")
+    return conv(swish(norm(x, weights, "decoder.norm_out")), weights, "decoder.conv_out").clamp(-1, 1)
+
+
+def linear_matrix(size: int, target: int) -> Tensor:
+    """Linear interpolation with half-pixel centres, edges repeated: `[target, size]`."""
+    matrix = torch.zeros(target, size, dtype=torch.float64)
+    for i in range(target):
+        centre = max((i + 0.5) * size / target - 0.5, 0)
+        low = math.floor(centre)
+        matrix[i, min(low, size - 1)] += 1 - (centre - low)
+        matrix[i, min(low + 1, size - 1)] += centre - low
+    return matrix
+
+
+def mean_matrix(size: int, target: int) -> Tensor:
+    """Means over bins, which overlap where the sizes do not divide: `[target, size]`."""
+    matrix = torch.zeros(target, size, dtype=torch.float64)
+    for i in range(target):
+        first, end = i * size // target, -(-(i + 1) * size // target)
+        matrix[i, first:end] = 1 / (end - first)
+    return matrix
+
+
+def resized(x: Tensor, shape: tuple[int, int], matrix) -> Tensor:
+    """`[D, h, w]` to another shape."""
+    return matrix(x.shape[1], shape[0]) @ x @ matrix(x.shape[2], shape[1]).T
+
+
+def coded(
+    latents: Tensor, scales: tuple[Side, ...], cell: int
+) -> tuple[list[list[int]], list[Tensor], list[Tensor]]:
+    """One picture `[D, h, w]`: bits, input maps of scales 1 on, and canvases, one place and one bit at a time."""
+    depth, total = len(latents), latents.shape[1:]
+    canvas, bits, maps, canvases = torch.zeros_like(latents), [], [], []
+    for scale, side in enumerate(scales):
+        height, width = shape_of(side)
+        shape = (height * cell, width * cell)
+        if scale:
+            small = resized(canvas, shape, linear_matrix)
+            map = torch.zeros(depth * cell * cell, height, width, dtype=torch.float64)
+            for channel in range(len(map)):
+                d, corner = divmod(channel, cell * cell)
+                map[channel] = small[d, corner // cell :: cell, corner % cell :: cell]
+            maps.append(map)
+        left = resized(latents - canvas, shape, mean_matrix)
+        codes, row = torch.zeros(depth, *shape, dtype=torch.float64), []
+        for y in range(height):
+            for x in range(width):
+                for d in range(depth):
+                    for corner in range(cell * cell):
+                        place = (d, y * cell + corner // cell, x * cell + corner % cell)
+                        row.append(int(left[place] > 0))
+                        codes[place] = (1 if row[-1] else -1) / math.sqrt(depth)
+        bits.append(row)
+        canvas = canvas + resized(codes, (total[0], total[1]), linear_matrix)
+        canvases.append(canvas)
+    return bits, maps, canvases
+
+
+# -- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_both_networks_equal_plain_formulas(changes):
+    model = tiny_bits(**changes)
+    weights = model.state_dict()
+    images = torch.rand(2, 3, *model.image_size, dtype=torch.float64) * 2 - 1
+    latents = model.encode_latents(images)
+    assert (latents - latents_of(images, weights)).abs().max() < 1e-10
+    assert latents.shape == model.begin(2).shape
+    canvas = torch.randn_like(latents)
+    assert (model.decode_canvas(canvas) - picture_of(canvas, weights)).abs().max() < 1e-10
+    assert model.decode_canvas(canvas).shape == images.shape
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_bits_canvases_and_inputs_equal_plain_loops(changes):
+    model = tiny_bits(**changes)
+    cell = 2 if changes.get("patchify") else 1
+    images = torch.rand(2, 3, *model.image_size, dtype=torch.float64) * 2 - 1
+    latents = model.encode_latents(images)
+    tokens, canvases = model.quantise(latents)
+    assert model.tokens_per_place == model.code_dim == model.bits * cell * cell
+    assert [part.shape[1] for part in tokens] == [area_of(side) * model.code_dim for side in model.scales]
+    maps = model.maps_of(torch.cat(tokens, 1))
+    for row in range(2):
+        bits, inputs, drawn = coded(latents[row], model.scales, cell)
+        assert [part[row].tolist() for part in tokens] == bits
+        for got, want in zip(canvases, drawn, strict=True):
+            assert (got[row] - want).abs().max() < 1e-12
+        for got, want in zip(maps, inputs, strict=True):
+            assert got[row].shape == want.shape and (got[row] - want).abs().max() < 1e-12
+    assert 0.2 < torch.cat(tokens, 1).double().mean() < 0.8
+    assert torch.equal(model.encode_tokens(images), torch.cat(tokens, 1))
+    # Each scale brings the canvas nearer.
+    errors = [float((latents - canvas).square().mean()) for canvas in canvases]
+    assert errors[-1] < errors[0]
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_bits_go_to_codes_and_back(changes):
+    """What one scale of codes put on the canvas, it codes again."""
+    model = tiny_bits(**{**changes, "scales": [1, (3, 2)]})
+    tokens = torch.randint(0, 2, (4, 6 * model.tokens_per_place), generator=torch.Generator().manual_seed(2))
+    canvas = model.accumulate(model.begin(4, dtype=torch.float64), 1, tokens)
+    assert torch.allclose(canvas.abs(), torch.tensor(model.bits**-0.5, dtype=torch.float64))
+    assert torch.allclose(canvas.square().sum(1), torch.ones(()).double())  # on the unit sphere
+    alone = tiny_bits(**{**changes, "scales": [(3, 2)]})
+    assert torch.equal(alone.quantise(canvas)[0][0], tokens)
+    # Tokens are codes of the table, joined place by place.
+    codes = model.codebook[tokens].reshape(4, 6, -1).mT.unflatten(2, (3, 2))
+    again = model.accumulate_codes(model.begin(4, dtype=torch.float64), 1, codes)
+    assert torch.equal(again, canvas)
+
+
+def test_decoding_tokens_is_drawing_all_scales():
+    model = tiny_bits(patchify=True)
+    tokens = torch.randint(0, 2, (2, model.num_tokens), generator=torch.Generator().manual_seed(2))
+    canvas = model.begin(2)
+    for scale, part in enumerate(tokens.split([12 * side * side for side in SIDES], 1)):
+        canvas = model.accumulate(canvas, scale, part)
+    assert torch.equal(model.decode_tokens(tokens), model.decode_canvas(canvas))
+    assert model.decode_tokens(tokens).shape == (2, 3, 16, 16)
+    images = torch.rand(2, 3, 16, 16, dtype=torch.float64) * 2 - 1
+    assert torch.equal(model(images), model.decode_tokens(model.encode_tokens(images)))
+
+
+def test_configuration_survives_saving(tmp_path):
+    model = tiny_bits(dtype=torch.float32, scales=WIDE, patchify=True)
+    model.save_pretrained(tmp_path)
+    again = BitwiseVQModel.from_pretrained(tmp_path)
+    assert again.scales == WIDE and again.image_size == (20, 12)
+    tokens = torch.randint(0, 2, (1, model.num_tokens))
+    assert torch.equal(again.decode_tokens(tokens), model.decode_tokens(tokens))
+
+
+def test_what_does_not_fit_is_refused():
+    model = tiny_bits()
+    with pytest.raises(
+        ValueError, match=r"tokens of shape \(1, 89\) given; .* of 3 bits a place have \[B, 90\]"
+    ):
+        model.decode_tokens(torch.zeros(1, 89, dtype=torch.long))
+    with pytest.raises(ValueError, match="tokens from 0 to 2 given; allowed are the bits 0 and 1"):
+        model.decode_tokens(torch.arange(90)[None] % 3)
+    with pytest.raises(ValueError, match=r"scale 1 has \[B, 12\]: 3 bits for each of 4 places"):
+        model.accumulate(model.begin(1), 1, torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"\(1, 3, 8, 9\) given; this tokenizer encodes \[B, 3, 8, 8\]"):
+        model.encode_tokens(torch.zeros(1, 3, 8, 9))
+    with pytest.raises(ValueError, match="coarse to fine"):
+        tiny_bits(scales=(1, 3, 2))
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def test_schedules_have_the_pixels_and_ratios_that_they_are_for():
+    assert scales_for(1024) == (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
+    assert offsets_of(scales_for(1024))[-1] == 10521
+    assert len(ratios()) == 15
+    for ratio in ratios():
+        for size, count in SIZES.items():
+            scales = scales_for(size, ratio)
+            height, width = shape_of(scales[-1])
+            assert len(scales) == count
+            assert abs(height / width - ratio) < 0.01
+            near = 0.055 if size in (512, 1024) else 0.12
+            assert abs(16 * (height * width) ** 0.5 - size) < near * size
+            assert scales == scales_for(1024, ratio)[:count]
+            assert rope_grid_of(scales) == scales_for(1024, ratio)[-1]
+            assert scales_for(size, 1 / ratio) == tuple(
+                side if isinstance(side, int) else side[::-1] for side in scales
+            )
+    assert scales_for(1024, 0.76)[-1] == (54, 72)
+    assert scales_for(256, 9.0)[-1] == (27, 9)
+    with pytest.raises(ValueError, match=r"size=640 given; .* \[256, 512, 768, 1024\] squared"):
+        scales_for(640)
+    with pytest.raises(ValueError, match="ratio=0"):
+        scales_for(1024, 0)
+
+
+@pytest.mark.parametrize(("preset", "layers", "drafters"), [("2b", 32, (0, 23)), ("8b", 40, (0, 1, 2))])
+def test_published_budgets_are_a_tenth_of_the_cache(preset: str, layers: int, drafters: tuple[int, ...]):
+    budget = published_budget(preset)
+    assert budget.num_layers == layers
+    assert 0.098 < budget.share < 0.103
+    assert budget.drafters[8] == drafters
+    for scale in range(8, 13):
+        # The same sum at every scale: 650 tokens a layer.
+        assert abs(sum(budget.tokens[scale]) / layers - 650) < 3
+        assert len(set(budget.tokens[scale])) == 2
+    assert all(len(set(row)) == 1 for row in budget.tokens[:8])
+    with pytest.raises(ValueError, match="preset='20b'; there are published budgets for 2b, 8b"):
+        published_budget("20b")
+
+
+# -- official checkpoints --------------------------------------------------------------------------------------------
+
+
+def official_shapes(bits: int, multipliers: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of the released `infinity_vae_d*.pth`: convolutions and norms are wrapped."""
+    shapes: dict[str, tuple[int, ...]] = {"quantizer.lfq.mask": (bits,), "quantize.lfq.mask": (bits,)}
+
+    def conv(name: str, inner: int, outer: int, size: int = 3) -> None:
+        shapes.update({f"{name}.conv.weight": (outer, inner, size, size), f"{name}.conv.bias": (outer,)})
+
+    def block(name: str, inner: int, outer: int) -> None:
+        for index, (a, b) in enumerate([(inner, outer), (outer, outer)], 1):
+            shapes.update({f"{name}.norm{index}.norm.weight": (a,), f"{name}.norm{index}.norm.bias": (a,)})
+            conv(f"{name}.conv{index}", a, b)
+        if inner != outer:
+            conv(f"{name}.nin_shortcut", inner, outer, 1)
+
+    widths = [128 * multiplier for multiplier in multipliers]
+    last = len(widths) - 1
+    conv("encoder.conv_in", 3, 128)
+    for level, width in enumerate(widths):
+        block(f"encoder.down.{level}.block.0", widths[max(level - 1, 0)], width)
+        block(f"encoder.down.{level}.block.1", width, width)
+        if level < last:
+            conv(f"encoder.down.{level}.downsample.conv", width, width)
+    for level, width in enumerate(widths):
+        block(f"decoder.up.{level}.block.0", widths[min(level + 1, last)], width)
+        for index in (1, 2):
+            block(f"decoder.up.{level}.block.{index}", width, width)
+        if level:
+            conv(f"decoder.up.{level}.upsample.conv", width, width)
+    for net, outer in [("encoder", widths[-1]), ("decoder", widths[0])]:
+        for index in (1, 2):
+            block(f"{net}.mid.block_{index}", widths[-1], widths[-1])
+        shapes.update({f"{net}.norm_out.norm.weight": (outer,), f"{net}.norm_out.norm.bias": (outer,)})
+    conv("encoder.conv_out", widths[-1], bits)
+    conv("decoder.conv_in", bits, widths[-1])
+    conv("decoder.conv_out", widths[0], 3)
+    return shapes
+
+
+def official(bits: int, multipliers: tuple[int, ...]) -> dict[str, Tensor]:
+    shapes = official_shapes(bits, multipliers)
+    return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("bits", [16, 24, 32, 64])
+def test_official_files_load_key_for_key(bits: int):
+    weights = official(bits, (1, 2, 4, 4, 4))
+    model = load_infinity_vq_checkpoint(weights, scales=scales_for(512, 2.0))
+    assert (model.bits, model.code_dim, model.patch_size) == (bits, bits, 16)
+    assert model.image_size == (46 * 16, 23 * 16)
+    assert sum(p.numel() for p in model.parameters()) == sum(w.numel() for w in weights.values()) - 2 * bits
+
+
+def test_the_tokenizer_of_patches_is_known_by_its_levels():
+    model = load_infinity_vq_checkpoint(official(14, (1, 2, 4, 4)))
+    assert model.config["patchify"] and (model.bits, model.code_dim) == (14, 56)
+    assert model.patch_size == 16 and model.image_size == (1024, 1024)
+    assert model.num_tokens == 10521 * 56
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_files_give_the_same_pictures(tmp_path, wrapped: bool):
+    model = tiny_bits(dtype=torch.float32, norm_groups=2)
+    weights = {}
+    for key, value in model.state_dict().items():
+        name, kind = key.rsplit(".", 1)
+        kind = f"{'norm' if 'norm' in name else 'conv'}.{kind}" if wrapped else kind
+        weights[f"{name}.{kind}"] = value.clone()
+    torch.save({"vae": weights, "epoch": 3}, tmp_path / "own.pth")
+    settings: dict[str, Any] = dict(scales=SIDES, norm_groups=2)
+    again = load_infinity_vq_checkpoint(tmp_path / "own.pth", **settings)
+    tokens = torch.randint(0, 2, (1, model.num_tokens))
+    assert torch.equal(again.decode_tokens(tokens), model.decode_tokens(tokens))
+    assert again.config["channel_multipliers"] == (1, 2) and not again.config["patchify"]
+    half = load_infinity_vq_checkpoint(tmp_path / "own.pth", dtype=torch.bfloat16, **settings)
+    assert half.dtype == torch.bfloat16
+    assert (half.decode_tokens(tokens) - model.decode_tokens(tokens)).abs().mean() < 0.05
+
+
+def test_every_wrong_key_is_named():
+    weights = official(32, (1, 2, 4, 4, 4))
+    del weights["encoder.down.2.block.1.norm1.norm.bias"]
+    weights["decoder.mid.attn_1.q.conv.weight"] = torch.empty(512, 512, 1, 1, device="meta")
+    weights["encoder.conv_in.bias"] = torch.empty(128, device="meta")  # beside encoder.conv_in.conv.bias
+    weights["quantize.lfq.mask"] = torch.empty(31, device="meta")
+    with pytest.raises(ValueError) as error:
+        load_infinity_vq_checkpoint(weights)
+    text = str(error.value)
+    assert "1 missing: encoder.down.2.block.1.norm1.bias" in text
+    assert "2 unexpected: decoder.mid.attn_1.q.conv.weight, encoder.conv_in.conv.bias" in text
+    assert "1 of another shape: quantize.lfq.mask [31] instead of [32]" in text
+    with pytest.raises(ValueError, match="is no tokenizer of Infinity: it lacks encoder.conv_in.weight"):
+        load_infinity_vq_checkpoint({"quantize.embedding.weight": torch.zeros(3, 2)})

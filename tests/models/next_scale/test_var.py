@@ -1,0 +1,364 @@
+"""The next-scale transformer against a straight-line computation from the formulas of the paper, and its loader."""
+
+from __future__ import annotations
+
+import math
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_scales import tiny_var
+from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer, load_var_checkpoint
+
+SIDES = (1, 2, 3, 4)
+
+
+def random_maps(batch_size: int = 2, sides=SIDES, channels: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(batch_size, channels, side, side, generator=generator, dtype=torch.float64)
+        for side in sides[1:]
+    ]
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def straight_line(model: VARTransformer, label: int, maps: list[Tensor]) -> Tensor:
+    """Logits [L, V] of one picture (maps [D, n, n]), with loops over heads, tokens and what they see. No cache."""
+    w = model.state_dict()
+    dim, heads = model.config["dim"], model.config["num_heads"]
+    size = dim // heads
+    # Tokens in order, and the scale of each.
+    rows, levels = [], []
+    for slot in range(model.scales[0] ** 2):
+        rows.append(w["class_emb.weight"][label] + w["pos_start"][0, slot])
+        levels.append(0)
+    for level, picture in enumerate(maps, 1):
+        for row in range(model.scales[level]):
+            for column in range(model.scales[level]):
+                rows.append(w["word_embed.weight"] @ picture[:, row, column] + w["word_embed.bias"])
+                levels.append(level)
+    x = torch.stack(
+        [
+            row + w["pos_1LC"][0, slot] + w["lvl_embed.weight"][level]
+            for slot, (row, level) in enumerate(zip(rows, levels, strict=True))
+        ]
+    )
+    condition = silu(w["class_emb.weight"][label])
+
+    def norm(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        centred = v - v.mean(-1, keepdim=True)
+        unit = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        return unit * (1 + scale) + shift
+
+    for layer in range(model.config["num_layers"]):
+        p = f"blocks.{layer}."
+        if model.config["shared_adaln"]:
+            six = w["shared_ada_lin.1.weight"] @ condition + w["shared_ada_lin.1.bias"]
+            six = six.view(6, dim) + w[p + "ada_gss"][0, 0]
+        else:
+            six = (w[p + "ada_lin.1.weight"] @ condition + w[p + "ada_lin.1.bias"]).view(6, dim)
+        gamma1, gamma2, scale1, scale2, shift1, shift2 = six
+        h = norm(x, scale1, shift1) @ w[p + "attn.mat_qkv.weight"].T
+        q, k, v = (
+            h[:, :dim] + w[p + "attn.q_bias"],
+            h[:, dim : 2 * dim],
+            h[:, 2 * dim :] + w[p + "attn.v_bias"],
+        )
+        mixed = torch.zeros_like(x)
+        for head in range(heads):
+            part = slice(head * size, (head + 1) * size)
+            sharpness = min(math.exp(w[p + "attn.scale_mul_1H11"][0, head, 0, 0]), 100.0)
+            for i, level in enumerate(levels):
+                seen = [j for j in range(len(levels)) if levels[j] <= level]
+                cosines = [(q[i, part] @ k[j, part]) / (q[i, part].norm() * k[j, part].norm()) for j in seen]
+                mixed[i, part] = (sharpness * torch.stack(cosines)).softmax(0) @ v[seen][:, part]
+        x = x + (mixed @ w[p + "attn.proj.weight"].T + w[p + "attn.proj.bias"]) * gamma1
+        h = norm(x, scale2, shift2) @ w[p + "ffn.fc1.weight"].T + w[p + "ffn.fc1.bias"]
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        x = x + (h @ w[p + "ffn.fc2.weight"].T + w[p + "ffn.fc2.bias"]) * gamma2
+    scale, shift = (w["head_nm.ada_lin.1.weight"] @ condition + w["head_nm.ada_lin.1.bias"]).view(2, dim)
+    return norm(x, scale, shift) @ w["head.weight"].T + w["head.bias"]
+
+
+def decode(
+    model: VARTransformer, labels: Tensor, maps: list[Tensor], guided: bool, known: int = 0
+) -> list[Tensor]:
+    """Logits of every scale from `known` on, one call a scale."""
+    state = model.prefill(labels, batch_size=len(labels), guided=guided, maps=maps[:known])
+    return [state.logits] + [model(state, maps[k - 1], k) for k in range(known + 1, len(model.scales))]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    dict(),
+    dict(shared_adaln=True),
+    dict(scales=(2, 3), num_heads=4, num_layers=1),
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=["adaln a layer", "shared adaln", "first scale of four"])
+def test_logits_equal_a_straight_line_computation(changes):
+    model = tiny_var(**changes)
+    model.get_parameter("blocks.0.attn.scale_mul_1H11").data[0, 0] = (
+        7.0  # beyond the logarithm of 100: clamped
+    )
+    maps = random_maps(sides=model.scales)
+    labels = torch.tensor([3, 0])
+    got = torch.cat(decode(model, labels, maps, guided=True), 1)
+    for row, label in enumerate([3, 0, 5, 5]):
+        want = straight_line(model, label, [map[row % 2] for map in maps])
+        assert (got[row] - want).abs().max() < 1e-10
+    assert got.std() > 0.3  # the logits say something
+
+
+@pytest.mark.parametrize("shared_adaln", [False, True])
+@pytest.mark.parametrize("guided", [False, True])
+def test_prefill_with_maps_scale_by_scale_and_teacher_forcing_agree(guided, shared_adaln):
+    model = tiny_var(shared_adaln=shared_adaln)
+    maps, labels = random_maps(), torch.tensor([1, 4])
+    dropped = torch.tensor([False, True])
+    trained = model.teacher_forced(maps, labels).split([n * n for n in SIDES], 1)
+    null = model.teacher_forced(maps, labels, dropped).split([n * n for n in SIDES], 1)
+    for known in range(len(SIDES)):
+        for k, logits in enumerate(decode(model, labels, maps, guided, known), known):
+            assert logits.shape == (4 if guided else 2, SIDES[k] ** 2, 12)
+            assert (logits[:2] - trained[k]).abs().max() < 1e-11
+            if guided:
+                assert (logits[3] - null[k][1]).abs().max() < 1e-11
+    some = model.teacher_forced(maps[:2], labels)
+    assert (
+        torch.equal(some, torch.cat(trained[:3], 1)) or (some - torch.cat(trained[:3], 1)).abs().max() < 1e-12
+    )
+
+
+def test_a_scale_may_be_fed_again_and_what_followed_is_forgotten():
+    model, labels = tiny_var(), torch.tensor([2])
+    wrong, right = random_maps(2)[:3], random_maps(2)
+    wrong = [map[:1] for map in wrong]
+    right = [map[1:] for map in right]
+    state = model.prefill(labels, batch_size=1, guided=False)
+    for k in (1, 2, 3):
+        model(state, wrong[k - 1], k)
+    got = [model(state, right[k - 1], k) for k in (1, 2, 3)]
+    for logits, want in zip(got, decode(model, labels, right, guided=False)[1:], strict=True):
+        assert torch.equal(logits, want)
+
+
+def test_nothing_is_cached_that_nobody_reads():
+    model, labels, maps = tiny_var(dtype=torch.float32), torch.tensor([2, 3]), random_maps()
+    row = 2 * 2 * 16 * 4  # keys and values, layers, width, bytes
+
+    def cached(guided: bool = False, **changes) -> int:
+        return model.prefill(labels, batch_size=2, guided=guided, **changes).cache_bytes
+
+    assert cached() == 2 * row * (1 + 4 + 9)
+    assert cached(guided=True) == 4 * row * (1 + 4 + 9)
+    assert cached(stop=3) == 2 * row * (1 + 4)
+    assert cached(stop=1) == 0
+    assert cached(maps=maps[:1]) == 2 * row * (1 + 4 + 9)
+    assert cached(maps=maps) == 0  # only the last scale was asked for, and this forward has it
+    assert cached(maps=maps[:2], stop=3) == 0
+    model = model.bfloat16()
+    state = model.prefill(labels, batch_size=2, guided=False)
+    cache: Any = state.cache
+    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    assert state.cache_bytes == row * (1 + 4 + 9)
+
+
+def test_a_shorter_cache_gives_the_same_logits():
+    model, labels, maps = tiny_var(), torch.tensor([2, 3]), random_maps()
+    whole = decode(model, labels, maps, guided=False)
+    state = model.prefill(labels, batch_size=2, guided=False, stop=3)
+    for k in (1, 2):
+        assert (model(state, maps[k - 1], k) - whole[k]).abs().max() < 1e-12
+    with pytest.raises(ValueError, match="scale 3 given .* below its stop=3"):
+        model(state, maps[2], 3)
+
+
+def test_half_precision_stays_near_float32():
+    torch.manual_seed(0)
+    wide = tiny_var(dtype=torch.float32)
+    maps, labels = [map.float() for map in random_maps()], torch.tensor([1, 4])
+    want = torch.cat(decode(wide, labels, maps, guided=True), 1)
+    got = torch.cat(decode(wide.bfloat16(), labels, maps, guided=True), 1)
+    assert got.dtype == torch.float32
+    assert (got - want).abs().max() < 0.05 * want.abs().max()
+
+
+def test_training_reaches_every_weight():
+    model = tiny_var(dtype=torch.float32).train()
+    maps = [map.float() for map in random_maps()]
+    model.teacher_forced(maps, torch.tensor([1, 4]), torch.tensor([False, True])).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_fresh_networks_begin_near_the_identity_and_the_uniform_law():
+    torch.manual_seed(0)
+    for shared in (False, True):
+        model = VARTransformer(
+            vocab_size=12, code_dim=2, dim=32, num_layers=2, num_heads=2, num_classes=5, scales=SIDES,
+            shared_adaln=shared,
+        )  # fmt: skip
+        logits = model.teacher_forced([map.float() for map in random_maps()], torch.tensor([1, 4]))
+        assert logits.abs().max() < 0.1
+        condition = model.embed_condition(torch.tensor([1, 4]))
+        modulations, _ = model._modulations(condition)
+        gains = 0.3 if shared else 0.01  # what is shared has no small gains of its own
+        assert modulations[0][:, :2].abs().max() < gains
+
+
+def test_configuration_survives_saving(tmp_path):
+    model = tiny_var(dtype=torch.float32, shared_adaln=True)
+    model.save_pretrained(tmp_path)
+    again = VARTransformer.from_pretrained(tmp_path)
+    assert again.scales == SIDES
+    maps, labels = [map.float() for map in random_maps()], torch.tensor([1, 4])
+    assert torch.equal(again.teacher_forced(maps, labels), model.teacher_forced(maps, labels))
+
+
+def test_requests_that_do_not_fit_are_refused_with_what_would():
+    model, maps = tiny_var(), random_maps()
+    labels = torch.tensor([1, 4])
+    with pytest.raises(TypeError, match=r"str given; this model takes class labels"):
+        model.prefill("red circle", batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"labels \[5\] given; allowed are 1 labels of 0 to 4"):
+        model.prefill(torch.tensor([5]), batch_size=1, guided=False)
+    with pytest.raises(ValueError, match=r"labels \[1, 4\] given; allowed are 3 labels"):
+        model.prefill(labels, batch_size=3, guided=False)
+    with pytest.raises(ValueError, match=r"shape \(2, 2, 3, 3\) given for scale 1; .* takes \(2, 2, 2, 2\)"):
+        model.prefill(labels, batch_size=2, guided=False, maps=maps[1:])
+    with pytest.raises(ValueError, match=r"shape \(2, 2, 2, 2\) given for scale 1; .* takes \(1, 2, 2, 2\)"):
+        model.prefill(labels[:1], batch_size=1, guided=False, maps=maps)
+    with pytest.raises(ValueError, match=r"4 maps and stop=4 given; .* this model has 4 scales"):
+        model.prefill(labels, batch_size=2, guided=False, maps=[*maps, maps[-1]])
+    with pytest.raises(ValueError, match="2 maps and stop=2 given"):
+        model.prefill(labels, batch_size=2, guided=False, maps=maps[:2], stop=2)
+    state = model.prefill(labels, batch_size=2, guided=True)
+    with pytest.raises(ValueError, match="scale 2 given after 1 cached ones"):
+        model(state, maps[1], 2)
+    with pytest.raises(ValueError, match="scale 0 given"):
+        model(state, maps[0], 0)
+    with pytest.raises(ValueError, match=r"takes \(2, 2, 2, 2\)"):
+        model(state, maps[0].repeat(2, 1, 1, 1), 1)
+    with pytest.raises(ValueError, match=r"scales=\(2, 1\) given; pass sides .* coarse to fine"):
+        tiny_var(scales=(2, 1))
+    with pytest.raises(ValueError, match="dim=10 and num_heads=4 given"):
+        tiny_var(dim=10, num_heads=4)
+
+
+# -- official checkpoints --------------------------------------------------------------------------------------------
+
+
+def official_shapes(depth: int, scales: tuple[int, ...], shared: bool) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of the released `var_d*.pth`."""
+    dim, length = 64 * depth, sum(side * side for side in scales)
+    shapes: dict[str, tuple[int, ...]] = {
+        "pos_start": (1, 1, dim),
+        "pos_1LC": (1, length, dim),
+        "lvl_1L": (1, length),
+        "attn_bias_for_masking": (1, 1, length, length),
+        "word_embed.weight": (dim, 32),
+        "word_embed.bias": (dim,),
+        "class_emb.weight": (1001, dim),
+        "lvl_embed.weight": (10, dim),
+        "head_nm.ada_lin.1.weight": (2 * dim, dim),
+        "head_nm.ada_lin.1.bias": (2 * dim,),
+        "head.weight": (4096, dim),
+        "head.bias": (4096,),
+    }
+    if shared:
+        shapes |= {"shared_ada_lin.1.weight": (6 * dim, dim), "shared_ada_lin.1.bias": (6 * dim,)}
+    for layer in range(depth):
+        p = f"blocks.{layer}."
+        shapes |= {
+            p + "attn.scale_mul_1H11": (1, depth, 1, 1),
+            p + "attn.q_bias": (dim,),
+            p + "attn.v_bias": (dim,),
+            p + "attn.zero_k_bias": (dim,),
+            p + "attn.mat_qkv.weight": (3 * dim, dim),
+            p + "attn.proj.weight": (dim, dim),
+            p + "attn.proj.bias": (dim,),
+            p + "ffn.fc1.weight": (4 * dim, dim),
+            p + "ffn.fc1.bias": (4 * dim,),
+            p + "ffn.fc2.weight": (dim, 4 * dim),
+            p + "ffn.fc2.bias": (dim,),
+        }
+        if shared:
+            shapes[p + "ada_gss"] = (1, 1, 6, dim)
+        else:
+            shapes |= {p + "ada_lin.1.weight": (6 * dim, dim), p + "ada_lin.1.bias": (6 * dim,)}
+    return shapes
+
+
+def official(name: str, **changes: Any) -> dict[str, Tensor]:
+    """An official state dict on the meta device, but for the small table that tells the scales."""
+    preset = PRESETS[name]
+    scales = preset["scales"]
+    shapes = official_shapes(preset["num_layers"], scales, preset.get("shared_adaln", False)) | changes
+    weights = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    levels = [torch.full((side * side,), level) for level, side in enumerate(scales)]
+    return weights | {"lvl_1L": torch.cat(levels)[None]}
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("d16", 310), ("d20", 600), ("d24", 1030), ("d30", 2010), ("d36", 2350)]
+)
+def test_official_files_load_key_for_key(name: str, millions: int):
+    weights = official(name)
+    model = load_var_checkpoint(weights)
+    assert {key: model.config[key] for key in PRESETS[name]} == PRESETS[name]
+    assert model.scales == (SCALES[512] if name == "d36" else SCALES[256])
+    assert (model.vocab_size, model.code_dim, model.config["num_classes"]) == (4096, 32, 1000)
+    assert abs(sum(p.numel() for p in model.parameters()) / 1e6 - millions) < 0.02 * millions
+    # Without the constants too: the official scales are known by their number of slots.
+    del weights["lvl_1L"], weights["attn_bias_for_masking"]
+    assert load_var_checkpoint(weights).scales == model.scales
+
+
+def test_sizes_of_any_kind_are_read_off_the_file_and_give_the_same_logits(tmp_path):
+    maps, labels = [map.float() for map in random_maps()], torch.tensor([1, 4])
+    for shared in (False, True):
+        model = tiny_var(dtype=torch.float32, shared_adaln=shared)
+        weights = model.state_dict()
+        weights["blocks.1.attn.zero_k_bias"] = torch.zeros(16)
+        torch.save(weights, tmp_path / "own.pth")
+        again = load_var_checkpoint(tmp_path / "own.pth", scales=SIDES)
+        assert torch.equal(again.teacher_forced(maps, labels), model.teacher_forced(maps, labels))
+        assert not again.training
+        assert load_var_checkpoint(weights, scales=SIDES, dtype=torch.bfloat16).dtype == torch.bfloat16
+        with pytest.raises(
+            ValueError, match="30 slots in 4 scales and does not tell their sides; pass `scales`"
+        ):
+            load_var_checkpoint(weights)
+
+
+def test_every_wrong_key_is_named():
+    weights = official("d16")
+    del weights["blocks.3.ffn.fc1.bias"]
+    weights["blocks.2.attn.k_bias"] = torch.empty(1024, device="meta")
+    weights["blocks.7.attn.zero_k_bias"] = torch.empty(512, device="meta")
+    with pytest.raises(ValueError) as error:
+        load_var_checkpoint(weights)
+    text = str(error.value)
+    assert "1 missing: blocks.3.ffn.fc1.bias" in text
+    assert "1 unexpected: blocks.2.attn.k_bias" in text
+    assert "1 of another shape: blocks.7.attn.zero_k_bias [512] instead of [1024]" in text
+
+
+def test_other_files_and_scales_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is no VAR transformer: it lacks pos_1LC"):
+        load_var_checkpoint({"tok_embeddings.weight": torch.zeros(3, 2)})
+    with pytest.raises(
+        ValueError, match=r"scales \(1, 2\) have 5 slots, but .* 680 slots in 10 scales of sides"
+    ):
+        load_var_checkpoint(official("d16"), scales=(1, 2))
+    path = tmp_path / "pickled.pth"
+    torch.save({"trainer": PurePosixPath("a")}, path)
+    with pytest.raises(ValueError, match="would need pickle"):
+        load_var_checkpoint(path)

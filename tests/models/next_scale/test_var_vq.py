@@ -1,0 +1,413 @@
+"""VAR's tokenizer: the official key layout, and all that it computes against plain loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.models.next_scale.var import SCALES as OFFICIAL_SCALES
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint, smoother_of_scale
+from visual_spec.models.next_token.llamagen_vq import PositionNorm
+
+SCALES = (1, 2, 3, 5, 8)  # 3 and 5 do not divide 8: bins overlap
+TINY: dict[str, Any] = dict(
+    base_channels=8,
+    channel_multipliers=(1, 2),
+    blocks_per_level=1,
+    codebook_size=24,
+    code_dim=4,
+    scales=SCALES,
+    norm_groups=4,
+)
+
+
+def small(**changes: Any) -> MultiscaleVQModel:
+    torch.manual_seed(0)
+    model = MultiscaleVQModel(**{**TINY, **changes}).double().eval().requires_grad_(False)
+    model.codebook.normal_()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def random_tokens(batch_size: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 24, (batch_size, sum(n * n for n in SCALES)), generator=generator)
+
+
+# -- an independent computation ---------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weights: dict[str, Tensor], name: str, groups: int = 4) -> Tensor:
+    b, c, h, w = x.shape
+    parts = x.reshape(b, groups, -1)
+    mean, variance = parts.mean(-1, keepdim=True), parts.var(-1, keepdim=True, unbiased=False)
+    x = ((parts - mean) / (variance + 1e-6).sqrt()).reshape(b, c, h, w)
+    return x * weights[f"{name}.weight"][:, None, None] + weights[f"{name}.bias"][:, None, None]
+
+
+def conv(x: Tensor, weights: dict[str, Tensor], name: str, stride: int = 1, padding: int = 1) -> Tensor:
+    return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], stride, padding)
+
+
+def swish(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())
+
+
+def res_block(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    h = conv(swish(norm(x, weights, f"{name}.norm1")), weights, f"{name}.conv1")
+    h = conv(swish(norm(h, weights, f"{name}.norm2")), weights, f"{name}.conv2")
+    shortcut = f"{name}.nin_shortcut"
+    return h + (conv(x, weights, shortcut, padding=0) if f"{shortcut}.weight" in weights else x)
+
+
+def attention(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    b, c, h, w = x.shape
+    qkv = conv(norm(x, weights, f"{name}.norm"), weights, f"{name}.qkv", padding=0)
+    q, k, v = (qkv[:, i * c : (i + 1) * c].reshape(b, c, h * w) for i in range(3))
+    out = torch.zeros_like(q)
+    for row, position in itertools.product(range(b), range(h * w)):
+        scores = torch.stack(
+            [q[row, :, position] @ k[row, :, other] / math.sqrt(c) for other in range(h * w)]
+        )
+        shares = (scores - scores.max()).exp()
+        out[row, :, position] = v[row] @ (shares / shares.sum())
+    return x + conv(out.reshape(x.shape), weights, f"{name}.proj_out", padding=0)
+
+
+def middle(x: Tensor, weights: dict[str, Tensor], net: str) -> Tensor:
+    x = res_block(x, weights, f"{net}.mid.block_1")
+    return res_block(attention(x, weights, f"{net}.mid.attn_1"), weights, f"{net}.mid.block_2")
+
+
+def latents_of(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """Two levels of one block, as TINY has."""
+    x = conv(x, weights, "encoder.conv_in")
+    x = res_block(x, weights, "encoder.down.0.block.0")
+    x = conv(F.pad(x, (0, 1, 0, 1)), weights, "encoder.down.0.downsample.conv", stride=2, padding=0)
+    x = attention(res_block(x, weights, "encoder.down.1.block.0"), weights, "encoder.down.1.attn.0")
+    x = swish(norm(middle(x, weights, "encoder"), weights, "encoder.norm_out"))
+    return conv(conv(x, weights, "encoder.conv_out"), weights, "quant_conv")
+
+
+def picture_of(canvas: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    x = conv(conv(canvas, weights, "post_quant_conv"), weights, "decoder.conv_in")
+    x = middle(x, weights, "decoder")
+    for block in range(2):
+        x = attention(
+            res_block(x, weights, f"decoder.up.1.block.{block}"), weights, f"decoder.up.1.attn.{block}"
+        )
+    x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    x = conv(x, weights, "decoder.up.1.upsample.conv")
+    for block in range(2):
+        x = res_block(x, weights, f"decoder.up.0.block.{block}")
+    return conv(swish(norm(x, weights, "decoder.norm_out")), weights, "decoder.conv_out").clamp(-1, 1)
+
+
+def enlarge_matrix(size: int, target: int) -> Tensor:
+    """Cubic convolution with a = -0.75, half-pixel centres, edges repeated: `[target, size]`."""
+    matrix = torch.zeros(target, size, dtype=torch.float64)
+    for i in range(target):
+        centre = (i + 0.5) * size / target - 0.5
+        for place in range(math.floor(centre) - 1, math.floor(centre) + 3):
+            d, a = abs(centre - place), -0.75
+            share = (
+                (a + 2) * d**3 - (a + 3) * d**2 + 1 if d <= 1 else a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
+            )
+            matrix[i, min(max(place, 0), size - 1)] += share
+    return matrix
+
+
+def shrink_matrix(size: int, target: int) -> Tensor:
+    """Means over bins, which overlap where the sizes do not divide: `[target, size]`."""
+    matrix = torch.zeros(target, size, dtype=torch.float64)
+    for i in range(target):
+        first, end = i * size // target, -(-(i + 1) * size // target)
+        matrix[i, first:end] = 1 / (end - first)
+    return matrix
+
+
+def drawn(
+    canvas: Tensor, scale: int, tokens: Tensor, weights: dict[str, Tensor], scales: tuple[int, ...]
+) -> Tensor:
+    """One picture's canvas `[D, N, N]` with the tokens `[n * n]` of a scale."""
+    side, full = scales[scale], scales[-1]
+    codes = torch.zeros(canvas.shape[0], side, side, dtype=torch.float64)
+    for i, token in enumerate(tokens.tolist()):
+        codes[:, i // side, i % side] = weights["quantize.embedding.weight"][token]
+    if scale < len(scales) - 1:
+        codes = enlarge_matrix(side, full) @ codes @ enlarge_matrix(side, full).T
+    place = {5: (0, 1, 2, 2, 3)}[len(scales)][scale]
+    smooth = conv(codes[None], weights, f"quantize.quant_resi.qresi_ls.{place}")[0]
+    return canvas + 0.5 * codes + 0.5 * smooth
+
+
+def pyramid(
+    latents: Tensor, weights: dict[str, Tensor], scales: tuple[int, ...]
+) -> tuple[list[int], list[Tensor]]:
+    """Tokens of one picture's latents `[D, N, N]`, and its canvas after every scale."""
+    canvas, tokens, canvases = torch.zeros_like(latents), [], []
+    codebook = weights["quantize.embedding.weight"]
+    for scale, side in enumerate(scales):
+        shrink = shrink_matrix(scales[-1], side)
+        wanted = shrink @ (latents - canvas) @ shrink.T
+        found = []
+        for row, column in itertools.product(range(side), range(side)):
+            distances = [(wanted[:, row, column] - code).norm().item() for code in codebook]
+            found.append(distances.index(min(distances)))
+        canvas = drawn(canvas, scale, torch.tensor(found), weights, scales)
+        tokens += found
+        canvases.append(canvas)
+    return tokens, canvases
+
+
+# -- what it computes -------------------------------------------------------------------------------------------------
+
+
+def test_encoding_is_that_of_plain_loops():
+    model = small()
+    weights = model.state_dict()
+    pictures = torch.rand(2, 3, 16, 16, dtype=torch.float64) * 2 - 1
+    latents = model.encode_latents(pictures)
+    assert (latents - latents_of(pictures, weights)).abs().max() < 1e-12
+    latents = latents * 3  # so that many codes are in play, at all scales
+    expected = [pyramid(row, weights, SCALES) for row in latents]
+    _, tokens, canvases = model.quantise(latents)
+    assert torch.cat(tokens, 1).tolist() == [row for row, _ in expected]
+    assert torch.cat(tokens, 1).unique().numel() > 12
+    for scale, canvas in enumerate(canvases):
+        assert (canvas - torch.stack([rows[scale] for _, rows in expected])).abs().max() < 1e-12
+    assert model.encode_tokens(pictures).tolist() == [
+        pyramid(row, weights, SCALES)[0] for row in latents_of(pictures, weights)
+    ]
+
+
+def test_decoding_is_that_of_plain_loops():
+    model = small()
+    weights, tokens = model.state_dict(), random_tokens(2)
+    canvas = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
+    first = 0
+    for scale, side in enumerate(SCALES):
+        part = tokens[:, first : first + side * side]
+        canvas = torch.stack([drawn(canvas[b], scale, part[b], weights, SCALES) for b in range(2)])
+        first += side * side
+    pictures = model.decode_tokens(tokens)
+    assert (pictures - picture_of(canvas, weights)).abs().max() < 1e-12
+    assert pictures.shape == (2, 3, 16, 16) and 0.05 < pictures.std() and pictures.abs().max() <= 1
+
+
+def test_maps_and_pictures_of_tokens_are_those_of_the_canvas_drawn_scale_by_scale():
+    model, tokens = small(), random_tokens(3)
+    canvas, maps, first = model.begin(3), [], 0
+    assert canvas.shape == (3, 4, 8, 8) and canvas.dtype == torch.float64 and not canvas.any()
+    for scale, side in enumerate(SCALES):
+        before, copy = canvas, canvas.clone()
+        part = tokens[:, first : first + side * side]
+        canvas = model.accumulate(canvas, scale, part)
+        assert torch.equal(before, copy)  # the canvas given is left as it was
+        codes = model.codebook[part].mT.reshape(3, 4, side, side)
+        assert torch.equal(model.accumulate_codes(before, scale, codes), canvas)
+        first += side * side
+        if scale + 1 < len(SCALES):
+            maps.append(model.next_map(canvas, scale + 1))
+            shrink = shrink_matrix(8, SCALES[scale + 1])
+            assert (maps[-1] - shrink @ canvas @ shrink.T).abs().max() < 1e-12
+    assert torch.equal(model.decode_canvas(canvas), model.decode_tokens(tokens))
+    whole = model.maps_of(tokens)
+    assert len(whole) == len(maps) == 4
+    assert all(torch.equal(a, b) for a, b in zip(whole, maps, strict=True))
+
+
+def test_a_picture_that_the_last_scale_can_hold_comes_back_token_for_token():
+    """A pattern of codes c and -c, which every coarser map averages away, with a code of zero for those."""
+    model = small(scales=(1, 2, 4, 8))
+    for smooth in model.quantize.quant_resi.qresi_ls:
+        assert isinstance(smooth, torch.nn.Conv2d) and smooth.bias is not None
+        torch.nn.init.dirac_(smooth.weight)
+        smooth.bias.zero_()
+    model.codebook[0] = 0
+    model.codebook[1:13] = -model.codebook[12:24].clone().roll(1, 0)
+    model.codebook[12:24] = -model.codebook[1:13]  # code i and code i + 11 cancel
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(1, 13, (2, 4, 4), generator=generator)
+    fine = torch.stack([torch.stack([blocks, blocks + 11], -1), torch.stack([blocks + 11, blocks], -1)], 3)
+    fine = fine.reshape(2, 4, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(2, 64)
+    latents = model.codebook[fine].mT.reshape(2, 4, 8, 8)
+    _, tokens, canvases = model.quantise(latents)
+    assert not torch.cat(tokens[:-1], 1).any()
+    assert torch.equal(tokens[-1], fine) and (canvases[-1] - latents).abs().max() < 1e-12
+
+
+def test_gradients_reach_codes_and_convolutions_and_not_the_latents():
+    model = small().requires_grad_(True)
+    latents = torch.randn(1, 4, 8, 8, dtype=torch.float64, requires_grad=True)
+    wanted, _, canvases = model.quantise(latents)
+    assert not any(part.requires_grad for part in wanted)
+    sum(canvas.square().sum() for canvas in canvases).backward()  # pyright: ignore[reportAttributeAccessIssue]
+    assert latents.grad is None and model.codebook.grad is not None
+    assert all(p.grad is not None for p in model.quantize.quant_resi.parameters())
+
+
+def test_the_convolution_of_each_scale_is_the_official_one():
+    assert [smoother_of_scale(scale, 10) for scale in range(10)] == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
+    for count in (2, 4, 6, 8, 12):  # these have no ties
+        ticks = [1 / 12 + place * 10 / 36 for place in range(4)]
+        for scale in range(count):
+            distances = [abs(tick - scale / (count - 1)) for tick in ticks]
+            assert smoother_of_scale(scale, count) == distances.index(min(distances))
+
+
+def test_a_canvas_keeps_its_type():
+    model = small().bfloat16()
+    canvas = model.begin(2, dtype=torch.float32)
+    assert model.begin(2).dtype == torch.bfloat16
+    canvas = model.accumulate(canvas, 1, random_tokens(2)[:, 1:5])
+    assert canvas.dtype == torch.float32 and model.decode_canvas(canvas).dtype == torch.bfloat16
+
+
+def test_the_local_variant_normalises_positions_and_has_no_attention():
+    torch.manual_seed(0)
+    model = MultiscaleVQModel(**{**TINY, "norm_groups": None, "scales": (1, 2, 4, 32)}).double()
+    assert not [name for name, _ in model.named_parameters() if "attn" in name]
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.GroupNorm)]
+    assert norms and all(isinstance(module, PositionNorm) for module in norms)
+    picture = torch.rand(1, 3, 64, 64, dtype=torch.float64) * 2 - 1
+    changed = picture.clone()
+    changed[..., :4, :4] *= -1
+    difference = (
+        (model.encode_latents(picture) - model.encode_latents(changed)).abs().amax((0, 1))
+    )  # [32, 32]
+    assert difference[0, 0] > 1e-6 and difference[16:, 16:].max() == 0
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path):
+    model = small().float()
+    model.save_pretrained(tmp_path)
+    loaded = MultiscaleVQModel.from_pretrained(tmp_path)
+    assert loaded.scales == SCALES and loaded.image_size == 16 and loaded.num_tokens == 103
+    tokens = random_tokens(2)
+    assert torch.equal(loaded.decode_tokens(tokens), model.decode_tokens(tokens))
+
+
+def test_wrong_input_is_refused():
+    model = small()
+    with pytest.raises(ValueError, match=r"scales \(1, 2, 3, 5, 8\) have \[B, 103\]"):
+        model.decode_tokens(torch.zeros(1, 64, dtype=torch.long))
+    with pytest.raises(ValueError, match="allowed are 0 to 23"):
+        model.decode_tokens(torch.full((1, 103), 24))
+    with pytest.raises(ValueError, match=r"scale 2 has \[B, 9\]"):
+        model.accumulate(model.begin(1), 2, torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"encodes \[B, 3, 16, 16\]"):
+        model.encode_tokens(torch.zeros(1, 3, 32, 32, dtype=torch.float64))
+    for scales in ((8,), (2, 1, 8), (0, 8)):
+        with pytest.raises(ValueError, match="at least two sides"):
+            MultiscaleVQModel(**{**TINY, "scales": scales})
+
+
+# -- official files ---------------------------------------------------------------------------------------------------
+
+
+def official_shapes(
+    width: int, multipliers: tuple[int, ...], blocks: int, codes: int, dim: int
+) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of `vae_ch160v4096z32.pth` as the research notes list them, for any size."""
+    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (codes, dim)}
+
+    def plain(name: str, inputs: int, outputs: int, kernel: int) -> None:
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs, kernel, kernel), (outputs,)
+
+    def channels(name: str, size: int) -> None:
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (size,), (size,)
+
+    def res(name: str, inputs: int, outputs: int) -> None:
+        channels(f"{name}.norm1", inputs)
+        plain(f"{name}.conv1", inputs, outputs, 3)
+        channels(f"{name}.norm2", outputs)
+        plain(f"{name}.conv2", outputs, outputs, 3)
+        if inputs != outputs:
+            plain(f"{name}.nin_shortcut", inputs, outputs, 1)
+
+    def attn(name: str, size: int) -> None:
+        channels(f"{name}.norm", size)
+        plain(f"{name}.qkv", size, 3 * size, 1)
+        plain(f"{name}.proj_out", size, size, 1)
+
+    last, deepest = len(multipliers) - 1, width * multipliers[-1]
+    nets = (("encoder", "down", blocks, range(last + 1)), ("decoder", "up", blocks + 1, range(last, -1, -1)))
+    for net, path, count, order in nets:
+        here = width if net == "encoder" else deepest
+        plain(f"{net}.conv_in", 3 if net == "encoder" else dim, here, 3)
+        for level in order:
+            for block in range(count):
+                res(f"{net}.{path}.{level}.block.{block}", here, width * multipliers[level])
+                here = width * multipliers[level]
+                if level == last:
+                    attn(f"{net}.{path}.{level}.attn.{block}", here)
+            if net == "encoder" and level < last:
+                plain(f"{net}.down.{level}.downsample.conv", here, here, 3)
+            if net == "decoder" and level > 0:
+                plain(f"{net}.up.{level}.upsample.conv", here, here, 3)
+        res(f"{net}.mid.block_1", deepest, deepest)
+        attn(f"{net}.mid.attn_1", deepest)
+        res(f"{net}.mid.block_2", deepest, deepest)
+        channels(f"{net}.norm_out", here)
+        plain(f"{net}.conv_out", here, dim if net == "encoder" else 3, 3)
+    for name in ("quant_conv", "post_quant_conv", *(f"quantize.quant_resi.qresi_ls.{j}" for j in range(4))):
+        plain(name, dim, dim, 3)
+    return shapes
+
+
+def write_official(path, **changes: Tensor):
+    shapes = official_shapes(8, (1, 2), 1, 24, 4)
+    generator = torch.Generator().manual_seed(0)
+    weights = {key: torch.randn(shape, generator=generator) * 0.3 for key, shape in shapes.items()}
+    torch.save({**weights, "quantize.ema_vocab_hit_SV": torch.ones(5, 24), **changes}, path)
+    return weights
+
+
+def test_the_default_has_the_official_keys_and_shapes(monkeypatch):
+    for name in (
+        "kaiming_uniform_",
+        "uniform_",
+        "normal_",
+    ):  # filling tensors on the meta device takes seconds
+        monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    with torch.device("meta"):
+        model = MultiscaleVQModel()
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert shapes == official_shapes(160, (1, 1, 2, 2, 4), 2, 4096, 32)
+    assert len(shapes) == 323 and sum(p.numel() for p in model.parameters()) == 108_948_355
+    assert (model.image_size, model.num_tokens) == (256, 680)
+    assert model.scales == OFFICIAL_SCALES[256]
+
+
+def test_an_official_file_is_loaded_whole(tmp_path):
+    weights = write_official(tmp_path / "vae.pth")
+    model = load_var_vq_checkpoint(tmp_path / "vae.pth", **TINY)
+    assert not model.training
+    state = model.state_dict()
+    assert state.keys() == weights.keys() and all(torch.equal(state[key], weights[key]) for key in weights)
+    assert load_var_vq_checkpoint(tmp_path / "vae.pth", dtype=torch.float64, **TINY).dtype == torch.float64
+
+
+def test_a_file_of_another_layout_is_refused_with_its_keys(tmp_path):
+    path = tmp_path / "vae.pth"
+    write_official(path, **{"quant_conv.weight": torch.zeros(4, 4, 1, 1), "loss.logvar": torch.zeros(1)})
+    with pytest.raises(
+        ValueError,
+        match=r"1 unexpected: loss.logvar; 1 of another shape: quant_conv.weight \[4, 4, 1, 1\] instead of",
+    ):
+        load_var_vq_checkpoint(path, **TINY)
+    torch.save({"quant_conv.weight": torch.zeros(4, 4, 3, 3)}, path)
+    with pytest.raises(ValueError, match="missing: .*conv_in.bias"):
+        load_var_vq_checkpoint(path, **TINY)
+    torch.save({"trainer": object()}, path)
+    with pytest.raises(ValueError, match="need pickle"):
+        load_var_vq_checkpoint(path, **TINY)

@@ -1,0 +1,267 @@
+"""Chameleon, Anole and Lumina-mGPT against transformers' own `generate`, once its ban on image tokens is lifted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.models.next_token.tiny_transformers import chameleon, prompts
+from visual_spec.models.core.transformers_cache import Prompt
+from visual_spec.models.next_token.chameleon import ChameleonImageModel
+from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
+
+MODEL = chameleon()
+SCATTERED = chameleon(scattered=True)
+INPUTS = prompts([6, 4, 7, 3], low=68, high=80, pad=1, last=70, first=0)
+START, ROW_END, END = 9, 11, 10
+SIZE = (4, 6)  # of Lumina-mGPT; 12 and 13 are its size tokens here, two and three pairs
+LUMINA: dict[str, Any] = dict(layout="lumina-mgpt", image_sizes=SIZE)
+
+
+def plan(model, inputs, *, guided=False, **more):
+    prompt = Prompt(inputs["input_ids"], inputs["attention_mask"])
+    return ChameleonImageModel.plan(model, prompt, guided=guided, **more)
+
+
+def native(model, opened: Prompt, width: int, *, row_ends: bool, steps: int, **guidance) -> torch.Tensor:
+    """`generate`, allowed image tokens only, and forced row ends."""
+    image_ids = model.model.vocabulary_mapping.image_tokens
+    start = opened.ids.shape[1]
+
+    def allowed(_, ids):
+        place = len(ids) - start
+        if place == steps:
+            return [END]
+        return [ROW_END] if row_ends and place % (width + 1) == width else image_ids
+
+    mapping = model.model.vocabulary_mapping
+    mapping.__dict__["image_tokens"] = []  # what `forward` forbids
+    try:
+        return model.generate(
+            opened.ids,
+            attention_mask=opened.mask.long(),
+            max_new_tokens=steps + 1,
+            do_sample=False,
+            prefix_allowed_tokens_fn=allowed,
+            **guidance,
+        )
+    finally:
+        mapping.__dict__["image_tokens"] = image_ids
+
+
+@pytest.mark.parametrize("model", [MODEL, SCATTERED], ids=["consecutive ids", "scattered ids"])
+@pytest.mark.parametrize("lumina", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_greedy_tokens_are_those_of_generate(model, lumina, scale):
+    image_model, condition = plan(model, INPUTS, guided=scale > 1, **(LUMINA if lumina else {}))
+    steps, width = (28, 6) if lumina else (16, 4)
+    guidance: dict[str, Any] = {}
+    if scale > 1:
+        assert condition.unconditional is not None
+        guidance = dict(
+            guidance_scale=scale,
+            negative_prompt_ids=condition.unconditional.ids,
+            negative_prompt_attention_mask=condition.unconditional.mask.long(),
+        )
+    want = native(model, condition.prompt, width, row_ends=lumina, steps=steps, **guidance)
+    law = TokenLaw(temperature=0.0, guidance_scale=scale)
+    got = AutoregressiveSampler()(image_model, condition, law=law, batch_size=4)
+    assert torch.equal(image_model.output(condition, got.tokens), want)
+    assert len(got.tokens.unique()) > 4
+
+
+def test_the_opening_is_added_where_it_is_missing():
+    ids = INPUTS["input_ids"]
+    for last, added in [((), (START,)), ((START,), ())]:
+        given = torch.cat([ids, ids.new_tensor(last).expand(4, -1)], 1)
+        _, condition = plan(MODEL, {"input_ids": given, "attention_mask": torch.ones_like(given)})
+        assert torch.equal(condition.prompt.ids, torch.cat([given, ids.new_tensor(added).expand(4, -1)], 1))
+    opening = (START, 13, 14)  # two and three pairs of tokens
+    for count in range(4):
+        given = torch.cat([ids, ids.new_tensor(opening[:count]).expand(4, -1)], 1)
+        image_model, condition = plan(
+            MODEL, {"input_ids": given, "attention_mask": torch.ones_like(given)}, guided=True, **LUMINA
+        )
+        assert image_model.opening == list(opening)
+        assert torch.equal(condition.prompt.ids, torch.cat([ids, ids.new_tensor(opening).expand(4, -1)], 1))
+        assert condition.unconditional is not None
+        assert condition.unconditional.ids.tolist() == [list(opening)] * 4
+    mixed = ids.clone()
+    mixed[0, -1] = START
+    with pytest.raises(ValueError, match="some prompts end with the opening"):
+        plan(MODEL, {"input_ids": mixed, "attention_mask": INPUTS["attention_mask"]})
+
+
+def test_the_default_unconditional_prompt_of_chameleon_is_text_start_and_image_start():
+    _, condition = plan(MODEL, INPUTS, guided=True)
+    assert condition.unconditional is not None
+    assert condition.unconditional.ids.tolist() == [[0, START]] * 4
+
+
+def test_pictures_in_the_prompt_become_their_tokens():
+    pixels = torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    ids = torch.tensor([[0, 70, *[8] * 16, 71]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    image_model, condition = plan(MODEL, inputs, pixel_values=pixels)
+    state = image_model.prefill(condition, batch_size=1, guided=False, window=1)
+    opened = torch.cat([ids, torch.tensor([[START]])], 1)
+    want = MODEL.lm_head(MODEL.model(input_ids=opened, pixel_values=pixels).last_hidden_state[:, -1])
+    assert (state.logits - want[:, MODEL.model.vocabulary_mapping.image_tokens]).abs().max() < 1e-10
+    with pytest.raises(ValueError, match="15 placeholders in input_ids for 16 image tokens"):
+        plan(
+            MODEL,
+            {"input_ids": ids[:, 3:], "attention_mask": torch.ones_like(ids[:, 3:])},
+            pixel_values=pixels,
+        )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (dict(layout="anole"), "layout='anole'; pass one of chameleon, lumina-mgpt"),
+        (dict(image_sizes=(4, 4)), "draw one size only"),
+        (dict(layout="lumina-mgpt"), "pass .height, width. in tokens"),
+        (dict(layout="lumina-mgpt", image_sizes=(4, 5)), "even numbers"),
+        (dict(layout="lumina-mgpt", image_sizes=(4, 20)), "lacks <reserved08810>"),
+        (dict(layout="lumina-mgpt", image_sizes=[[4, 4], [4, 6]]), "one size, draw others in another batch"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(more, message):
+    with pytest.raises(ValueError, match=message):
+        plan(MODEL, INPUTS, **more)
+
+
+def test_a_lumina_checkpoint_is_known_by_its_config():
+    model = chameleon(num_hidden_layers=1)
+    model.config.architectures = ["ChameleonXLLMXForConditionalGeneration"]
+    image_model, _ = plan(model, INPUTS, image_sizes=[list(SIZE)] * 4)
+    assert image_model.row_end == ROW_END and (image_model.grid.height, image_model.grid.width) == SIZE
+
+
+# -- the picture decoder ---------------------------------------------------------------------------------------------
+
+
+def decoder(size: int = 24) -> ChameleonVQDecoder:
+    torch.manual_seed(0)
+    return ChameleonVQDecoder(
+        base_channels=32,
+        channel_multipliers=(1, 2),
+        blocks_per_level=1,
+        latent_channels=8,
+        codebook_size=size,
+        codebook_dim=8,
+    ).double()
+
+
+def test_the_official_decoder_has_the_official_keys():
+    """Against the layout of taming-transformers' VQGAN with ch_mult (1, 1, 2, 2, 4), written out by hand."""
+    with torch.device("meta"):
+        state = ChameleonVQDecoder().state_dict()
+    want: dict[str, tuple[int, ...]] = {
+        "quantize.embedding.weight": (8192, 256),
+        "post_quant_conv.weight": (256, 256, 1, 1),
+        "post_quant_conv.bias": (256,),
+    }
+
+    def conv(name: str, out: int, into: int, size: int = 3) -> None:
+        want[f"decoder.{name}.weight"] = (out, into, size, size)
+        want[f"decoder.{name}.bias"] = (out,)
+
+    def norm(name: str, width: int) -> None:
+        want[f"decoder.{name}.weight"] = want[f"decoder.{name}.bias"] = (width,)
+
+    def residual(name: str, into: int, out: int) -> None:
+        norm(f"{name}.norm1", into)
+        conv(f"{name}.conv1", out, into)
+        norm(f"{name}.norm2", out)
+        conv(f"{name}.conv2", out, out)
+        if into != out:
+            conv(f"{name}.nin_shortcut", out, into, 1)
+
+    conv("conv_in", 512, 256)
+    residual("mid.block_1", 512, 512)
+    residual("mid.block_2", 512, 512)
+    norm("mid.attn_1.norm", 512)
+    for part in ("q", "k", "v", "proj_out"):
+        conv(f"mid.attn_1.{part}", 512, 512, 1)
+    into = 512
+    for level, out in [(4, 512), (3, 256), (2, 256), (1, 128), (0, 128)]:
+        for block in range(3):
+            residual(f"up.{level}.block.{block}", into if block == 0 else out, out)
+        if level:
+            conv(f"up.{level}.upsample.conv", out, out)
+        into = out
+    norm("norm_out", 128)
+    conv("conv_out", 3, 128)
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == want
+
+
+@pytest.mark.parametrize("layout", ["vqgan.ckpt", "anole folder"])
+def test_the_decoder_is_read_from_official_files(tmp_path, layout):
+    wanted = decoder()
+    tensors = wanted.state_dict()
+    if layout == "vqgan.ckpt":
+        path = tmp_path / "vqgan.ckpt"
+        torch.save(
+            {"state_dict": {**tensors, "encoder.conv_in.weight": torch.zeros(1), "loss.x": torch.zeros(1)}},
+            path,
+        )
+    else:
+        path = tmp_path
+        named = {f"model.vqmodel.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        half = sorted(named)[::2]
+        save_file({name: named[name] for name in half}, tmp_path / "model-00001-of-00002.safetensors")
+        rest = {name: tensor for name, tensor in named.items() if name not in half}
+        save_file({**rest, "lm_head.weight": torch.zeros(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    got = ChameleonVQDecoder.from_file(path, MODEL.config.vq_config)
+    assert all(torch.equal(tensor, got.state_dict()[name]) for name, tensor in tensors.items())
+    codes = torch.randint(0, 24, (2, 4, 4))
+    assert torch.equal(got.decode_codes(codes), wanted.decode_codes(codes))
+
+
+def test_files_that_hold_no_decoder_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder with .safetensors files"):
+        ChameleonVQDecoder.from_file(tmp_path)
+    tensors = decoder().state_dict()
+    del tensors["decoder.conv_in.bias"]
+    torch.save(tensors, tmp_path / "short.ckpt")
+    with pytest.raises(ValueError, match=r"missing \['decoder.conv_in.bias'\]"):
+        ChameleonVQDecoder.from_file(tmp_path / "short.ckpt", MODEL.config.vq_config)
+    torch.save({"model": decoder()}, tmp_path / "pickle.ckpt")
+    with pytest.raises(ValueError, match="refused"):
+        ChameleonVQDecoder.from_file(tmp_path / "pickle.ckpt", MODEL.config.vq_config)
+
+
+def test_the_decoder_survives_saving(tmp_path):
+    decoder().save_pretrained(tmp_path)
+    again = ChameleonVQDecoder.from_pretrained(tmp_path, torch_dtype=torch.float64)
+    codes = torch.randint(0, 24, (1, 4, 4))
+    assert torch.equal(again.decode_codes(codes), decoder().decode_codes(codes))
+
+
+@pytest.mark.parametrize("lumina", [False, True])
+def test_pixels_are_those_of_the_codes_behind_the_ids(lumina):
+    more = LUMINA if lumina else {}
+    image_model, condition = plan(SCATTERED, INPUTS, **more)
+    tokens = torch.randint(
+        0, 24, (4, image_model.grid.num_tokens), generator=torch.Generator().manual_seed(5)
+    )
+    names = {value: name for name, value in SCATTERED.config.vocabulary_map.items()}
+    by_id = sorted(value for value, name in names.items() if name.startswith("IMGIMG"))
+    digits = [names[value][len("IMGIMG") : -1] for value in by_id]
+    code = [int("".join(str(ord(letter) - ord("A")) for letter in word)) for word in digits]
+    codes = torch.tensor(code)[tokens].unflatten(1, (image_model.grid.height, -1))
+    got = ChameleonImageModel.pixels(SCATTERED, image_model.output(condition, tokens), decoder(), **more)
+    assert torch.equal(got, decoder().decode_codes(codes))
+
+
+def test_pixels_need_a_decoder_and_a_picture():
+    with pytest.raises(ValueError, match="has no picture decoder"):
+        ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long))
+    with pytest.raises(ValueError, match="are no image tokens"):
+        ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long), decoder())

@@ -1,0 +1,234 @@
+"""The transformer against a straight-line computation from the formulas of research notes and paper."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from visual_spec.models.next_token.llamagen import (
+    PRESETS,
+    LlamaGenTransformer,
+    TextCondition,
+    feed_forward_width,
+    rotary_table,
+)
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+
+
+def make(**changes) -> LlamaGenTransformer:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = dict(
+        vocab_size=40,
+        dim=32,
+        num_layers=2,
+        num_heads=2,
+        grid_size=4,
+        prefix_length=5,
+        num_classes=None,
+        caption_dim=12,
+    )
+    model = LlamaGenTransformer(**(settings | changes)).double().eval()
+    for parameter in model.parameters():  # weights of order one, so that attention is not uniform by accident
+        parameter.data = torch.randn_like(parameter) * (0.25 if parameter.ndim == 2 else 1.0)
+    return model
+
+
+def text_condition(batch_size: int, valid: list[int], length: int = 5, width: int = 12) -> TextCondition:
+    mask = torch.arange(length) >= length - torch.tensor(valid)[:, None]
+    return TextCondition(torch.randn(batch_size, length, width, dtype=torch.float64), mask)
+
+
+def straight_line(
+    model: LlamaGenTransformer, prefix: torch.Tensor, mask: torch.Tensor, tokens: list[int]
+) -> torch.Tensor:
+    """Logits [T + n, V] of one sequence, written with loops over heads, positions and channel pairs."""
+    weights = model.state_dict()
+    heads, dim = model.config["num_heads"], model.config["dim"]
+    size, side, start = dim // heads, model.config["grid_size"], len(prefix)
+    x = torch.cat([prefix, weights["tok_embeddings.weight"][tokens]])
+    total = len(x)
+
+    def norm(v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    def turned(vector: torch.Tensor, position: int) -> torch.Tensor:
+        if position < start:
+            return torch.zeros_like(vector) if model.config["zero_prefix_keys"] else vector
+        row, column = divmod(position - start, side)
+        out = vector.clone()
+        for pair in range(size // 2):
+            place = row if pair < size // 4 else column
+            angle = place * 10000.0 ** (-2 * (pair % (size // 4)) / (size / 2))
+            a, b = vector[2 * pair], vector[2 * pair + 1]
+            out[2 * pair] = a * math.cos(angle) - b * math.sin(angle)
+            out[2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)
+        return out
+
+    for layer in range(model.config["num_layers"]):
+        name = f"layers.{layer}."
+        h = norm(x, weights[name + "attention_norm.weight"])
+        q, k, v = (h @ weights[name + "attention.wqkv.weight"].T).split(dim, -1)
+        mixed = torch.zeros_like(x)
+        for head in range(heads):
+            part = slice(head * size, (head + 1) * size)
+            for i in range(total):
+                seen = [j for j in range(i + 1) if j == i or j >= start or mask[j]]
+                qi = turned(q[i, part], i)
+                scores = torch.stack([qi @ turned(k[j, part], j) for j in seen]) / math.sqrt(size)
+                mixed[i, part] = scores.softmax(0) @ v[seen][:, part]
+        x = x + mixed @ weights[name + "attention.wo.weight"].T
+        h = norm(x, weights[name + "ffn_norm.weight"])
+        gate = h @ weights[name + "feed_forward.w1.weight"].T
+        up = h @ weights[name + "feed_forward.w3.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ weights[name + "feed_forward.w2.weight"].T
+    return norm(x, weights["norm.weight"]) @ weights["output.weight"].T
+
+
+def caption_prefix(model: LlamaGenTransformer, features: torch.Tensor) -> torch.Tensor:
+    weights = model.state_dict()
+    h = features @ weights["cls_embedding.cap_proj.fc1.weight"].T
+    h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    return h @ weights["cls_embedding.cap_proj.fc2.weight"].T
+
+
+@pytest.mark.parametrize("zero_prefix_keys", [True, False])
+def test_text_logits_equal_a_straight_line_computation(zero_prefix_keys):
+    model = make(zero_prefix_keys=zero_prefix_keys)
+    condition = text_condition(2, [3, 5])
+    tokens = torch.randint(0, 40, (2, 16))
+    slots = torch.arange(15).repeat(2, 1)
+    state = model.prefill(condition, batch_size=2, guided=True, window=15)
+    logits = model(state, tokens[:, :15], slots)
+    got = torch.cat([state.logits[:, None], logits], 1)  # [2B, 16, V]
+    for row in range(2):
+        features = condition.features[row] * condition.mask[row][:, None]
+        want = straight_line(
+            model, caption_prefix(model, features), condition.mask[row], tokens[row, :15].tolist()
+        )
+        assert (got[row] - want[4:]).abs().max() < 1e-9
+        # The official code masks the unconditional prefix where the caption is padded, too.
+        prefix = caption_prefix(model, model.state_dict()["cls_embedding.uncond_embedding"])
+        want = straight_line(model, prefix, condition.mask[row], tokens[row, :15].tolist())
+        assert (got[2 + row] - want[4:]).abs().max() < 1e-9
+
+
+def test_class_logits_equal_a_straight_line_computation():
+    model = make(prefix_length=1, num_classes=7, caption_dim=None)
+    labels = torch.tensor([3, 6])
+    tokens = torch.randint(0, 40, (2, 9))
+    state = model.prefill(labels, batch_size=2, guided=True, window=9)
+    got = torch.cat([state.logits[:, None], model(state, tokens, torch.arange(9).repeat(2, 1))], 1)
+    table = model.state_dict()["cls_embedding.embedding_table.weight"]
+    for row, label in enumerate([3, 6, 7, 7]):
+        want = straight_line(model, table[[label]], torch.ones(1), tokens[row % 2].tolist())
+        assert (got[row] - want).abs().max() < 1e-9
+
+
+def test_windows_ragged_rows_and_rewrites_give_the_logits_of_a_single_pass():
+    model = make()
+    condition = text_condition(2, [5, 1])
+    tokens = torch.randint(0, 40, (2, 16))
+    state = model.prefill(condition, batch_size=2, guided=False, window=16)
+    whole = model(state, tokens, torch.arange(16).repeat(2, 1))
+    state = model.prefill(condition, batch_size=2, guided=False, window=4)
+    lengths = torch.tensor([0, 0])
+    wrong = torch.randint(0, 40, (2, 4))
+    while (lengths < 16).any():
+        slots = lengths[:, None] + torch.arange(4)  # runs past the grid into the scratch room at the end
+        model(state, wrong, slots)  # drafts that are all rejected, then written again
+        window = tokens.gather(1, slots.clamp_max(15))
+        logits = model(state, window, slots)
+        for row in range(2):
+            for column in range(4):
+                slot = int(slots[row, column])
+                if slot < 16:
+                    assert (logits[row, column] - whole[row, slot]).abs().max() < 1e-11
+        lengths = torch.minimum(lengths + torch.tensor([3, 1]), torch.tensor(16))
+
+
+def test_training_logits_equal_decoding_logits():
+    model = make()
+    condition = text_condition(3, [2, 5, 1])
+    tokens = torch.randint(0, 40, (3, 16))
+    dropped = torch.tensor([False, False, True])
+    trained = model.teacher_forced(tokens, condition, dropped)
+    state = model.prefill(condition, batch_size=3, guided=True, window=15)
+    decoded = model(state, tokens[:, :15], torch.arange(15).repeat(3, 1))
+    assert (trained[:, 0] - state.logits[[0, 1, 5]]).abs().max() < 1e-11
+    assert (trained[:, 1:] - decoded[[0, 1, 5]]).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("B", 111), ("L", 343), ("XL", 775), ("XXL", 1411), ("3B", 3100)],
+)
+def test_presets_have_the_published_sizes_and_the_official_keys(name: str, millions: int):
+    with torch.device("meta"):
+        model = LlamaGenTransformer(**PRESETS[name])  # pyright: ignore[reportArgumentType]
+    assert abs(sum(p.numel() for p in model.parameters()) / 1e6 - millions) < 0.01 * millions
+    expected = {
+        "tok_embeddings.weight",
+        "norm.weight",
+        "output.weight",
+        "cls_embedding.embedding_table.weight",
+    }
+    for layer in range(PRESETS[name]["num_layers"]):
+        parts = ["attention.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
+        expected |= {f"layers.{layer}.{part}.weight" for part in [*parts, "attention_norm", "ffn_norm"]}
+    assert set(model.state_dict()) == expected
+
+
+def test_feed_forward_widths_are_the_official_ones():
+    widths = {768: 2048, 1024: 2816, 1280: 3584, 1536: 4096, 2560: 6912, 2048: 5632, 3200: 8704, 4096: 11008}
+    assert {dim: feed_forward_width(dim) for dim in widths} == widths
+
+
+def test_head_size_100_has_25_frequencies_per_axis():
+    table = rotary_table(24, 100)
+    assert table.shape == (576, 50, 2)
+    angle = torch.atan2(table[24 * 3 + 2, :, 1], table[24 * 3 + 2, :, 0])
+    assert math.isclose(angle[0], 3.0, rel_tol=1e-5) and math.isclose(angle[25], 2.0, rel_tol=1e-5)
+
+
+def test_conditions_that_do_not_fit_are_refused_with_what_would():
+    text, classes = make(), make(prefix_length=1, num_classes=7, caption_dim=None)
+    with pytest.raises(TypeError, match="takes a TextCondition"):
+        text.prefill(torch.tensor([1]), batch_size=1, guided=False, window=1)
+    with pytest.raises(TypeError, match="takes class labels"):
+        classes.prefill(text_condition(1, [2]), batch_size=1, guided=False, window=1)
+    with pytest.raises(ValueError, match="0 to 6"):
+        classes.prefill(torch.tensor([7]), batch_size=1, guided=False, window=1)
+    with pytest.raises(ValueError, match=r"this model takes \(2, 5, 12\)"):
+        text.prefill(text_condition(1, [2]), batch_size=2, guided=False, window=1)
+    with pytest.raises(ValueError, match="left-padded"):
+        text.prefill(text_condition(1, [0]), batch_size=1, guided=False, window=1)
+    with pytest.raises(ValueError, match="exactly one"):
+        make(num_classes=3)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        make(dim=36, num_heads=6)
+
+
+def test_caption_features_do_not_depend_on_the_other_prompts():
+    torch.manual_seed(0)
+    encoder = (
+        CaptionEncoder(["a", "red", "circle", "blue", "star"], dim=16, num_layers=2, num_heads=2, max_words=6)
+        .double()
+        .eval()
+    )
+    together = encoder(["a red circle", "a blue star a red circle"])
+    alone = encoder(["a red circle"])
+    assert together.mask.sum(1).tolist() == [3, 6] and together.mask[:, -1].all()
+    assert (together.features[0] - alone.features[0]).abs().max() < 1e-12
+    assert together.features[0, :3].abs().max() == 0
+
+
+def test_caption_encoder_names_unknown_words_and_refuses_empty_and_long_prompts():
+    encoder = CaptionEncoder(["a", "red", "circle"], dim=8, num_layers=1, num_heads=2, max_words=3)
+    assert encoder.unknown_words(["A red zebra!", "zebra circle, ünknown"]) == ["zebra", "ünknown"]
+    with pytest.raises(ValueError, match="has no words"):
+        encoder(["?!"])
+    with pytest.raises(ValueError, match="prompt of 4 words given; at most 3"):
+        encoder(["a red red circle"])

@@ -1,0 +1,123 @@
+"""The tokenizer's official key layout, and its quantiser against a plain search."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from visual_spec.models.next_token.llamagen_vq import PRESETS, PositionNorm, VQModel
+
+
+def small() -> VQModel:
+    torch.manual_seed(0)
+    return (
+        VQModel(8, (1, 2, 2), 1, 16, codebook_size=24, codebook_dim=8, norm_groups=4, image_size=32)
+        .double()
+        .eval()
+    )
+
+
+def official_keys(multipliers: tuple[int, ...]) -> set[str]:
+    """The keys of the released `vq_ds*.pt` files as the research notes list them."""
+    keys = {"quantize.embedding.weight"}
+    pair = ("weight", "bias")
+    plain = ["quant_conv", "post_quant_conv"]
+    for net in ("encoder", "decoder"):
+        plain += [f"{net}.conv_in", f"{net}.norm_out", f"{net}.conv_out"]
+        for block in (0, 2):
+            plain += [f"{net}.mid.{block}.{part}" for part in ("norm1", "conv1", "norm2", "conv2")]
+        plain += [f"{net}.mid.1.{part}" for part in ("norm", "q", "k", "v", "proj_out")]
+    levels = len(multipliers)
+    widths = [128 * m for m in multipliers]
+    for net, blocks, order in (("encoder", 2, range(levels)), ("decoder", 3, range(levels - 1, -1, -1))):
+        current = 128 if net == "encoder" else widths[-1]
+        for place, level in enumerate(order):
+            for block in range(blocks):
+                name = f"{net}.conv_blocks.{place}.res.{block}"
+                plain += [f"{name}.{part}" for part in ("norm1", "conv1", "norm2", "conv2")]
+                if current != widths[level]:
+                    plain.append(f"{name}.nin_shortcut")
+                current = widths[level]
+                if level == levels - 1:
+                    plain += [
+                        f"{net}.conv_blocks.{place}.attn.{block}.{p}"
+                        for p in ("norm", "q", "k", "v", "proj_out")
+                    ]
+            if net == "encoder" and level < levels - 1:
+                plain.append(f"{net}.conv_blocks.{place}.downsample.conv")
+            if net == "decoder" and level > 0:
+                plain.append(f"{net}.conv_blocks.{place}.upsample.conv")
+    return keys | {f"{name}.{part}" for name in plain for part in pair}
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_presets_have_the_official_keys(name: str):
+    with torch.device("meta"):
+        model = VQModel(**PRESETS[name])
+    assert set(model.state_dict()) == official_keys(PRESETS[name]["channel_multipliers"])
+    if name == "vq-16":  # 344 tensors in the file, one of which is a usage counter; 71.9 M parameters
+        assert len(model.state_dict()) == 343
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 71.9
+
+
+def test_tokens_are_the_codes_of_largest_cosine():
+    model = small()
+    images = torch.rand(2, 3, 32, 32, dtype=torch.float64) * 2 - 1
+    latents = model.encode_latents(images)
+    codes = model.quantize.embedding.weight
+    tokens = model.encode_tokens(images).view(2, 8, 8)
+    for b in range(2):
+        for y in range(8):
+            for x in range(8):
+                cosines = [torch.cosine_similarity(latents[b, :, y, x], code, dim=0).item() for code in codes]
+                assert tokens[b, y, x] == max(range(24), key=cosines.__getitem__)
+
+
+def test_decoding_uses_unit_length_codes_in_raster_order():
+    model = small()
+    tokens = torch.randint(0, 24, (2, 64))
+    pictures = model.decode_tokens(tokens)
+    model.quantize.embedding.weight.data *= (
+        torch.rand(24, 1, dtype=torch.float64) + 0.5
+    )  # lengths must not matter
+    assert (model.decode_tokens(tokens) - pictures).abs().max() < 1e-12
+    changed = tokens.clone()
+    changed[0, 8 * 7 + 7] = (changed[0, 63] + 1) % 24  # the last token of the last row
+    before, after = model.quantize.lookup(tokens.view(2, 8, 8)), model.quantize.lookup(changed.view(2, 8, 8))
+    assert (before != after).any(1).nonzero().tolist() == [[0, 7, 7]]
+    assert pictures.shape == (2, 3, 32, 32) and pictures.abs().max() <= 1
+
+
+def test_wrong_tokens_are_refused():
+    model = small()
+    with pytest.raises(ValueError, match=r"decodes \[B, 64\]"):
+        model.decode_tokens(torch.zeros(1, 63, dtype=torch.long))
+    with pytest.raises(ValueError, match="allowed are 0 to 23"):
+        model.decode_tokens(torch.full((1, 64), 24))
+
+
+@pytest.mark.parametrize("norm_groups", [4, None])
+def test_only_a_local_tokenizer_is_blind_to_far_pixels(norm_groups: int | None):
+    torch.manual_seed(0)
+    model = VQModel(8, (1, 2, 2), 1, 16, codebook_size=24, norm_groups=norm_groups, image_size=128).double()
+    picture = torch.rand(1, 3, 128, 128, dtype=torch.float64) * 2 - 1
+    changed = picture.clone()
+    changed[..., :4, :4] *= -1
+    # Radius of what a latent sees: 3 + 2 * 3 + 4 * 7 convolutions' worth of pixels, and the strides' rounding.
+    difference = (
+        (model.encode_latents(picture) - model.encode_latents(changed)).abs().amax((0, 1))
+    )  # [32, 32]
+    assert difference[0, 0] > 1e-6
+    assert (difference[12:, 12:].max() == 0) == (norm_groups is None)
+
+
+def test_position_norm_is_that_of_each_pixel_alone():
+    torch.manual_seed(0)
+    norm = PositionNorm(1, 6, eps=1e-6).double()
+    norm.weight.data, norm.bias.data = torch.randn(2, 6, dtype=torch.float64)
+    x = torch.randn(2, 6, 3, 4, dtype=torch.float64)
+    out = norm(x)
+    for b, y, column in ((0, 0, 0), (1, 2, 3), (0, 1, 2)):
+        pixel = x[b, :, y, column]
+        want = (pixel - pixel.mean()) / (pixel.var(unbiased=False) + 1e-6).sqrt() * norm.weight + norm.bias
+        assert (out[b, :, y, column] - want).abs().max() < 1e-12

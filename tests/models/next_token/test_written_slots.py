@@ -1,0 +1,195 @@
+"""Calls out of raster order: a column is scored from the slots that it sees, whatever the other slots hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.next_token.test_llamagen import caption_prefix, make, text_condition
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+
+
+def event_logits(
+    model: LlamaGenTransformer,
+    condition: TextCondition,
+    row: int,
+    guided: bool,
+    events: list[tuple[int, int, set[int]]],
+) -> Tensor:
+    """Logits [E, V] of everything that was ever fed, in one pass without a cache, under an explicit mask.
+
+    Args:
+        row: the sample; `guided`: its unconditional row instead.
+        events: (token, slot, events seen) in the order of feeding; an event always sees itself and the condition.
+    """
+    weights = model.state_dict()
+    heads, dim = model.config["num_heads"], model.config["dim"]
+    size, side = dim // heads, model.config["grid_size"]
+    words = condition.mask[row]
+    features = condition.features[row] * words[:, None]
+    if guided:
+        features = weights["cls_embedding.uncond_embedding"]
+    prefix = caption_prefix(model, features)
+    start = len(prefix)
+    x = torch.cat([prefix, weights["tok_embeddings.weight"][[token for token, _, _ in events]]])
+    mask = torch.eye(len(x), dtype=torch.bool)
+    for i in range(start):
+        mask[i, : i + 1] |= words[: i + 1]
+    for i, (_, _, seen) in enumerate(events):
+        mask[start + i, :start] = words
+        mask[start + i, [start + j for j in seen]] = True
+
+    def norm(v: Tensor, weight: Tensor) -> Tensor:
+        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    angles = torch.zeros(len(x), size // 2, dtype=torch.float64)
+    length = (torch.arange(len(x)) >= start).double()[:, None]  # zero over the prefix: it has no keys
+    for i, (_, slot, _) in enumerate(events):
+        for pair in range(size // 2):
+            place = divmod(slot, side)[0 if pair < size // 4 else 1]
+            angles[start + i, pair] = place * 10000.0 ** (-2 * (pair % (size // 4)) / (size / 2))
+    turn = torch.polar(length.expand_as(angles).contiguous(), angles)
+
+    def turned(v: Tensor) -> Tensor:
+        return torch.view_as_real(
+            torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous()) * turn
+        ).flatten(-2)
+
+    for layer in range(model.config["num_layers"]):
+        name = f"layers.{layer}."
+        h = norm(x, weights[name + "attention_norm.weight"])
+        q, k, v = (h @ weights[name + "attention.wqkv.weight"].T).split(dim, -1)
+        mixed = []
+        for head in range(heads):
+            part = slice(head * size, (head + 1) * size)
+            scores = turned(q[:, part]) @ turned(k[:, part]).T / math.sqrt(size)
+            mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v[:, part])
+        x = x + torch.cat(mixed, -1) @ weights[name + "attention.wo.weight"].T
+        h = norm(x, weights[name + "ffn_norm.weight"])
+        gate = h @ weights[name + "feed_forward.w1.weight"].T
+        up = h @ weights[name + "feed_forward.w3.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ weights[name + "feed_forward.w2.weight"].T
+    return (norm(x, weights["norm.weight"]) @ weights["output.weight"].T)[start:]
+
+
+# Slots of three calls (window 4, grid 3 x 3); slot 5 is fed in two calls, and columns past the grid (9 ..) are unused.
+CALLS = [[[0, 5, 9, 10], [3, 1, 0, 9]], [[1, 2, 5, 10], [5, 9, 10, 11]], [[7, 4, 3, 9], [4, 2, 6, 7]]]
+CONDITION = text_condition(2, [3, 5])
+
+
+def fed(call: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and slots [2, 4] of a call, and which fed slots each column sees, drawn at random: [2, 4, 9]."""
+    generator = torch.Generator().manual_seed(call)
+    slots = torch.tensor(CALLS[call])
+    tokens = torch.randint(0, vocab_size, slots.shape, generator=generator)
+    held = torch.zeros(2, 9, dtype=torch.bool)
+    for earlier in CALLS[: call + 1]:
+        for row in range(2):
+            held[row, [slot for slot in earlier[row] if slot < 9]] = True
+    seen = held[:, None] & (torch.rand(2, 4, 9, generator=generator) < 0.6)
+    return tokens, slots, seen
+
+
+def poison(state: Any, call: int) -> None:
+    """Overwrite all that no call up to this one has fed."""
+    for row in range(2):
+        used = {slot for earlier in CALLS[:call] for slot in earlier[row]}
+        for slot in set(range(9)) - used:
+            if isinstance(state.__dict__.get("tokens"), Tensor):
+                state.tokens[row, slot] = int(torch.randint(0, 3, ()))
+                continue
+            prefix = state.prefix_mask.shape[1]
+            for cache in (state.keys, state.values):
+                cache[:, row::2, :, prefix + slot] = 50 * torch.randn_like(cache[:, row::2, :, prefix + slot])
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_llamagen_attends_to_what_is_seen_and_nothing_else(guided):
+    model = make(grid_size=3)
+    state = model.prefill(CONDITION, batch_size=2, guided=guided, window=4)
+    events: list[list[tuple[int, int, set[int]]]] = [[], []]
+    latest: list[dict[int, int]] = [{}, {}]  # by slot, the event that fed it last
+    checked = 0
+    for call in range(len(CALLS)):
+        tokens, slots, seen = fed(call, model.vocab_size)
+        poison(state, call)
+        logits = model(state, tokens, slots, seen=seen)
+        assert logits.shape == (4 if guided else 2, 4, model.vocab_size)
+        for row in range(2):
+            before = len(events[row])
+            latest[row].update({int(slot): before + w for w, slot in enumerate(slots[row])})
+            for w in range(4):
+                slot = int(slots[row, w])
+                visible = {latest[row][other] for other in range(9) if seen[row, w, other]}
+                events[row].append((int(tokens[row, w]), min(slot, 8), visible - {before + w}))
+            for part in range(2 if guided else 1):
+                want = event_logits(model, CONDITION, row, bool(part), events[row])[before:]
+                for w in range(4):
+                    if slots[row, w] < 9:
+                        assert (logits[row + 2 * part, w] - want[w]).abs().max() < 1e-12
+                        checked += 1
+    assert checked == (32 if guided else 16)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_tabular_reads_the_last_id_where_a_slot_is_not_seen(guided):
+    model = TabularModel(TokenGrid(3, 3), 3, order=4, conditions=2)
+    condition = torch.tensor([1, 0])
+    state = model.prefill(condition, batch_size=2, guided=guided, window=4)
+    text = [{}, {}]
+    for call in range(len(CALLS)):
+        tokens, slots, seen = fed(call, 3)
+        poison(state, call)
+        logits = model(state, tokens, slots, seen=seen)
+        for row in range(2):
+            text[row].update(zip(slots[row].tolist(), tokens[row].tolist(), strict=True))
+            for w, slot in enumerate(slots[row].tolist()):
+                if slot >= 8:
+                    continue
+                index = 0
+                for other in range(slot - 3, slot + 1):
+                    known = other == slot or (other >= 0 and bool(seen[row, w, other]))
+                    index = 3 * index + (text[row][other] if known else 2 if other >= 0 else 0)
+                for part, table in enumerate([int(condition[row]), 2][: 2 if guided else 1]):
+                    assert torch.equal(logits[row + 2 * part, w], model.logits[table, slot + 1, index])
+
+
+@pytest.mark.parametrize(
+    ("model", "condition"),
+    [
+        pytest.param(
+            TabularModel(TokenGrid(3, 3), 3, order=3, conditions=2), torch.tensor([1, 0]), id="tabular"
+        ),
+        pytest.param(make(grid_size=3), CONDITION, id="llamagen"),
+    ],
+)
+@pytest.mark.parametrize("guided", [False, True])
+def test_seeing_all_earlier_slots_is_a_plain_call(model, condition, guided):
+    tokens = torch.randint(0, 3, (2, 9), generator=torch.Generator().manual_seed(0))
+    slots = torch.arange(9).repeat(2, 1)
+    plain = model.prefill(condition, batch_size=2, guided=guided, window=9)
+    other = model.prefill(condition, batch_size=2, guided=guided, window=9)
+    want = model(plain, tokens, slots)
+    seen = (torch.arange(9) < slots[..., None]).expand(2, -1, -1)
+    got = torch.cat(
+        [
+            model(other, tokens[:, part], slots[:, part], seen=seen[:, part])
+            for part in (slice(4), slice(4, 9))
+        ],
+        1,
+    )
+    assert (got - want).abs().max() < 1e-12
+    # Fed backwards, each column from an empty text, the slots hold something else: then nobody sees the others.
+    alone = model.prefill(condition, batch_size=2, guided=guided, window=9)
+    none = torch.zeros_like(seen)
+    backwards = model(alone, tokens.flip(1), slots.flip(1), seen=none).flip(1)
+    for slot in range(9):
+        single = model.prefill(condition, batch_size=2, guided=guided, window=9)
+        want = model(single, tokens[:, slot, None], slots[:, slot, None], seen=none[:, slot, None])
+        assert (backwards[:, slot] - want[:, 0]).abs().max() < 1e-12

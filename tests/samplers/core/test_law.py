@@ -1,0 +1,319 @@
+"""The law of a token, against the plain definition written out below."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
+
+FORBIDDEN = -math.inf
+
+
+def law_by_hand(law: TokenLaw, conditional: list[float], unconditional: list[float] | None) -> list[float]:
+    """The definition, one token at a time: probabilities."""
+    scores = list(conditional)
+    if unconditional is not None:
+        for v, (c, u) in enumerate(zip(conditional, unconditional, strict=True)):
+            scores[v] = FORBIDDEN if FORBIDDEN in (c, u) else u + law.guidance_scale * (c - u)
+    if law.allowed is not None:
+        scores = [s if law.allowed[0] <= v < law.allowed[1] else FORBIDDEN for v, s in enumerate(scores)]
+    if law.temperature == 0:
+        return [float(v == scores.index(max(scores))) for v in range(len(scores))]
+    scores = [s / law.temperature for s in scores]
+    if 0 < law.top_k < len(scores):
+        smallest = sorted(scores, reverse=True)[law.top_k - 1]
+        scores = [s if s >= smallest else FORBIDDEN for s in scores]
+    if law.top_p < 1:
+        mass, smallest = 0.0, max(scores)
+        for probability, score in sorted(zip(normalise(scores), scores, strict=True), reverse=True):
+            if mass >= law.top_p:
+                break
+            mass, smallest = mass + probability, score
+        scores = [s if s >= smallest else FORBIDDEN for s in scores]
+    return normalise(scores)
+
+
+def normalise(scores: list[float]) -> list[float]:
+    weights = [math.exp(s - max(scores)) for s in scores]
+    return [weight / sum(weights) for weight in weights]
+
+
+def logits_with_ties(*shape: int, seed: int = 0) -> Tensor:
+    """float64 logits on a coarse grid, so that many are equal; about one in 20 is -inf, token 0 never."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(*shape, generator=generator, dtype=torch.float64) * 4).round() / 2
+    forbidden = torch.rand(*shape, generator=generator) < 0.05
+    forbidden[..., 0] = False
+    return logits.masked_fill(forbidden, -torch.inf)
+
+
+def assert_is_law_by_hand(law: TokenLaw, logits: Tensor, guided: bool, tolerance: float = 1e-12) -> None:
+    got = law(logits, guided)
+    rows = logits.shape[0] // 2 if guided else logits.shape[0]
+    assert got.shape == (rows, *logits.shape[1:])
+    for row in range(rows):
+        for column in range(logits.shape[1]):
+            unconditional = logits[rows + row, column].tolist() if guided else None
+            expected = torch.tensor(
+                law_by_hand(law, logits[row, column].tolist(), unconditional), dtype=torch.float64
+            )
+            assert torch.equal(got[row, column] > -torch.inf, expected > 0), law
+            assert (got[row, column].exp().double() - expected).abs().max() < tolerance, law
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"guidance_scale": 3.5},
+        {"guidance_scale": 0.5},
+        {"allowed": (3, 17)},
+        {"allowed": (0, 1)},
+        {"temperature": 0.7},
+        {"temperature": 3.0},
+        {"temperature": 0},
+        {"temperature": 0, "allowed": (5, 20), "top_k": 4, "top_p": 0.3},
+        {"top_k": 1},
+        {"top_k": 6},
+        {"top_k": 22},
+        {"top_k": 23},
+        {"top_k": 1000},
+        {"top_p": 0.05},
+        {"top_p": 0.55},
+        {"top_p": 0.97},
+        {"top_k": 9, "top_p": 0.6},
+        {"guidance_scale": 2.0, "temperature": 1.3, "top_k": 12, "top_p": 0.8, "allowed": (2, 21)},
+    ],
+)
+def test_law_is_the_definition(settings, guided):
+    assert_is_law_by_hand(TokenLaw(**settings), logits_with_ties(4, 5, 23), guided)
+
+
+def test_random_laws_are_the_definition():
+    pick = random.Random(0)
+    for seed in range(60):
+        first = pick.randrange(0, 20)
+        law = TokenLaw(
+            guidance_scale=pick.choice([1.0, pick.uniform(1, 9)]),
+            temperature=pick.choice([1.0, pick.uniform(0.2, 3)]),
+            top_k=pick.choice([0, pick.randrange(1, 40)]),
+            top_p=pick.choice([1.0, pick.uniform(0.01, 0.999)]),
+            allowed=pick.choice([None, (first, pick.randrange(first + 8, 31))]),
+        )
+        assert_is_law_by_hand(law, logits_with_ties(2, 2, 31, seed=seed), law.guided)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 257])
+def test_odd_vocabularies(vocab_size):
+    logits = torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for law in (TokenLaw(), TokenLaw(top_k=2), TokenLaw(top_p=0.5), TokenLaw(top_k=2, top_p=0.9)):
+        assert_is_law_by_hand(law, logits, guided=False)
+    assert_is_law_by_hand(TokenLaw(temperature=0), logits, guided=False)
+
+
+def test_ties_share_their_fate():
+    logits = torch.tensor([[[2.0, 1.0, 3.0, 2.0, 2.0, 0.0]]], dtype=torch.float64)
+    assert (TokenLaw(top_k=2)(logits, False) > -torch.inf).tolist() == [
+        [[True, False, True, True, True, False]]
+    ]
+    level = torch.zeros(1, 1, 4, dtype=torch.float64)
+    assert (TokenLaw(top_k=1)(level, False) == -math.log(4)).all()
+    assert (TokenLaw(top_p=0.3)(level, False) == -math.log(4)).all()
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it():
+    logits = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]], dtype=torch.float64).log()
+    for top_p, kept in [(0.4, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4)]:
+        assert int((TokenLaw(top_p=top_p)(logits, False) > -torch.inf).sum()) == kept
+
+
+def test_greedy_takes_the_lowest_of_equal_ids():
+    logits = torch.tensor([[[1.0, 7.0, 7.0, 0.0], [5.0, 5.0, 5.0, 5.0]]])
+    log_probs = TokenLaw(temperature=0)(logits, False)
+    assert log_probs.argmax(-1).tolist() == [[1, 0]]
+    assert log_probs.exp().sum(-1).tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"temperature": 0}, {"allowed": (2, 9)}]
+)
+def test_precision(settings):
+    law, logits = TokenLaw(guidance_scale=2.0, **settings), logits_with_ties(2, 3, 11)
+    assert law(logits, True).dtype == torch.float64
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert law(logits.to(dtype), True).dtype == torch.float32
+    assert_is_law_by_hand(law, logits.float(), True, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 40}, {"top_p": 0.8}, {"top_k": 100, "top_p": 0.8}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_slot_has_the_same_bits_in_any_window_and_batch(settings, dtype):
+    law = TokenLaw(guidance_scale=3.0, temperature=0.9, **settings)
+    logits = torch.randn(6, 8, 515, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    together = law(logits, True)
+    for row in range(3):
+        for column in range(8):
+            alone = law(logits[[row, 3 + row], column : column + 1], True)
+            assert torch.equal(alone[0, 0], together[row, column])
+
+
+def test_logits_are_left_alone():
+    logits = logits_with_ties(2, 3, 11)
+    before = logits.clone()
+    for law in (TokenLaw(), TokenLaw(top_k=3, top_p=0.5), TokenLaw(temperature=0)):
+        law(logits, False)
+    for law in (TokenLaw(guidance_scale=2.0), TokenLaw(guidance_scale=2.0, temperature=2.0, allowed=(0, 5))):
+        law(logits, True)
+    assert torch.equal(logits, before)
+
+
+# --- guidance up to a slot ---
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"top_k": 4}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 0}, {"allowed": (2, 20)}],
+)
+def test_slots_at_or_beyond_guidance_until_are_conditional(settings):
+    """Ragged rows whose windows end before, straddle, and lie behind the boundary."""
+    logits = logits_with_ties(6, 4, 23)
+    slots = torch.tensor([[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 10]])
+    law = TokenLaw(guidance_scale=3.0, guidance_until=6, **settings)
+    got = law(logits, True, slots)
+    for row in range(3):
+        for column in range(4):
+            unconditional = logits[3 + row, column].tolist() if slots[row, column] < 6 else None
+            by_hand = law_by_hand(law, logits[row, column].tolist(), unconditional)
+            assert (got[row, column].exp() - torch.tensor(by_hand, dtype=torch.float64)).abs().max() < 1e-12
+
+
+def test_behind_the_boundary_the_law_has_the_bits_of_the_conditional_one():
+    logits = logits_with_ties(4, 3, 17).float()
+    logits[2:, :, 5] = FORBIDDEN  # what the unconditional rows forbid is their own affair there
+    slots = torch.tensor([[4, 5, 6], [9, 10, 11]])
+    late = TokenLaw(guidance_scale=7.5, top_k=6, guidance_until=4)(logits, True, slots)
+    assert torch.equal(late, TokenLaw(top_k=6)(logits[:2], False))
+    early = TokenLaw(guidance_scale=7.5, top_k=6, guidance_until=12)(logits, True, slots)
+    assert torch.equal(early, TokenLaw(guidance_scale=7.5, top_k=6)(logits, True))
+
+
+def test_guidance_until_is_one_schedule_for_every_sampler():
+    """The sequence law of a table, against the product of a guided law for early slots and a plain one for late."""
+    model = TabularModel(TokenGrid(2, 2), 3, seed=2)
+    found = model.law_of_sequences(TokenLaw(guidance_scale=2.5, guidance_until=2), guided=True)
+    early, late = TokenLaw(guidance_scale=2.5), TokenLaw()
+    for index, sequence in enumerate(itertools.product(range(3), repeat=4)):
+        expected, context = 1.0, 0
+        for slot, token in enumerate(sequence):
+            rows = model.logits[:, slot, context][:, None]  # [2, 1, V]: the condition, then no condition
+            log_probs = early(rows, True) if slot < 2 else late(rows[:1], False)
+            expected *= log_probs[0, 0, token].exp().item()
+            context = context * 3 + token
+        assert found[index].item() == pytest.approx(expected, abs=1e-15)
+
+
+def test_a_schedule_without_slots_is_refused():
+    law = TokenLaw(guidance_scale=2.0, guidance_until=3)
+    with pytest.raises(ValueError, match="guidance_until=3 depends on the slot, but no slots were given"):
+        law(torch.zeros(2, 1, 5), True)
+    law(torch.zeros(1, 1, 5), False)  # nothing is guided, so there is nothing to schedule
+
+
+def test_guided():
+    assert TokenLaw(guidance_scale=1.01).guided
+    assert not TokenLaw(guidance_scale=1.0).guided
+    assert not TokenLaw(guidance_scale=0.0).guided
+    assert TokenLaw(guidance_scale=2.0, guidance_until=1).guided
+    assert not TokenLaw(guidance_scale=2.0, guidance_until=0).guided
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"guidance_scale": -1.0}, "guidance_scale=-1.0; pass a finite number of at least 0"),
+        ({"guidance_scale": math.nan}, "guidance_scale=nan; pass a finite number"),
+        ({"temperature": -0.1}, r"temperature=-0.1; pass 0 \(greedy\), or a finite number of at least 1e-06"),
+        ({"temperature": 1e-9}, "temperature=1e-09; pass 0"),
+        ({"temperature": math.inf}, "temperature=inf; pass 0"),
+        ({"temperature": math.nan}, "temperature=nan; pass 0"),
+        ({"top_k": -1}, "top_k=-1; pass an integer of at least 0"),
+        ({"top_k": 5.0}, "top_k=5.0; pass an integer"),
+        ({"top_k": True}, "top_k=True; pass an integer"),
+        ({"top_p": 0.0}, "top_p=0.0; pass a number above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p=1.1; pass a number above 0"),
+        ({"top_p": math.nan}, "top_p=nan; pass a number above 0"),
+        ({"allowed": (5, 5)}, r"allowed=\(5, 5\); pass \(first, last \+ 1\)"),
+        ({"allowed": (-1, 5)}, r"allowed=\(-1, 5\); pass"),
+        ({"allowed": (1, 2, 3)}, r"allowed=\(1, 2, 3\); pass"),
+        ({"allowed": (0, 2.5)}, r"allowed=\(0, 2.5\); pass"),
+        ({"guidance_until": -1}, "guidance_until=-1; pass an integer of at least 0, the first slot without"),
+        ({"guidance_until": 2.5}, "guidance_until=2.5; pass an integer"),
+        ({"guidance_until": True}, "guidance_until=True; pass an integer"),
+    ],
+)
+def test_construction_refuses(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TokenLaw(**settings)
+
+
+def test_call_refuses():
+    with pytest.raises(ValueError, match=r"logits have shape \(2, 9\); pass \[rows, window, vocabulary\]"):
+        TokenLaw()(torch.zeros(2, 9), False)
+    with pytest.raises(ValueError, match="guided logits have 3 rows; pass an even number"):
+        TokenLaw(guidance_scale=2.0)(torch.zeros(3, 1, 9), True)
+    with pytest.raises(ValueError, match=r"allowed=\(2, 10\) reaches beyond the vocabulary of 9 tokens"):
+        TokenLaw(allowed=(2, 10))(torch.zeros(1, 1, 9), False)
+
+
+# --- logits that define no law ---
+
+
+def test_minus_infinity_is_legal_beside_a_finite_logit():
+    logits = torch.zeros(2, 3, 5)
+    logits[1, 2, :4] = -torch.inf
+    assert not non_finite(logits).any()
+    check_finite(logits, torch.arange(6).reshape(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "found"), [(math.nan, "nan"), (math.inf, r"\+inf"), (-math.inf, "only -inf")]
+)
+def test_check_finite_names_row_and_slot(values, found):
+    slots = torch.tensor([[4, 5, 6], [10, 11, 12]])
+    logits = torch.zeros(2, 3, 5)
+    logits[1, 2] = values
+    assert non_finite(logits).nonzero().tolist() == [[1, 2]]
+    place = rf"the logits of sample 1 \(row 1\), column 2, slot 12 hold {found}; a law needs finite logits"
+    with pytest.raises(FloatingPointError, match=place):
+        check_finite(logits, slots)
+    guided = torch.cat([torch.zeros(2, 3, 5), logits])
+    with pytest.raises(FloatingPointError, match=r"the unconditional logits of sample 1 \(row 3\), column 2"):
+        check_finite(guided, slots)
+    with pytest.raises(FloatingPointError, match=r"the conditional logits of sample 1 \(row 1\), column 2"):
+        check_finite(guided.flip(0).roll(2, 0).flip(0), slots)
+
+
+def test_check_finite_finds_a_single_nan():
+    logits = torch.zeros(1, 2, 5)
+    logits[0, 1, 3] = math.nan
+    logits[0, 1, 4] = math.inf
+    with pytest.raises(FloatingPointError, match="column 1, slot 8 hold nan"):
+        check_finite(logits, torch.tensor([[7, 8]]))
+
+
+def test_check_finite_looks_at_allowed_ids_only():
+    logits, slots = torch.zeros(1, 1, 5), torch.zeros(1, 1, dtype=torch.int64)
+    logits[..., 4] = math.nan
+    check_finite(logits, slots, allowed=(0, 4))
+    logits[..., :4] = -math.inf
+    with pytest.raises(FloatingPointError, match="hold only -inf"):
+        check_finite(logits, slots, allowed=(0, 4))

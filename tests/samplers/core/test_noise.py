@@ -1,0 +1,246 @@
+"""The noise: right laws, and values that depend on key, slot, token id, stream and round alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from visual_spec.samplers.core.noise import (
+    ACCEPT,
+    DRAFT,
+    RESIDUAL,
+    TOKEN,
+    CounterNoise,
+    draw_keys,
+)
+
+STREAMS = (TOKEN, DRAFT, ACCEPT, RESIDUAL)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make_noise(batch_size: int = 1, seed: int = 0) -> CounterNoise:
+    return CounterNoise(draw_keys(seeded(seed), batch_size), "cpu")
+
+
+def kolmogorov_distance(sample: Tensor) -> float:
+    """Largest gap between the sample's distribution function and that of Uniform(0, 1)."""
+    ordered = sample.flatten().double().sort().values
+    steps = torch.arange(ordered.numel() + 1, dtype=torch.float64) / ordered.numel()
+    return float(torch.maximum(steps[1:] - ordered, ordered - steps[:-1]).max())
+
+
+def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
+    counts = torch.bincount(tokens.flatten(), minlength=probabilities.numel()).double()
+    expected = probabilities * tokens.numel()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+# --- laws ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uniform_law(dtype):
+    slots = torch.arange(25_000).expand(4, -1)
+    sample = make_noise(4).uniform(slots, ACCEPT, dtype=dtype)
+    assert sample.shape == (4, 25_000) and sample.dtype == dtype
+    assert 0 < sample.min() and sample.max() < 1
+    assert kolmogorov_distance(sample) < 1.95 / math.sqrt(sample.numel())  # exceeded once in 1000 seeds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gumbel_law(dtype):
+    sample = make_noise().gumbel(torch.arange(100)[None], 1000, TOKEN, dtype=dtype)
+    assert sample.shape == (1, 100, 1000) and sample.dtype == dtype
+    assert sample.isfinite().all()
+    assert kolmogorov_distance((-(-sample.double()).exp()).exp()) < 1.95 / math.sqrt(sample.numel())
+
+
+def test_gumbel_tail_is_not_quantised():
+    # In float32, -log(-log(u)) of 24-bit uniforms puts the largest of a million values on a grid of steps near 0.06.
+    sample = make_noise().gumbel(torch.arange(1000)[None], 1000, TOKEN).flatten()
+    top = sample.sort().values[-100:]
+    assert top.unique().numel() == 100
+    # The largest of n values is log(n) + Gumbel: between log(n) - 3 and log(n) + 12 but for one seed in 10^5.
+    assert math.log(1e6) - 3 < top[-1] < math.log(1e6) + 12
+
+
+def test_precisions_agree():
+    slots = torch.arange(50)[None]
+    single = make_noise().gumbel(slots, 999, TOKEN)
+    double = make_noise().gumbel(slots, 999, TOKEN, dtype=torch.float64)
+    # Very small values (u near 1) lose digits in float32; tokens with such noise never win.
+    usable = double > -1.5
+    assert (single - double)[usable].abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_categorical_law(dtype):
+    probabilities = torch.tensor([0.4, 0.0, 0.25, 0.2, 0.1, 0.04, 0.01], dtype=torch.float64)
+    slots = torch.arange(10_000).expand(4, -1)
+    log_probs = probabilities.log().to(dtype).expand(4, 10_000, -1)
+    tokens = make_noise(4).categorical(log_probs, slots, TOKEN)
+    assert tokens.shape == (4, 10_000) and tokens.dtype == torch.int64
+    assert not (tokens == 1).any()
+    support = torch.tensor([0, 2, 3, 4, 5, 6])
+    assert (
+        chi_square(torch.searchsorted(support, tokens), probabilities[support]) < 25.7
+    )  # p = 1e-4, 5 degrees
+
+
+def test_categorical_is_the_argmax_of_law_plus_gumbel():
+    noise, slots = make_noise(2), torch.arange(30).reshape(2, 15)
+    log_probs = torch.randn(2, 15, 130, generator=seeded(1)).log_softmax(-1)
+    expected = (log_probs + noise.gumbel(slots, 130, DRAFT, 4)).argmax(-1)
+    assert torch.equal(noise.categorical(log_probs, slots, DRAFT, 4), expected)
+
+
+def test_categorical_leaves_the_law_alone_and_keeps_to_a_point_law():
+    log_probs = torch.full((1, 200, 9), -torch.inf)
+    log_probs[..., 6] = 0
+    before = log_probs.clone()
+    assert (make_noise().categorical(log_probs, torch.arange(200)[None], RESIDUAL) == 6).all()
+    assert torch.equal(log_probs, before)
+
+
+def test_bernoulli_law():
+    noise, slots = make_noise(), torch.arange(40_000)[None]
+    for probability in (0.03, 0.5, 0.9):
+        hits = noise.bernoulli(torch.full(slots.shape, probability), slots, ACCEPT)
+        assert hits.dtype == torch.bool
+        spread = math.sqrt(probability * (1 - probability) / slots.numel())
+        assert abs(hits.double().mean() - probability) < 4 * spread
+    assert not noise.bernoulli(torch.zeros(slots.shape), slots, ACCEPT).any()
+    assert noise.bernoulli(torch.ones(slots.shape), slots, ACCEPT).all()
+
+
+# --- independence of the draws ---
+
+
+def test_streams_rounds_slots_and_samples_are_uncorrelated():
+    noise, slots = make_noise(2), torch.arange(20_000).expand(2, -1)
+    columns = [noise.uniform(slots, stream, round)[0] for stream in STREAMS for round in (0, 1)]
+    columns += [noise.uniform(slots, TOKEN)[1], noise.uniform(slots + 1, TOKEN)[0]]
+    # A scalar draw and token 0 of the same stream and round are different numbers, too.
+    columns += [(-(-noise.gumbel(slots, 5, TOKEN)[0, :, v]).exp()).exp() for v in range(5)]
+    correlation = torch.corrcoef(torch.stack(columns).double())
+    # Slot i + 1 of the shifted column is the same draw as slot i + 1 of the first: only the pairing is shifted.
+    assert (correlation - torch.eye(len(columns))).abs().max() < 4.5 / math.sqrt(20_000)
+
+
+# --- independence of batch, window and order ---
+
+
+def test_values_do_not_depend_on_batch_window_or_order():
+    noise, slots = make_noise(3), torch.arange(17).expand(3, -1)
+    uniform = noise.uniform(slots, ACCEPT, 2)
+    gumbel = noise.gumbel(slots, 13, TOKEN, 2)
+    for row in range(3):
+        alone = CounterNoise(noise.keys[row : row + 1], "cpu")
+        for slot in range(17):
+            place = torch.tensor([[slot]])
+            assert alone.uniform(place, ACCEPT, 2) == uniform[row, slot]
+            assert torch.equal(alone.gumbel(place, 13, TOKEN, 2)[0, 0], gumbel[row, slot])
+    shuffled = torch.stack([torch.randperm(17, generator=seeded(seed)) for seed in range(3)])
+    index = shuffled[..., None].expand(-1, -1, 13)
+    assert torch.equal(noise.gumbel(shuffled, 13, TOKEN, 2), gumbel.gather(1, index))
+
+
+def test_values_do_not_depend_on_the_vocabulary_size():
+    noise, slots = make_noise(2), torch.arange(6).reshape(2, 3)
+    wide = noise.gumbel(slots, 1001, TOKEN)
+    for vocab_size in (1, 2, 3, 4, 5, 255, 1000):
+        assert torch.equal(noise.gumbel(slots, vocab_size, TOKEN), wide[..., :vocab_size])
+
+
+def test_categorical_does_not_depend_on_batch_or_window():
+    noise, slots = make_noise(3), torch.arange(12).expand(3, -1)
+    log_probs = torch.randn(3, 12, 50, generator=seeded(0)).log_softmax(-1)
+    tokens = noise.categorical(log_probs, slots, TOKEN)
+    for row in range(3):
+        alone = CounterNoise(noise.keys[row : row + 1], "cpu")
+        for start, stop in ((0, 1), (3, 8), (11, 12)):
+            part = slice(start, stop)
+            got = alone.categorical(log_probs[row : row + 1, part], slots[row : row + 1, part], TOKEN)
+            assert torch.equal(got[0], tokens[row, part])
+
+
+def test_rounds_may_be_tensors():
+    noise, slots = make_noise(2), torch.arange(6).reshape(2, 3)
+    expected = torch.stack([noise.uniform(slots, DRAFT, 5)[0], noise.uniform(slots, DRAFT, 8)[1]])
+    assert torch.equal(noise.uniform(slots, DRAFT, torch.tensor([5, 8])), expected)
+    assert torch.equal(noise.uniform(slots, DRAFT, torch.tensor([[5] * 3, [8] * 3])), expected)
+    assert torch.equal(noise.uniform(slots, DRAFT, torch.tensor(5)), noise.uniform(slots, DRAFT, 5))
+
+
+def test_an_empty_window_draws_nothing():
+    noise, slots = make_noise(2), torch.zeros(2, 0, dtype=torch.int64)
+    assert noise.bernoulli(torch.zeros(2, 0), slots, ACCEPT).shape == (2, 0)
+    assert noise.categorical(torch.zeros(2, 0, 5), slots, TOKEN).shape == (2, 0)
+
+
+# --- keys ---
+
+
+def test_one_generator_gives_sample_b_its_bth_draw():
+    keys = draw_keys(seeded(0), 5)
+    assert keys.shape == (5,) and keys.dtype == torch.int64
+    assert keys.unique().numel() == 5
+    assert torch.equal(draw_keys(seeded(0), 2), keys[:2])
+    generator = seeded(0)
+    assert torch.equal(torch.cat([draw_keys(generator, 2), draw_keys(generator, 3)]), keys)
+
+
+def test_a_list_gives_each_sample_its_own_generator():
+    expected = torch.cat([draw_keys(seeded(seed), 1) for seed in (7, 8, 9)])
+    assert torch.equal(draw_keys([seeded(7), seeded(8), seeded(9)], 3), expected)
+    assert torch.equal(draw_keys((seeded(9),), 1), expected[2:])
+
+
+def test_keys_use_all_64_bits():
+    keys = draw_keys(seeded(0), 500)
+    for bit in range(64):
+        assert 180 < int(((keys >> bit) & 1).sum()) < 320
+
+
+def test_the_default_generator_is_used_only_when_none_is_given():
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    draw_keys(seeded(0), 4)
+    make_noise().uniform(torch.arange(4)[None], TOKEN)
+    assert torch.equal(torch.get_rng_state(), state)
+    first = draw_keys(None, 2)
+    torch.manual_seed(3)
+    assert torch.equal(draw_keys(None, 2), first)
+
+
+@pytest.mark.parametrize(
+    ("generator", "batch_size", "error", "message"),
+    [
+        (None, 0, ValueError, "batch_size=0, but a batch holds at least 1 sample"),
+        ([seeded(0)] * 3, 2, ValueError, "got 3 generators for a batch of 2; pass one a sample, or a single"),
+        ([], 1, ValueError, "got 0 generators for a batch of 1"),
+        (
+            [seeded(0), 1],
+            2,
+            TypeError,
+            r"generator\[1\] is a int; every entry of the list must be a torch.Gen",
+        ),
+        ([None, seeded(0)], 2, TypeError, r"generator\[0\] is a NoneType"),
+        (1234, 1, TypeError, r"generator is a int; pass a torch.Generator.*manual_seed\(seed\)"),
+    ],
+)
+def test_draw_keys_refuses(generator, batch_size, error, message):
+    with pytest.raises(error, match=message):
+        draw_keys(generator, batch_size)
+
+
+@pytest.mark.parametrize("keys", [torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2)])
+def test_noise_refuses_other_keys(keys):
+    with pytest.raises(ValueError, match=r"pass int64 \[B\], as from draw_keys"):
+        CounterNoise(keys, "cpu")

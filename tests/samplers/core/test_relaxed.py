@@ -1,0 +1,303 @@
+"""Relaxed acceptance as users meet it: tables, settings, refusals, a sampler that uses it. Laws: tests/exactness."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.tiny import seeded
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers import jacobi
+from visual_spec.samplers.core.checks import COUPLINGS
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.relaxed import Relaxation, cluster_table, neighbour_table, smallest
+from visual_spec.samplers.core.trace import SampleResult
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+LAW = TokenLaw()
+MODEL = TabularModel(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)
+CODEBOOK = torch.nn.functional.normalize(
+    torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), dim=-1
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grouped": dict(acceptance="grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
+    "clustered": dict(acceptance="clustered", group_size=4),
+    "lantern": dict(acceptance="lantern", delta=0.2, neighbours=8),
+    "lantern++": dict(acceptance="lantern", factor=3.0, neighbours=8),
+    "bounded": dict(acceptance="lantern", delta=0.1, neighbours=8, bounded=True),
+}
+
+
+def sampler_of(name: str, window: int = 8, coupling: str = "gumbel") -> SpeculativeJacobiSampler:
+    return SpeculativeJacobiSampler(window, coupling, **SETTINGS[name])
+
+
+def decode(sampler: Any, model: TabularModel = MODEL, batch_size: int = 4, **options: Any) -> SampleResult:
+    arguments = dict(generator=seeded(*range(batch_size)), batch_size=batch_size, codebook=CODEBOOK)
+    return sampler(model, torch.arange(batch_size) % 3, law=LAW, **{**arguments, **options})
+
+
+# ---------------------------------------------------------------------------------------------------- selection
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 23, 40])
+def test_smallest_is_the_head_of_a_stable_sort(count):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(50, 23, generator=generator, dtype=torch.float64)
+    tied = (2 * values).round()
+    gaps = tied.masked_fill(torch.rand(50, 23, generator=generator) < 0.6, torch.inf)
+    for rows in (values, tied, gaps, torch.zeros(3, 23), torch.full((3, 23), torch.inf), -gaps):
+        found, places = smallest(rows, count)
+        expected, order = rows.sort(dim=-1, stable=True)
+        assert torch.equal(found, expected[..., :count]) and torch.equal(places, order[..., :count])
+
+
+def test_smallest_of_values_that_are_not_numbers_stays_in_range():
+    _, places = smallest(torch.full((2, 9), torch.nan), 4)
+    assert places.shape == (2, 4) and places.min() >= 0 and places.max() < 9
+
+
+# ------------------------------------------------------------------------------------------------------- tables
+
+
+def test_neighbours_are_the_nearest_codes_in_order(monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(
+        -2, 3, (40, 3), generator=generator
+    ).float()  # many at equal distances, some the same
+    monkeypatch.setattr("visual_spec.samplers.core.relaxed._TABLE_ROWS", 7 * 40)  # 7 rows at a time
+    table = neighbour_table(codes, 12)
+    assert table.shape == (40, 12) and table.dtype == torch.int32
+    for x, row in enumerate(table.tolist()):
+        others = sorted(
+            (y for y in range(40) if y != x),
+            key=lambda y: (math.dist(codes[x].tolist(), codes[y].tolist()), y),
+        )
+        assert row == others[:12]
+
+
+def test_clusters_are_the_nearest_centres():
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randn(300, 4, generator=generator)
+    clusters = cluster_table(codes, 20)
+    assert clusters.shape == (300,) and 0 <= clusters.min() and clusters.max() < 20
+    sizes = torch.bincount(clusters, minlength=20)
+    assert sizes.min() >= 1 and sizes.max() < 60
+    centres = torch.stack([codes[clusters == cluster].mean(0) for cluster in range(20)])
+    assert torch.equal(torch.cdist(codes, centres).argmin(1), clusters)
+    # Much tighter than chance.
+    spread = (codes - centres[clusters]).square().sum()
+    assert spread < 0.5 * codes.square().sum()
+
+
+@pytest.mark.parametrize("make", [neighbour_table, cluster_table])
+def test_tables_are_built_once_for_the_same_codes(make):
+    codes = torch.randn(30, 4, generator=torch.Generator().manual_seed(3))
+    first = make(codes, 5)
+    assert make(codes.clone(), 5) is first
+    changed = codes.clone()
+    changed[0] += 1
+    assert make(changed, 5) is not first and make(codes, 6) is not first
+
+
+# ----------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampler_says_that_it_is_lossy_and_by_how_much(name):
+    sampler = sampler_of(name)
+    assert not sampler.lossless and not sampler.identical and sampler.needs_codebook
+    trace = decode(sampler).trace
+    assert not trace.lossless and not trace.identical
+    assert trace.divergence is not None and 0.001 < trace.divergence < 0.6
+    assert (
+        trace.moved_mass is not None
+        and trace.moved_mass.shape == (4,)
+        and trace.moved_mass.device.type == "cpu"
+    )
+    assert f"lossy, measured divergence {trace.divergence:.4f}" in trace.summary()
+    # Every slot behind the first is tested at most once.
+    assert trace.moved_mass.sum() <= trace.divergence * 4 * 63 + 1e-9
+    if SETTINGS[name].get("bounded"):
+        assert trace.divergence <= 0.1
+
+
+def test_lossless_acceptances_need_no_codebook_and_measure_nothing():
+    for acceptance in ("exact", "identical"):
+        sampler = SpeculativeJacobiSampler(8, acceptance=acceptance, delta=0.3, bounded=True)
+        assert sampler.lossless and not sampler.needs_codebook
+        trace = decode(sampler, codebook=None).trace
+        assert trace.lossless and trace.divergence is None and trace.moved_mass is None
+
+
+def test_groups_without_a_distance_need_no_codebook():
+    sampler = SpeculativeJacobiSampler(8, acceptance="grouped", code_distance=None)
+    assert not sampler.needs_codebook
+    result = decode(sampler, codebook=None)
+    assert torch.equal(result.tokens, decode(sampler).tokens)
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("name", ["lantern", "lantern++", "bounded"])
+def test_relaxing_takes_fewer_calls(name, coupling):
+    exact = SpeculativeJacobiSampler(8, coupling, "exact")
+    calls = [
+        decode(sampler, batch_size=24).trace.target_calls.float().mean()
+        for sampler in (exact, sampler_of(name, coupling=coupling))
+    ]
+    assert calls[1] < 0.9 * calls[0]
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("name", ["grouped", "lantern"])
+def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule(name, coupling):
+    nothing = dict(grouped=dict(group_size=1), lantern=dict(delta=0.0))[name]
+    sampler = SpeculativeJacobiSampler(8, coupling, **{**SETTINGS[name], **nothing})
+    expected = decode(SpeculativeJacobiSampler(8, coupling, "exact"))
+    found = decode(sampler)
+    if coupling == "maximal":  # where a relaxed rule draws its redrafts with noise of their own
+        assert found.tokens.shape == expected.tokens.shape
+    else:
+        assert torch.equal(found.tokens, expected.tokens)
+    assert found.trace.divergence == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_sample_does_not_depend_on_its_batch(name, coupling):
+    sampler = sampler_of(name, coupling=coupling)
+    together = decode(sampler, batch_size=5)
+    assert together.trace.target_calls.unique().numel() > 1  # the rows part company
+    assert together.trace.moved_mass is not None
+    for row in range(5):
+        alone = sampler(
+            MODEL,
+            torch.tensor([row % 3]),
+            law=LAW,
+            generator=seeded(row),
+            batch_size=1,
+            codebook=CODEBOOK,
+        )
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[row])
+        assert alone.trace.moved_mass is not None
+        torch.testing.assert_close(alone.trace.moved_mass[0], together.trace.moved_mass[row])
+
+
+def test_configuration_survives_a_round_trip(tmp_path):
+    sampler = SpeculativeJacobiSampler(
+        acceptance="lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05
+    )
+    sampler.save_pretrained(tmp_path)
+    loaded = SpeculativeJacobiSampler.from_pretrained(tmp_path)
+    assert isinstance(loaded, SpeculativeJacobiSampler)
+    assert loaded.relaxation == sampler.relaxation
+    assert sampler.relaxation == Relaxation("lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05)
+    assert not any(isinstance(value, Tensor) for value in vars(loaded).values())
+
+
+# ----------------------------------------------------------------------------------------------------- the loop
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_slots_past_the_grid_are_neither_kept_nor_counted(name, coupling):
+    class Nonsense(TabularModel):
+        def forward(self, state, tokens, slots):
+            logits = super().forward(state, tokens, slots)
+            past = (slots + 1 >= self.grid.num_tokens).repeat(logits.shape[0] // slots.shape[0], 1)
+            return torch.where(past[..., None], torch.full_like(logits, torch.nan), logits)
+
+    arguments: dict[str, Any] = dict(order=2, conditions=3, dependence=0.2)
+    expected = decode(sampler_of(name, coupling=coupling))
+    found = decode(sampler_of(name, coupling=coupling), Nonsense(TokenGrid(8, 8), 16, **arguments))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert found.trace.divergence == expected.trace.divergence
+
+
+def test_step_never_asks_the_host_about_a_tensor(operations_of):
+    operations = operations_of(jacobi)
+    for coupling in COUPLINGS:
+        for name in SETTINGS:
+            decode(sampler_of(name, coupling=coupling), batch_size=1)
+    assert not operations.that_ask_the_host()
+    assert not [
+        name for name in operations.names if name.startswith("aten.sort") and name != "aten.sort.stable"
+    ]
+
+
+def test_groups_are_selected_and_never_sorted_whole(monkeypatch):
+    widths = set()
+
+    class Sorts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if str(func).startswith("aten.sort"):
+                widths.add(args[0].shape[-1])
+            return func(*args, **(kwargs or {}))
+
+    with Sorts():
+        decode(SpeculativeJacobiSampler(8, acceptance="grouped", group_size=6), batch_size=1)
+    assert widths == {3, 2}  # below and above
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            dict(acceptance="loose"),
+            "acceptance='loose'; pass one of identical, exact, grouped, clustered, lantern",
+        ),
+        (dict(delta=-0.1), "delta=-0.1; pass a probability, from 0 to 1"),
+        (dict(delta=1.5), "delta=1.5; pass a probability"),
+        (dict(delta=math.nan), "delta=nan; pass a probability"),
+        (dict(delta=True), "delta=True; pass a probability"),
+        (dict(delta="0.1"), "delta='0.1'; pass a probability"),
+        (dict(probability_gap=2), "probability_gap=2; pass a probability"),
+        (dict(code_distance=-1.0), "code_distance=-1.0; pass a squared distance of at least 0, or None"),
+        (dict(factor=0.9), "factor=0.9; pass a number of at least 1"),
+        (dict(factor=math.inf), "factor=inf; pass a number of at least 1"),
+        (dict(group_size=0), "group_size=0; pass an integer of at least 1"),
+        (dict(group_size=2.0), "group_size=2.0; pass an integer"),
+        (dict(neighbours=0), "neighbours=0; pass an integer of at least 1"),
+        (dict(neighbours=True), "neighbours=True; pass an integer"),
+        (dict(bounded=1), "bounded=1; pass True or False"),
+    ],
+)
+def test_refuses_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeJacobiSampler(**{"acceptance": "lantern", **settings})
+
+
+class Untouched(TabularModel):
+    """Refuses to compute."""
+
+    def prefill(self, *args, **kwargs):
+        raise AssertionError("the model was run")
+
+
+@pytest.mark.parametrize(
+    "settings, codebook, message",
+    [
+        (
+            {},
+            None,
+            r"acceptance='lantern' compares codes, but no codebook was given; pass codebook=.* \[16, D\]",
+        ),
+        (dict(acceptance="clustered"), None, "acceptance='clustered' compares codes"),
+        (dict(acceptance="grouped"), None, r"no codebook was given.* or code_distance=None"),
+        ({}, CODEBOOK[:15], r"codebook of shape \(15, 4\) for a vocabulary of 16 tokens.*\[16, D\]"),
+        ({}, CODEBOOK[0], r"codebook of shape \(4,\) for a vocabulary"),
+        (dict(neighbours=16), CODEBOOK, "neighbours=16, but a code has 15 others; pass at most that many"),
+    ],
+)
+def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
+    sampler = SpeculativeJacobiSampler(4, **{"acceptance": "lantern", "neighbours": 8, **settings})
+    with pytest.raises(ValueError, match=message):
+        decode(sampler, Untouched(TokenGrid(8, 8), 16, order=2), codebook=codebook)

@@ -1,0 +1,52 @@
+"""How often pictures show what their prompts ask for, as a parser of the data read them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from visual_spec.eval.quality.intervals import mean_figure, rate
+from visual_spec.eval.speed.bench import markdown
+
+
+def summarise(hits: Sequence[dict[str, bool]]) -> dict[str, Any]:
+    """Accuracy of samples from what `visual_spec.data.shapes_parser.score` says of each.
+
+    Returns:
+        all_correct: the share of pictures with every attribute right. attributes: {name: the same for one attribute,
+        over the prompts that ask for it}. mean_attribute: the mean over samples of the share of attributes right.
+        All with intervals, see `visual_spec.eval.quality.intervals`.
+
+    Raises:
+        ValueError: if there are no samples.
+    """
+    if not hits:
+        raise ValueError("no samples to summarise; run the evaluation first")
+    names = dict.fromkeys(name for found in hits for name in found)
+    return {
+        "all_correct": rate([all(found.values()) for found in hits]),
+        "mean_attribute": mean_figure([sum(found.values()) / len(found) for found in hits]),
+        "attributes": {name: rate([f[name] for f in hits if name in f]) for name in names},
+    }
+
+
+def accuracy_table(accuracies: dict[str, dict[str, Any]]) -> str:
+    """Markdown: one line for each named summary, one column for each attribute, rates in per cent with intervals."""
+    names = list(dict.fromkeys(name for summary in accuracies.values() for name in summary["attributes"]))
+    lines = [
+        [
+            title,
+            *(per_cent(summary["attributes"].get(name)) for name in names),
+            per_cent(summary["mean_attribute"]),
+            per_cent(summary["all_correct"]),
+        ]
+        for title, summary in accuracies.items()
+    ]
+    return markdown(["sampler", *names, "mean of these", "whole prompt"], lines)
+
+
+def per_cent(figure: dict[str, float] | None) -> str:
+    """`36.0 (34.1-38.0)`: a share in per cent, and its interval."""
+    if figure is None:
+        return "-"
+    return f"{100 * figure['value']:.1f} ({100 * figure['low']:.1f}-{100 * figure['high']:.1f})"

@@ -1,0 +1,236 @@
+"""How far apart two sets of clips are by given embeddings, how close a clip is to its original, and to a text.
+
+The Frechet audio distance (Kilgour et al. 2019) is `frechet_distance` of embeddings of clips; its interval is
+`visual_spec.eval.quality.metrics.frechet_figure`. Distances under different embeddings, or of sets of different
+size, do not compare (Gui et al. 2024): say the extractor, the sizes and the reference with every figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visual_spec.data.waves import si_sdr, spectral_distance
+from visual_spec.eval.quality.intervals import Z_95, Figure
+from visual_spec.eval.quality.metrics import check_features, frechet_distance
+
+__all__ = [
+    "ClapScorer",
+    "frechet_distance",
+    "kernel_audio_distance",
+    "kernel_figure",
+    "si_sdr",
+    "spectral_distance",
+]
+
+_ROWS = 1024  # rows of a kernel matrix held at once
+_MEDIAN_ROWS = 4096  # embeddings whose pairs give the bandwidth: 8.4 million distances
+_KAD_SCALE = 100.0  # as the distance is published
+_CLAP_RATE = 48_000
+
+
+def kernel_audio_distance(reference: Tensor, drawn: Tensor, *, bandwidth: float | None = None) -> float:
+    """Kernel audio distance (Chung et al. 2025): 100 times the squared maximum mean discrepancy.
+
+    The kernel is Gaussian, exp(-d^2 / (2 bandwidth^2)). The estimate is the unbiased one (Gretton et al. 2012, eq. 3),
+    so two sets of one law are 0 apart on average at any size, and a single value may be negative. Double precision.
+
+    Args:
+        reference, drawn: embeddings [N, D] and [M, D].
+        bandwidth: default: the median distance of two reference embeddings, of 4096 evenly spaced ones if there are
+            more. Values under different bandwidths do not compare.
+
+    Raises:
+        ValueError: as `frechet_distance`, or a bandwidth that is not above 0, given or found.
+    """
+    check_features(reference, drawn)
+    reference, drawn = reference.double(), drawn.double()
+    bandwidth = _bandwidth(reference, bandwidth)
+    # A point is exactly like itself, so the sum over i != j is the whole sum less the N ones of the diagonal.
+    within = [
+        (_kernel_sums(points, points, bandwidth)[0].sum().item() - len(points))
+        / (len(points) * (len(points) - 1))
+        for points in (reference, drawn)
+    ]
+    across = _kernel_sums(reference, drawn, bandwidth)[0].sum().item() / (len(reference) * len(drawn))
+    return _KAD_SCALE * (sum(within) - 2 * across)
+
+
+def kernel_figure(reference: Tensor, drawn: Tensor, *, bandwidth: float | None = None) -> Figure:
+    """`kernel_audio_distance` of paired sets and its interval, value +- 1.96 jackknife standard errors.
+
+    Clip i of both sets has the same prompt, and both are left out together (Efron and Stein 1981); the bandwidth stays.
+    Not a bootstrap: a clip drawn twice is exactly like itself, which the unbiased estimate would count as likeness.
+
+    Args:
+        reference, drawn, bandwidth: as of `kernel_audio_distance`; sets of one size.
+
+    Raises:
+        ValueError: as `kernel_audio_distance`, sets of different size, or fewer than 3 clips.
+    """
+    check_features(reference, drawn)
+    count = len(reference)
+    if count != len(drawn) or count < 3:
+        raise ValueError(
+            f"{count} and {len(drawn)} clips given; pass paired sets of one size, at least 3 clips"
+        )
+    reference, drawn = reference.double(), drawn.double()
+    bandwidth = _bandwidth(reference, bandwidth)
+    first, second = (_kernel_sums(points, points, bandwidth)[0] - 1 for points in (reference, drawn))
+    rows, columns = _kernel_sums(reference, drawn, bandwidth)
+    own = torch.exp(-0.5 * ((reference - drawn).norm(dim=1) / bandwidth) ** 2)
+
+    def distance(within: Tensor, across: Tensor, size: int) -> Tensor:
+        return _KAD_SCALE * (within / (size * (size - 1)) - 2 * across / size**2)
+
+    within, across = (first + second).sum(), rows.sum()
+    value = distance(within, across, count).item()
+    # Without clip i its row and its column are gone, the pair of both from either.
+    left = distance(within - 2 * (first + second), across - rows - columns + own, count - 1)
+    error = math.sqrt((count - 1) / count * (left - left.mean()).square().sum().item())
+    return {"value": value, "low": value - Z_95 * error, "high": value + Z_95 * error}
+
+
+def _bandwidth(reference: Tensor, bandwidth: float | None) -> float:
+    """As given, or the median distance of the reference; refused unless above 0."""
+    if bandwidth is None:
+        step = math.ceil(len(reference) / _MEDIAN_ROWS)
+        bandwidth = torch.pdist(reference[::step]).median().item()
+    if not 0 < bandwidth < math.inf:
+        raise ValueError(
+            f"bandwidth {bandwidth}; a finite one above 0 is needed: pass one, or a reference whose embeddings differ"
+        )
+    return bandwidth
+
+
+def _kernel_sums(first: Tensor, second: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
+    """Sums of the kernel matrix [N, M] along its rows [N], and along its columns [M]."""
+    rows, columns = [], first.new_zeros(len(second))
+    for part in first.split(_ROWS):
+        # Without the matrix product, which does not give 0 for two equal rows.
+        distances = torch.cdist(part, second, compute_mode="donot_use_mm_for_euclid_dist")
+        kernel = torch.exp(-0.5 * (distances / bandwidth) ** 2)
+        rows.append(kernel.sum(1))
+        columns += kernel.sum(0)
+    return torch.cat(rows), columns
+
+
+class ClapScorer:
+    """How well clips fit texts by a CLAP model (Wu et al. 2023), and embeddings of clips for the distances above.
+
+    Clips are resampled to 48 kHz. One shorter than ten seconds is repeated as often as it fits, one longer is cut at a
+    place drawn for it alone, so nothing depends on the batch. Scores under different weights do not compare.
+
+    Args:
+        folder: a model of transformers' `ClapModel` layout with its tokenizer; nothing is downloaded.
+        device: where the model runs.
+        batch_size: clips or texts in one call.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a model with feature fusion, which takes other inputs.
+    """
+
+    def __init__(self, folder: str | Path, *, device: str | torch.device = "cpu", batch_size: int = 16):
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(
+                f"no CLAP model at {folder}; pass a folder such as laion/larger_clap_music holds"
+            )
+        from transformers import AutoTokenizer, ClapConfig, ClapFeatureExtractor, ClapModel
+
+        config: Any = ClapConfig.from_pretrained(folder)
+        if config.audio_config.enable_fusion:
+            raise ValueError(
+                f"the CLAP model at {folder} fuses features of several cuts; pass one that does not"
+            )
+        self.model: Any = ClapModel.from_pretrained(folder, local_files_only=True)
+        self.model.eval().requires_grad_(False).to(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Not the stored setting: "fusion", the default, makes four spectrograms of a clip where the model takes one.
+        self.extractor = ClapFeatureExtractor.from_pretrained(
+            folder, truncation="rand_trunc", padding="repeatpad", local_files_only=True
+        )
+        self.batch_size = batch_size
+
+    def embed_audio(self, waves: Sequence[Tensor | np.ndarray], sample_rate: int, *, seed: int = 0) -> Tensor:
+        """Embeddings of length 1, float32 [N, D] on the CPU, of mono clips [T_i], which may differ in length.
+
+        Args:
+            seed: with a clip's place in the list it draws where a long clip is cut.
+
+        Raises:
+            ValueError: no clips, one that is not [T], empty or not finite, or a rate below 1.
+            ImportError: a rate other than 48 kHz, and torchaudio is missing (extra `audio`).
+        """
+        if not len(waves) or sample_rate < 1:
+            raise ValueError(f"{len(waves)} clips at {sample_rate} Hz given; pass at least one, at its rate")
+        cuts = [
+            self._cut(wave, sample_rate, np.random.default_rng((seed, i))) for i, wave in enumerate(waves)
+        ]
+        parts = []
+        for start in range(0, len(cuts), self.batch_size):
+            part = cuts[start : start + self.batch_size]
+            inputs = self.extractor(part, sampling_rate=_CLAP_RATE, return_tensors="pt").to(self.model.device)
+            with torch.no_grad():
+                parts.append(self.model.get_audio_features(**inputs).pooler_output.float().cpu())
+        return torch.cat(parts)
+
+    def _cut(self, wave: Tensor | np.ndarray, sample_rate: int, rng: np.random.Generator) -> np.ndarray:
+        """A clip at 48 kHz, no longer than the model takes."""
+        clip = torch.as_tensor(wave).float().cpu()
+        if clip.ndim != 1 or not len(clip) or not clip.isfinite().all():
+            raise ValueError(
+                f"a clip of shape {list(clip.shape)}; pass mono clips [samples] of finite values"
+            )
+        if sample_rate != _CLAP_RATE:
+            try:
+                from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
+            except ImportError as error:
+                raise ImportError(
+                    f"clips at {sample_rate} Hz need torchaudio to become 48,000 Hz: install visual-spec[audio]"
+                ) from error
+            clip = resample(clip, sample_rate, _CLAP_RATE)
+        longest = self.extractor.nb_max_samples
+        first = int(rng.integers(max(0, len(clip) - longest) + 1))
+        return clip[first : first + longest].numpy()
+
+    def embed_text(self, prompts: Sequence[str]) -> Tensor:
+        """Embeddings of length 1, float32 [N, D] on the CPU.
+
+        Raises:
+            ValueError: no prompts.
+        """
+        if not len(prompts):
+            raise ValueError("no prompts given; pass at least one")
+        parts = []
+        for start in range(0, len(prompts), self.batch_size):
+            part = list(prompts[start : start + self.batch_size])
+            inputs = self.tokenizer(part, padding=True, truncation=True, return_tensors="pt").to(
+                self.model.device
+            )
+            with torch.no_grad():
+                parts.append(self.model.get_text_features(**inputs).pooler_output.float().cpu())
+        return torch.cat(parts)
+
+    def score(
+        self,
+        waves: Sequence[Tensor | np.ndarray],
+        sample_rate: int,
+        prompts: Sequence[str],
+        *,
+        seed: int = 0,
+    ) -> Tensor:
+        """The cosine of each clip and its prompt, float32 [N], -1 to 1.
+
+        Raises:
+            ValueError, ImportError: as `embed_audio`, or not as many clips as prompts.
+        """
+        if len(waves) != len(prompts):
+            raise ValueError(f"{len(waves)} clips and {len(prompts)} prompts given; pass as many of each")
+        return (self.embed_audio(waves, sample_rate, seed=seed) * self.embed_text(prompts)).sum(-1)

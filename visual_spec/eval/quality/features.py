@@ -1,0 +1,98 @@
+"""Networks whose features measure how far two sets of pictures are apart, and what they say of pictures."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from visual_spec.models.shapes_features import ShapesFeatures
+from visual_spec.pipelines.embedded import WEIGHTS_FOLDER
+
+INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"  # as torch-fidelity releases and caches it
+
+
+def load_shapes_features(folder: str | Path = WEIGHTS_FOLDER / "shapes_features") -> ShapesFeatures:
+    """The embedded classifier of `shapes` pictures, in single precision, its weights fixed."""
+    network = ShapesFeatures.from_pretrained(folder, torch_dtype=torch.float32)
+    return network.eval().requires_grad_(False)
+
+
+def find_inception() -> Path | None:
+    """Where PyTorch's cache keeps the Inception weights of torch-fidelity, if it does. Downloads nothing."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+    return path if path.exists() else None
+
+
+class InceptionFeatures(nn.Module):
+    """The 2048 numbers of Inception v3 behind the usual Frechet distance, for uint8 pictures [B, 3, H, W].
+
+    The network and its resampling are torchmetrics', so the distances compare with those torchmetrics gives.
+
+    Args:
+        weights: the file that torch-fidelity releases (`INCEPTION_FILE`).
+
+    Raises:
+        ImportError: torchmetrics or torch-fidelity is missing (extra `eval`).
+        FileNotFoundError, ValueError: no such file, or one that holds more than tensors.
+    """
+
+    num_features = 2048
+
+    def __init__(self, weights: str | Path):
+        super().__init__()
+        if not Path(weights).is_file():
+            raise FileNotFoundError(
+                f"no Inception weights at {weights}; download {INCEPTION_FILE} of torch-fidelity"
+            )
+        try:
+            # torch-fidelity itself would unpickle whatever the file holds.
+            torch.load(weights, weights_only=True, map_location="cpu")
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{weights} holds more than tensors and is not loaded; pass {INCEPTION_FILE}"
+            ) from error
+        try:
+            from torchmetrics.image.fid import NoTrainInceptionV3
+        except ImportError as error:
+            raise ImportError(
+                "Inception features need torchmetrics and torch-fidelity: install visual-spec[eval]"
+            ) from error
+        self.network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Features [B, 2048] of uint8 pictures [B, 3, H, W]."""
+        return self.network(pictures).flatten(1)
+
+
+def extractors_of(pipe: Any, inception: Path | None = None) -> dict[str, Any]:
+    """Networks whose features are compared: of pictures of `shapes`, and Inception; of clips mel statistics.
+
+    Args:
+        inception: its weights; None: those in the cache, if they are there.
+    """
+    from visual_spec.eval.quality.music import MelStatistics, plays
+
+    if plays(pipe):
+        return {"mel": MelStatistics(pipe.sampling_rate).to(pipe.device)}
+    network: Any = load_shapes_features()
+    extractors = {"shapes": network.to(pipe.device)}
+    if (weights := inception or find_inception()) is not None:
+        extractors["inception"] = InceptionFeatures(weights).to(pipe.device)
+    return extractors
+
+
+@torch.no_grad()
+def features_of(network: nn.Module, pictures: np.ndarray, *, chunk: int = 50) -> Tensor:
+    """Features float32 [N, D] on the CPU of pictures uint8 [N, H, W, 3], or of clips float32 [N, samples]."""
+    device = next(iter(network.state_dict().values())).device
+    parts = []
+    for start in range(0, len(pictures), chunk):
+        part = torch.from_numpy(np.ascontiguousarray(pictures[start : start + chunk]))
+        part = part.permute(0, 3, 1, 2) if part.ndim == 4 else part
+        parts.append(network(part.to(device)).float().cpu())
+    return torch.cat(parts)

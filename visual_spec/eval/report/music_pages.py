@@ -1,0 +1,231 @@
+"""Plain and accelerated music side by side: what was decoded in which call, a mel picture, and a page with players.
+
+A *call* is one forward of the target model, and commits a run of columns: the drafts it accepted, then one that it drew
+itself. As in `report`, the last column of a run is what the call was *paid* for.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from tqdm import tqdm
+
+from visual_spec.data.waves import levels
+from visual_spec.eval.files import render_page, write_atomically
+from visual_spec.eval.quality.comparison import seeded_generators
+from visual_spec.eval.report.drawing import (
+    INK,
+    MAP_GROUND,
+    MUTED,
+    PAPER,
+    RUN_COLOURS,
+    draw_text,
+    legend_strip,
+    text_width,
+)
+from visual_spec.eval.report.pages import paid_slots
+from visual_spec.pipelines.accelerate import make_sampler
+from visual_spec.pipelines.audio_files import audio_bytes
+
+# Silence to full scale; each colour is darker or lighter than the one before it.
+_COLOURS = ((18, 20, 44), (70, 34, 110), (165, 48, 106), (233, 110, 60), (250, 196, 92), (252, 250, 214))
+_LEAST_DECIBELS = -80.0
+_WINDOW = 1024  # samples of a spectrum
+_WIDTH = 1000
+
+
+@dataclass
+class AudioRow:
+    """One prompt played plainly and accelerated.
+
+    `plain_audio`, `fast_audio`: float [C, N]. `commit_call` [S] long: the call at which each column of the accelerated
+    clip was committed. `*_calls`: target calls, `*_seconds`: wall clock of the decoding, the codec not counted.
+    `identical`: codes and samples of both are the same. `output_law`: what the sampler says, see `DecodeTrace`.
+    """
+
+    prompt: str
+    plain_audio: np.ndarray
+    fast_audio: np.ndarray
+    sampling_rate: int
+    commit_call: Tensor
+    plain_calls: int
+    fast_calls: int
+    plain_seconds: float
+    fast_seconds: float
+    identical: bool
+    output_law: str = ""
+
+    @property
+    def columns_per_call(self) -> float:
+        """Committed columns over target calls, the one that each call draws itself included."""
+        return len(self.commit_call) / self.fast_calls
+
+    @property
+    def speed_up(self) -> float:
+        """Plain seconds over accelerated seconds."""
+        return self.plain_seconds / self.fast_seconds if self.fast_seconds > 0 else 0.0
+
+
+def compare_audio(
+    pipe: Any, sampler: Any, jobs: Sequence[tuple[str, int]], settings: Mapping[str, Any]
+) -> list[AudioRow]:
+    """Play each (prompt, seed) column by column and with `sampler`, one clip at a time, after a warm-up of each.
+
+    Args:
+        pipe: an `AudioPipeline`; its sampler is put back.
+        settings: of `AudioPipeline.__call__`: law, length.
+
+    Raises:
+        ValueError, TypeError: bad input, as `AudioPipeline.__call__`.
+    """
+
+    def play(chosen: Any, prompt: str, seed: int) -> Any:
+        pipe.sampler = chosen
+        return pipe(prompt, generator=seeded_generators([seed]), **settings)
+
+    rows, before = [], pipe.sampler
+    both = (make_sampler("columns"), sampler)
+    try:
+        for chosen in both:
+            play(chosen, *jobs[0])
+        for prompt, seed in tqdm(
+            jobs, desc="plain and accelerated", unit=" clips", leave=False, disable=None
+        ):
+            plain, fast = (play(chosen, prompt, seed) for chosen in both)
+            rows.append(
+                AudioRow(
+                    prompt=prompt,
+                    plain_audio=plain.audios[0],
+                    fast_audio=fast.audios[0],
+                    sampling_rate=fast.sampling_rate,
+                    commit_call=fast.trace.commit_call[0],
+                    plain_calls=int(plain.trace.target_calls[0]),
+                    fast_calls=int(fast.trace.target_calls[0]),
+                    plain_seconds=plain.trace.seconds,
+                    fast_seconds=fast.trace.seconds,
+                    identical=plain.codes.equal(fast.codes) and np.array_equal(plain.audios, fast.audios),
+                    output_law=fast.trace.output_law,
+                )
+            )
+    finally:
+        pipe.sampler = before
+    return rows
+
+
+def mel_picture(audio: np.ndarray | Tensor, sampling_rate: int, width: int, height: int) -> Image.Image:
+    """The log mel spectrogram of a clip, [C, N] or [N]: time to the right, pitch upwards, -80 dB to 0 dB.
+
+    Raises:
+        ValueError: no samples, or values that are not finite.
+    """
+    wave = torch.as_tensor(audio).double()
+    wave = wave.mean(0) if wave.ndim == 2 else wave
+    if not wave.numel() or not wave.isfinite().all():
+        raise ValueError(f"a clip of {wave.numel()} samples, or with nan or infinity; pass finite samples.")
+    decibels = levels(wave, _WINDOW, sampling_rate)  # [bands, frames]
+    share = (1 - decibels.clamp(_LEAST_DECIBELS, 0) / _LEAST_DECIBELS).flip(0).numpy()
+    stops = np.linspace(0, 1, len(_COLOURS))
+    colours = [np.interp(share, stops, channel) for channel in np.array(_COLOURS, float).T]
+    picture = Image.fromarray(np.rint(np.stack(colours, -1)).astype(np.uint8))
+    return picture.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def run_strip(commit_call: Tensor, width: int, height: int = 22) -> Image.Image:
+    """Which columns cost a model call: every call's run in a colour of its own, what it was paid for dark.
+
+    Args:
+        commit_call: long [S], the call at which each column was committed.
+    """
+    calls, paid = commit_call.tolist(), paid_slots(commit_call).tolist()
+    strip = Image.new("RGB", (width, height), MAP_GROUND)
+    draw = ImageDraw.Draw(strip)
+    ranks = {call: rank for rank, call in enumerate(sorted(set(calls)))}
+    edges = [round(place * width / len(calls)) for place in range(len(calls) + 1)]
+    for place, call in enumerate(calls):
+        colour = RUN_COLOURS[ranks[call] % len(RUN_COLOURS)][paid[place]]
+        draw.rectangle((edges[place], 2, max(edges[place], edges[place + 1] - 1), height - 3), fill=colour)
+    return strip
+
+
+def music_picture(row: AudioRow) -> Image.Image:
+    """Mel picture, seconds, and below it what cost a model call: 1000 pixels wide."""
+    mel_height, axis, strip_height = 220, 26, 22
+    paid = int(paid_slots(row.commit_call).sum())
+    legend = legend_strip(_WIDTH, paid, len(row.commit_call) - paid)
+    sheet = Image.new("RGB", (_WIDTH, mel_height + axis + strip_height + legend.height), PAPER)
+    sheet.paste(mel_picture(row.fast_audio, row.sampling_rate, _WIDTH, mel_height), (0, 0))
+    draw, seconds = ImageDraw.Draw(sheet), row.fast_audio.shape[-1] / row.sampling_rate
+    for tick in range(9):
+        x, text = round(tick * (_WIDTH - 1) / 8), f"{tick * seconds / 8:.3g} s"
+        draw.line((x, mel_height, x, mel_height + 4), fill=INK)
+        wide = text_width(text, 13)
+        draw_text(draw, (min(max(0, x - wide / 2), _WIDTH - wide), mel_height + 5), text, 13, MUTED)
+    sheet.paste(run_strip(row.commit_call, _WIDTH, strip_height), (0, mel_height + axis))
+    sheet.paste(legend, (0, mel_height + axis + strip_height))
+    return sheet
+
+
+def write_music_page(
+    rows: Sequence[AudioRow],
+    path: str | Path,
+    title: str = "Plain and accelerated music",
+    facts: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write one self-contained page: players and pictures inline, its own style, no scripts.
+
+    Args:
+        rows: the comparisons, one section each.
+        facts: name -> value, shown as a table.
+
+    Raises:
+        ValueError: no rows.
+        FileExistsError: `path` exists, and `overwrite` is not set.
+    """
+    if not rows:
+        raise ValueError("no rows to show; pass at least one AudioRow.")
+    columns, calls = sum(len(row.commit_call) for row in rows), sum(row.fast_calls for row in rows)
+    fast_seconds = sum(row.fast_seconds for row in rows)
+    totals = {
+        "columns_per_call": columns / calls,
+        "plain_calls": sum(row.plain_calls for row in rows),
+        "fast_calls": calls,
+        "speed_up": sum(row.plain_seconds for row in rows) / fast_seconds if fast_seconds > 0 else 0.0,
+        "identical": sum(row.identical for row in rows),
+    }
+    sections = []
+    for row in rows:
+        picture = io.BytesIO()
+        music_picture(row).save(picture, "PNG", optimize=True)
+        plain, fast = (audio_bytes(audio, row.sampling_rate) for audio in (row.plain_audio, row.fast_audio))
+        sections.append(
+            {
+                "row": row,
+                "plain": None if row.identical else _url("audio/wav", plain),
+                "fast": _url("audio/wav", fast),
+                "picture": _url("image/png", picture.getvalue()),
+            }
+        )
+    page = render_page(
+        "music.html.jinja",
+        title=title,
+        facts=dict(facts or {}),
+        sections=sections,
+        totals=totals,
+        colours=RUN_COLOURS[0],
+    )
+    return write_atomically(path, page, overwrite=overwrite)
+
+
+def _url(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64," + base64.b64encode(content).decode()

@@ -1,0 +1,366 @@
+"""Models of official size without their checkpoints: built and counted on the meta device, filled with random weights.
+
+LlamaGen is our own class. Janus-Pro, Lumina-mGPT and Emu3 are transformers' classes behind the adapters that
+`visual_spec.accelerate` uses. Sizes are those of the released configurations; the text before a picture is 64 ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visual_spec.eval.speed import measure
+from visual_spec.models.core import checkpoints
+from visual_spec.models.next_token import llamagen
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+
+TEXT_LENGTH = 64
+# Float32 arrays of the size of the logits that are alive at the peak of a step: guided and filtered logits, two laws,
+# their exponentials, the residual, and noise.
+_LAW_ARRAYS = 8
+# Arrays of the size of the widest layer that are alive in the forward of a prompt.
+_WIDE_ARRAYS = 4
+
+
+@dataclass(frozen=True)
+class OfficialModel:
+    """A model of official size, on the meta device until it is filled.
+
+    Attributes:
+        name: as `--model` names it.
+        image_size: pixels a side.
+        model: what samplers decode with.
+        module: what holds its weights.
+        condition: batch size -> what `model.prefill` takes.
+        prefix: places that the cache holds before the picture.
+        length: places of the picture: its tokens, and where there are row ends, those.
+        spare: places behind the picture, as (fixed, for every slot of the window).
+        cached: numbers that the cache holds a place and row, keys and values of all layers.
+        attended: numbers of the queries of a place, of all layers.
+        widest: width of the widest layer.
+        read_apart: numbers that every call reads from a module that does not run: the image rows of a larger head.
+        text_vocab: ids of text and pictures, where plain programs score all of them; else of pictures.
+        guidance_scale, top_k: what the official program draws with.
+    """
+
+    name: str
+    image_size: int
+    model: Any
+    module: nn.Module
+    condition: Callable[[int], Any]
+    prefix: int
+    length: int
+    spare: tuple[int, int]
+    cached: int
+    attended: int
+    widest: int
+    read_apart: int
+    text_vocab: int
+    guidance_scale: float
+    top_k: int
+
+    @property
+    def parameters(self) -> int:
+        """How many there are, those of the picture's decoder included where they are part of the released model."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def needed_bytes(
+        self, *, dtype: torch.dtype, batch_size: int, window: int, guided: bool, baseline: bool = False
+    ) -> dict[str, int]:
+        """Bytes of weights, cache, logits with what is made of them, and the forward of the prompt.
+
+        Args:
+            baseline: of a row of `visual_spec.eval.speed.baselines`, which begins behind half of the picture, and
+                scores all ids.
+        """
+        size, rows = dtype.itemsize, batch_size * (2 if guided else 1)
+        places = self.prefix + self.length + self.spare[0] + self.spare[1] * window
+        scored = max(window * self.model.vocab_size, self.text_vocab if baseline else 0)
+        read = self.prefix + (self.length // 2 if baseline else 0)
+        return {
+            "weights": self.parameters * size,
+            "cache": rows * places * self.cached * size,
+            "logits": rows * scored * 4 * _LAW_ARRAYS,
+            "prompt": rows * read * self.widest * size * _WIDE_ARRAYS,
+        }
+
+    def call_bytes(self, *, batch_size: int, guided: bool) -> tuple[int, int]:
+        """Weight and cache bytes that one call cannot but read, whatever its window; of a filled model.
+
+        The cache counts with the prefix and half of the picture, the mean over plain decoding.
+        """
+        condition = self.condition(batch_size)
+        state = self.model.prefill(condition, batch_size=batch_size, guided=guided, window=1)
+        tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=state.logits.device)
+        size = next(self.module.parameters()).element_size()
+        weights = measure.weight_bytes_per_call(self.module, lambda: self.model(state, tokens, tokens))
+        rows = len(state.logits)
+        return (
+            weights + self.read_apart * size,
+            rows * (self.prefix + self.length // 2) * self.cached * size,
+        )
+
+    def call_flops(self, weight_bytes: int, *, batch_size: int, guided: bool, window: int) -> int:
+        """Operations of one call: two a weight and fed token, four a cached place, query number and fed token."""
+        fed = batch_size * (2 if guided else 1) * window
+        size = next(self.module.parameters()).element_size()
+        return fed * (2 * weight_bytes // size + 4 * (self.prefix + self.length // 2) * self.attended)
+
+
+def fill(
+    official: OfficialModel, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> OfficialModel:
+    """Give a model random weights, made on the device it runs on."""
+    fill_at_random(official.module, dtype=dtype, device=device, seed=seed)
+    for module in official.module.modules():
+        if hasattr(
+            module, "original_inv_freq"
+        ):  # of a rotary embedding; what is no parameter is not there yet
+            made: Any = type(module)(module.config)  # pyright: ignore
+            for name, buffer in made.named_buffers():
+                setattr(module, name, buffer.to(device))
+    return official
+
+
+def fill_at_random(model: Any, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
+    """A model that is on the meta device, with random weights on another."""
+    nn.Module.to(model, dtype)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    return model.eval()
+
+
+def official_model(name: str, image_size: int | None = None) -> OfficialModel:
+    """The model called "llamagen-xxl", "llamagen-xl-t2i", "janus-pro-7b", "lumina-mgpt-7b" or "emu3-8b".
+
+    Args:
+        image_size: pixels; None: what it was released for.
+
+    Raises:
+        ValueError: another name, or a size that the model does not draw; lists those there are.
+    """
+    if name in TRANSFORMERS:
+        return TRANSFORMERS[name](image_size)
+    presets = {f"llamagen-{preset.lower()}": preset for preset in llamagen.PRESETS}
+    text = name.endswith("-t2i")
+    base = name.removesuffix("-t2i")
+    if base not in presets:
+        raise ValueError(
+            f"--random-weights with --model {name}; pass one of {', '.join(presets)}, with -t2i behind it for the "
+            f"text-conditional one, or {', '.join(TRANSFORMERS)}."
+        )
+    if text:
+        chosen = checkpoints.transformer_architecture(
+            presets[base],
+            num_classes=None,
+            caption_dim=checkpoints.CAPTION_DIM,
+            prefix_length=checkpoints.CAPTION_LENGTH,
+        )
+    else:
+        chosen = checkpoints.transformer_architecture(presets[base], num_classes=checkpoints.NUM_CLASSES)
+    side = _side(image_size, 512 if text else 384, 16, "officially 256, 384 or 512")
+    with torch.device("meta"):
+        model = LlamaGenTransformer(**chosen.config, grid_size=side)
+    return of_llamagen(name, model)
+
+
+def of_llamagen(name: str, model: LlamaGenTransformer) -> OfficialModel:
+    """The description of a LlamaGen."""
+    config, defaults = model.config, checkpoints.official_defaults(model)
+    width = config["num_layers"] * config["dim"]
+    return OfficialModel(
+        name=name,
+        image_size=16 * model.grid.width,
+        model=model,
+        module=model,
+        condition=lambda batch_size: random_condition(model, batch_size),
+        prefix=config["prefix_length"],
+        length=model.grid.num_tokens,
+        spare=(0, 1),
+        cached=2 * width,
+        attended=width,
+        widest=llamagen.feed_forward_width(config["dim"]),
+        read_apart=0,
+        text_vocab=model.vocab_size,
+        guidance_scale=defaults["default_guidance_scale"],
+        top_k=defaults["default_top_k"],
+    )
+
+
+def random_condition(model: LlamaGenTransformer, batch_size: int) -> TextCondition | Tensor:
+    """Labels, or captions of full length with random features."""
+    width = model.config["caption_dim"]
+    if width is None:
+        return torch.arange(batch_size, device=model.device) % model.config["num_classes"]
+    length = model.config["prefix_length"]
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(batch_size, length, width, generator=generator).to(model.device, model.dtype)
+    return TextCondition(features, torch.ones(batch_size, length, dtype=torch.bool, device=model.device))
+
+
+# -- models of transformers ------------------------------------------------------------------------------------------
+
+
+def janus_pro_7b(image_size: int | None = None) -> OfficialModel:
+    """Janus-Pro-7B: the decoder of DeepSeek-LLM-7B, 576 tokens of 16384 codes, a head and an embedding of their own."""
+    from transformers import JanusConfig, JanusForConditionalGeneration
+
+    side = _only(image_size, 384, "Janus-Pro") // 16
+    config = JanusConfig(
+        text_config=dict(
+            model_type="llama",
+            vocab_size=102400,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_hidden_layers=30,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            max_position_embeddings=16384,
+            bos_token_id=100000,
+            eos_token_id=100001,
+            pad_token_id=100002,
+        ),
+        vision_config=dict(image_size=384, patch_size=16, num_image_tokens=side * side, projection_dim=4096),
+        vq_config=dict(num_embeddings=16384, projection_dim=4096, image_token_embed_dim=4096),
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        module = JanusForConditionalGeneration(config)
+    settings: Any = module.generation_config
+    settings.bos_token_id, settings.pad_token_id = 100000, 100002
+    settings.generation_kwargs = {"boi_token_id": 100016}
+    return of_transformers("janus-pro-7b", 16 * side, module, top_k=0, first=100000, last=100016)
+
+
+def lumina_mgpt_7b(image_size: int | None = None) -> OfficialModel:
+    """Lumina-mGPT-7B, which is of Chameleon's sizes: 48 x 48 tokens of 8192 codes at 768 pixels, with row ends."""
+    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
+
+    side = _side(image_size, 768, 32, "officially 512, 768 or 1024") * 2
+    names = {"<image>": 8711, "<s>": 0, "<eoss>": 8196, "<racm3:break>": 8197, "<reserved08799>": 8803}
+    names |= {f"<reserved{8800 + half:05d}>": 8804 + half for half in range(1, 65)}
+    letters = str.maketrans("0123456789", "ABCDEFGHIJ")
+    names |= {f"IMGIMG{str(code).translate(letters)}Z": 4 + code for code in range(8192)}
+    with torch.device("meta"):
+        module = ChameleonForConditionalGeneration(ChameleonConfig(vocabulary_map=names, vq_config={}))
+    return of_transformers(
+        "lumina-mgpt-7b",
+        16 * side,
+        module,
+        guidance_scale=3.0,
+        top_k=2000,
+        first=0,
+        last=8710,
+        layout="lumina-mgpt",
+        image_sizes=(side, side),
+    )
+
+
+def emu3_8b(image_size: int | None = None) -> OfficialModel:
+    """Emu3-Gen: 90 x 90 tokens of 32768 codes at 720 pixels, with row ends, in a vocabulary of 184622."""
+    from transformers import Emu3Config, Emu3ForConditionalGeneration
+
+    side = _side(image_size, 720, 8, "officially 720")
+    names = {"<image>": 151851, "<|extra_200|>": 151846, "<|extra_201|>": 151847, "<|image end|>": 151853}
+    names |= {f"<|visual token {code:06d}|>": 151854 + code for code in range(32768)}
+    config = Emu3Config(text_config={}, vq_config={}, vocabulary_map=names)
+    with torch.device("meta"):
+        module = Emu3ForConditionalGeneration(config)
+    return of_transformers(
+        "emu3-8b",
+        8 * side,
+        module,
+        guidance_scale=3.0,
+        top_k=2048,
+        first=151849,
+        last=151851,
+        image_sizes=(side, side),
+    )
+
+
+def of_transformers(
+    name: str,
+    image_size: int,
+    module: Any,
+    *,
+    first: int,
+    last: int,
+    top_k: int,
+    guidance_scale: float | None = None,
+    **inputs: Any,
+) -> OfficialModel:
+    """The description of a model of transformers.
+
+    Args:
+        first, last: ids at the ends of the prompt.
+        guidance_scale: None: that of the adapter.
+        inputs: what else the adapter's `plan` takes.
+    """
+    from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
+    from visual_spec.pipelines.transformers_models import image_model_class
+
+    kind = image_model_class(module)
+    assert kind is not None
+
+    def plan(batch_size: int) -> tuple[Any, ImagePrompt]:
+        ids = torch.full((batch_size, TEXT_LENGTH), 7)
+        ids[:, 0], ids[:, -1] = first, last
+        return kind.plan(module, Prompt(ids, torch.ones_like(ids)), guided=True, **inputs)
+
+    model, condition = plan(1)
+    text = module.config.get_text_config()
+    heads = text.num_attention_heads
+    each = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return OfficialModel(
+        name=name,
+        image_size=image_size,
+        model=model,
+        module=module,
+        condition=lambda batch_size: plan(batch_size)[1],
+        prefix=condition.prompt.ids.shape[1],
+        length=model.length,
+        spare=(1, 2),  # a tree may hold two columns a node, and one place takes what is not wanted
+        cached=2 * text.num_hidden_layers * text.num_key_value_heads * each,
+        attended=text.num_hidden_layers * heads * each,
+        widest=max(text.intermediate_size, text.hidden_size),
+        # A plain linear head is not run: its image rows are read, the others are not.
+        read_apart=model.vocab_size * text.hidden_size if type(model.head) is nn.Linear else 0,
+        text_vocab=text.vocab_size,
+        guidance_scale=kind.guidance_scale if guidance_scale is None else guidance_scale,
+        top_k=top_k,
+    )
+
+
+TRANSFORMERS: dict[str, Callable[[int | None], OfficialModel]] = {
+    "janus-pro-7b": janus_pro_7b,
+    "lumina-mgpt-7b": lumina_mgpt_7b,
+    "emu3-8b": emu3_8b,
+}
+
+
+def _side(image_size: int | None, default: int, multiple: int, officially: str) -> int:
+    """`image_size` in multiples.
+
+    Raises:
+        ValueError: one that is no multiple.
+    """
+    size = default if image_size is None else image_size
+    if size < multiple or size % multiple:
+        raise ValueError(f"--image-size {size}; pass a multiple of {multiple}, {officially}")
+    return size // multiple
+
+
+def _only(image_size: int | None, size: int, name: str) -> int:
+    if image_size not in (None, size):
+        raise ValueError(f"--image-size {image_size}; {name} draws {size} pixels only, leave it out")
+    return size

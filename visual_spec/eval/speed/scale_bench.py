@@ -1,0 +1,350 @@
+"""`visual-spec bench` for next-scale models: the large model, the small one, both (CoDe), compressed caches (ScaleKV).
+
+Embedded models are timed as they are. Official sizes (`--random-weights --model var-d16`, or `var-d30+var-d16` with a
+refiner) have random weights: no draft is ever refused here, so their times are those of the true weights, and only the
+pictures are not. With `--count-only` nothing is run: arithmetic and bytes are counted on the meta device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from visual_spec.eval.quality.samples import Setting, caches_of, parse_setting
+from visual_spec.eval.rows import scale_rows
+from visual_spec.eval.speed import measure, scale_cost, true_size
+from visual_spec.eval.speed.timing import Decoded, summarise_row, time_rounds
+from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
+from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.samplers.core.law import TokenLaw
+
+# Arrays of the size of the logits that are alive at the peak, as in `true_size`.
+_LAW_ARRAYS = 8
+
+
+@dataclass(frozen=True)
+class OfficialSizes:
+    """Constructor arguments of models of official size; refiner: None for one model."""
+
+    transformer: dict[str, Any]
+    vq_model: dict[str, Any]
+    refiner: dict[str, Any] | None
+
+
+def is_official(name: str) -> bool:
+    """Whether `--model` names official sizes of VAR."""
+    return name.startswith("var-")
+
+
+def official_sizes(name: str, image_size: int | None = None) -> OfficialSizes:
+    """The sizes called "var-d16", or "var-d30+var-d16" with a refiner.
+
+    Args:
+        image_size: 256 or 512; None: what the size was released for.
+
+    Raises:
+        ValueError: another name or picture size; lists those there are.
+    """
+    names = name.split("+")
+    known = {f"var-{preset}": config for preset, config in PRESETS.items()}
+    if len(names) > 2 or any(part not in known for part in names):
+        raise ValueError(
+            f"--random-weights with --model {name}; pass one of {', '.join(known)}, or two of them with a + between, "
+            "the larger one first, for CoDe."
+        )
+    if image_size is not None and image_size not in SCALES:
+        raise ValueError(f"--image-size {image_size}; VAR draws {' or '.join(map(str, SCALES))} pixels.")
+    scales = known[names[0]]["scales"] if image_size is None else SCALES[image_size]
+    configs = [{**known[part], "scales": scales} for part in names]
+    return OfficialSizes(configs[0], {"scales": scales}, configs[1] if len(names) > 1 else None)
+
+
+def random_pipeline(
+    sizes: OfficialSizes, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> ScaleImagePipeline:
+    """A pipeline of official size with random weights, made on the device it runs on."""
+    pipe = scale_cost.pipeline_on_meta(
+        sizes.transformer, sizes.vq_model, sizes.refiner, dtype=dtype, kind=VARTransformer
+    )
+    for part in (pipe.transformer, pipe.vq_model, pipe.refiner):
+        if part is not None:
+            true_size.fill_at_random(part, dtype=dtype, device=device, seed=seed)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def needed_bytes(pipe: ScaleImagePipeline, batch_size: int, guided: bool) -> dict[str, int]:
+    """Bytes of weights, of the cache at its peak, and of logits with what is made of them; also on the meta device."""
+    model, dtype = pipe.transformer, pipe.transformer.dtype
+    parts: list[nn.Module] = [part for part in (model, pipe.vq_model, pipe.refiner) if part is not None]
+    stages = pipe.stages(len(model.scales))
+    (cache,) = caches_of(stages, batch_size, guided, dtype)
+    rows = batch_size * (2 if guided else 1)
+    return {
+        "weights": sum(p.numel() * p.element_size() for part in parts for p in part.parameters()),
+        "cache": cache.peak,
+        "logits": rows * model.scales[-1] ** 2 * model.vocab_size * 4 * _LAW_ARRAYS,
+    }
+
+
+def count_rows(
+    pipe: ScaleImagePipeline, settings: Sequence[Setting], *, batch_sizes: Sequence[int], dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """What every row costs at every batch size, by counting: see `ScaleCost.in_batch`, and the cache of a picture.
+
+    Args:
+        pipe: on the meta device. Compressed caches are counted with layers that share alike.
+
+    Returns:
+        The rows of the first batch size, then those of the next.
+    """
+    rows: list[list[dict[str, Any]]] = [[] for _ in batch_sizes]
+    for setting in settings:
+        with setting.on(pipe, calibrated=False):
+            stages, guided = pipe.stages(law=setting.law), setting.law.guided
+            cost = scale_cost.count_decode(stages, guided=guided)
+            caches = caches_of(stages, 1, guided, dtype)
+        for batch_size, found in zip(batch_sizes, rows, strict=True):
+            found.append(
+                {
+                    "name": setting.text,
+                    "plan": setting.plan.describe(),
+                    "batch_size": batch_size,
+                    "guidance_scale": setting.law.guidance_scale,
+                    **cost.in_batch(batch_size),
+                    "cache_held_per_image": max(cache.held for cache in caches),
+                    "cache_peak_per_image": max(cache.peak for cache in caches),
+                }
+            )
+    return [row for found in rows for row in found]
+
+
+def time_rows(
+    pipe: ScaleImagePipeline,
+    settings: Sequence[Setting],
+    *,
+    batch_size: int,
+    runs: int,
+    warmup: int,
+    calibrated: bool,
+    report: Callable[[str], Any] = lambda text: None,
+) -> list[dict[str, Any]]:
+    """Time every row on the same classes and seeds, round by round; the first one is what speed-ups are over.
+
+    Args:
+        calibrated: see `ScalePlan.on`.
+
+    Returns:
+        One dict per row: `seconds` of every timed round, `ms_per_image` and `speed_up` (quantiles), `calls`,
+        `identical_samples`: how many of `samples` have the tokens of the first row, None where not promised;
+        `cache_held_measured`: bytes a picture that the trace tells, `peak_memory_bytes`.
+    """
+    device = pipe.device
+    held, promised = [0] * len(settings), [False] * len(settings)
+
+    def decode(index: int, condition: Any, first: int) -> tuple[Decoded, float]:
+        setting = settings[index]
+        seeds = range(setting.seed + first, setting.seed + first + batch_size)
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+        with setting.on(pipe, calibrated=calibrated):
+            stages = pipe.stages(law=setting.law)
+
+            def work() -> Any:
+                result = setting.sampler(
+                    stages,
+                    pipe.vq_model,
+                    condition,
+                    law=setting.law,
+                    generator=generator,
+                    batch_size=batch_size,
+                )
+                return result.tokens.cpu(), result.trace
+
+            (tokens, trace), seconds = measure.timed(work, device)
+        held[index] = max(trace.cache_bytes)
+        promised[index] = trace.identical and setting.plan.same_model
+        return Decoded(tokens, trace.target_calls), seconds
+
+    def conditions(first: int) -> torch.Tensor:
+        labels = torch.arange(first, first + batch_size) % pipe.num_classes
+        return labels.to(device)
+
+    rounds = time_rounds(
+        len(settings),
+        conditions,
+        decode,
+        device=device,
+        batch_size=batch_size,
+        runs=runs,
+        warmup=warmup,
+        report=lambda text: report(f"batch {batch_size}: {text}"),
+    )
+    rows = []
+    tokens = sum(side * side for side in pipe.vq_model.scales)
+    for index, setting in enumerate(settings):
+        row = summarise_row(rounds.seconds[index], rounds.calls[index], rounds.seconds[0], tokens)
+        row.update(
+            sampler=measure.sampler_settings(setting.sampler),
+            identical_samples=rounds.identical[index] if promised[index] and index else None,
+            samples=runs * batch_size,
+            cache_held_measured=held[index] / batch_size,
+            peak_memory_bytes=rounds.peak[index],
+        )
+        rows.append(row)
+    return rows
+
+
+def run(args: argparse.Namespace, report: Callable[[str], Any]) -> tuple[dict[str, Any], str]:
+    """Document and table of `visual-spec bench` for a next-scale model.
+
+    Raises:
+        ValueError: options that do not apply, sizes that are unknown or do not fit the device; before any work.
+    """
+    from visual_spec.eval.speed.bench import choose_device, load, settings_of
+
+    _refuse_options(args)
+    dtype = getattr(torch, args.dtype)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = choose_device(args.device)
+    loaded: ScaleImagePipeline | None = None
+    sizes = official_sizes(args.model, args.image_size) if args.random_weights else None
+    if sizes is None:
+        found: Any = load(args.model, args.device, args.dtype, args.threads)
+        loaded, counted = found, scale_cost.like_on_meta(found)
+    else:
+        counted = scale_cost.pipeline_on_meta(sizes.transformer, sizes.vq_model, sizes.refiner, dtype=dtype)
+    groups = read_rows(args, counted)
+    environment = measure.environment(device, dtype)
+    for name in ("transformer", "refiner", "vq_model"):
+        part = getattr(counted, name)
+        count = None if part is None else sum(parameter.numel() for parameter in part.parameters())
+        environment[f"{name}_parameters"] = count
+    rows = [
+        row
+        for settings in groups
+        for row in count_rows(counted, settings, batch_sizes=args.batch_sizes, dtype=dtype)
+    ]
+    kind = "scale-count"
+    if not args.count_only:
+        kind = "scale-bench" if loaded is not None else "scale-random-weights"
+        pipe = loaded
+        if pipe is None:
+            assert sizes is not None
+            guided = any(settings[0].law.guided for settings in groups)
+            needed = needed_bytes(counted, max(args.batch_sizes), guided)
+            true_size.refuse_what_does_not_fit(needed, device)
+            pipe = random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
+        times = [
+            row
+            for settings in groups
+            for batch_size in args.batch_sizes
+            for row in time_rows(
+                pipe,
+                settings,
+                batch_size=batch_size,
+                runs=args.runs,
+                warmup=args.warmup,
+                calibrated=sizes is None,
+                report=report,
+            )
+        ]
+        # Last, because the buffers of this measurement would count as memory of the rows.
+        environment["copy_bandwidth"] = measure.copy_bandwidth(device)
+        environment["picture_ms"] = picture_ms(pipe)
+        for row, timed in zip(rows, times, strict=True):
+            floor = row["bytes_per_image"] / environment["copy_bandwidth"] * 1000
+            row.update(timed, floor_ms_per_image=floor)
+    document = {"kind": kind, "settings": settings_of(args), "environment": environment, "rows": rows}
+    return document, scale_table(rows)
+
+
+def read_rows(args: argparse.Namespace, pipe: ScaleImagePipeline) -> list[list[Setting]]:
+    """For every guidance scale plain decoding, and the rows that `--methods` names or the model has.
+
+    Raises:
+        ValueError: a row that cannot be read, or does not fit the model.
+    """
+    index = {**pipe.config, "refiner": None if pipe.refiner is None else ["", ""]}
+    known = scale_rows(index, pipe.vq_model.scales)
+    groups = []
+    for scale in args.guidance_scales or [known.law["guidance_scale"]]:
+        asked = {"guidance_scale": scale, "top_k": args.top_k, "top_p": args.top_p}
+        chosen = {name: value for name, value in asked.items() if value is not None}
+        law = TokenLaw(temperature=args.temperature, **{**known.law, **chosen})
+        texts = dict.fromkeys([known.plain, *(known.others if args.methods is None else args.methods)])
+        groups.append([parse_setting(text, law, args.seed) for text in texts])
+    for setting in groups[0]:
+        try:
+            with setting.on(pipe, calibrated=False):
+                pass
+        except TypeError as error:
+            raise ValueError(f"--methods {setting.text}: {error}") from error
+    return groups
+
+
+def _refuse_options(args: argparse.Namespace) -> None:
+    for name in ("windows", "initial_draft"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} given, which next-token samplers have; a next-scale model is decoded "
+                "scale by scale. Leave it out."
+            )
+    if args.curve:
+        raise ValueError(
+            "--curve counts calls, and a next-scale model takes one a scale, whatever the row; leave it out."
+        )
+
+
+@torch.no_grad()
+def picture_ms(pipe: ScaleImagePipeline) -> float:
+    """Milliseconds from the finished canvas to the pixels of one picture."""
+    canvas = pipe.vq_model.begin(1)
+    times = [measure.timed(lambda: pipe.vq_model.decode_canvas(canvas), pipe.device)[1] for _ in range(4)]
+    return min(times) * 1000
+
+
+def scale_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The Markdown table: what was timed, if anything was, and what was counted."""
+    from visual_spec.eval.speed.bench import markdown
+
+    timed = "seconds" in rows[0]
+    header = ["batch", "guidance", "sampler"]
+    if timed:
+        header += ["ms/image p50", "p20 - p80", "speed-up", "floor ms", "same as plain"]
+    header += ["GFLOP/image", "MB read/image", "cache KiB/image", "of plain", "peak KiB/image"]
+    lines = []
+    plain: dict[tuple[int, float], dict[str, Any]] = {}
+    for row in rows:
+        first = plain.setdefault((row["batch_size"], row["guidance_scale"]), row)
+        line = [str(row["batch_size"]), f"{row['guidance_scale']:g}", row["name"]]
+        if timed:
+            image, same = row["ms_per_image"], row["identical_samples"]
+            line += [
+                f"{image['p50']:.1f}",
+                f"{image['p20']:.1f} - {image['p80']:.1f}",
+                f"{row['speed_up']['p50']:.2f}x",
+                f"{row['floor_ms_per_image']:.2f}",
+                "-" if same is None else f"{same} of {row['samples']}",
+            ]
+        held = row["cache_held_per_image"]
+        lines.append(
+            [
+                *line,
+                _short(row["flops_per_image"] / 1e9),
+                _short(row["bytes_per_image"] / 1e6),
+                f"{held / 2**10:.0f}",
+                f"{100 * held / (first['cache_held_per_image'] or 1):.0f} %",
+                f"{row['cache_peak_per_image'] / 2**10:.0f}",
+            ]
+        )
+    return markdown(header, lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

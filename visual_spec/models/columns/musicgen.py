@@ -1,0 +1,586 @@
+"""MusicGen (Copet et al. 2023) as a model of columns, around transformers' own class.
+
+A decoder reads the states of a text encoder by cross-attention, and predicts the codes of a residual quantiser in a
+delay pattern: step s holds frame s of the first codebook, frame s - 1 of the second one, and so on (section 2.2); in a
+stereo model both channels of a codebook share a delay. The entries of a step are drawn independently of each other, so
+a step is a column. What an entry outside of the clip holds is the special id, one above the codes.
+
+The same modules with the mask off are MAGNeT (Ziv et al. 2024), which predicts hidden codes of whole clips.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
+from visual_spec.models.core.transformers_cache import SlotCache
+from visual_spec.models.next_token.llamagen import TextCondition
+
+Padding = Literal["masked", "zeros"]
+
+
+@dataclass
+class MusicCondition(TextCondition):
+    """What a clip is conditioned on: text, and for a continuation the codes of the clip so far.
+
+    Attributes:
+        features: [B, T, C], what the text encoder puts out, before any projection.
+        mask: bool [B, T], true at words, wherever the padding stands. A row without any is unconditional.
+        codes: long [B, K, P], the first P frames, or None.
+    """
+
+    codes: Tensor | None = None
+
+
+@torch.no_grad()
+def text_condition(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> TextCondition:
+    """What the text encoder of a `MusicgenForConditionalGeneration` makes of a caption.
+
+    Args:
+        input_ids, attention_mask: [B, T], from the model's processor. No mask: nothing is padding.
+    """
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    features = model.text_encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
+    return TextCondition(features, mask.bool())
+
+
+class MusicgenModules:
+    """The modules of a MusicGen-type model, run under any mask.
+
+    Args:
+        model: a `MusicgenForConditionalGeneration`, or the bare `MusicgenForCausalLM`; it is not changed.
+        padding: what padding of a caption is to the decoder. "masked": not there, as in transformers. "zeros": states
+            of zeros that attention spreads over, as in audiocraft, whose results therefore depend on how far a caption
+            was padded. Without padding both are the same.
+
+    Raises:
+        TypeError: another model; MusicGen Melody is one, which has no cross-attention.
+        ValueError: an unknown `padding`, or an attention implementation that takes no mask of our own.
+    """
+
+    def __init__(self, model: Any, padding: Padding = "masked") -> None:
+        kinds = {kind.__name__ for kind in type(model).__mro__}
+        if not kinds & {"MusicgenForConditionalGeneration", "MusicgenForCausalLM"}:
+            why = ""
+            if any(name.startswith("MusicgenMelody") for name in kinds):
+                why = " MusicGen Melody puts its condition before the codes and has no cross-attention."
+            raise TypeError(
+                f"{type(model).__name__} given; pass a MusicgenForConditionalGeneration or a MusicgenForCausalLM.{why}"
+            )
+        if padding not in ("masked", "zeros"):
+            raise ValueError(
+                f"padding={padding!r}; pass 'masked' (as in transformers) or 'zeros' (as in audiocraft)."
+            )
+        whole = "MusicgenForConditionalGeneration" in kinds
+        self.model = model
+        self.padding = padding
+        self.projection: Any = getattr(model, "enc_to_dec_proj", None)
+        language_model = model.decoder if whole else model
+        self.heads: Any = language_model.lm_heads
+        self.decoder: Any = language_model.model.decoder
+        self.config: Any = language_model.config
+        self.vocab_size: int = self.config.vocab_size
+        self.num_codebooks: int = self.config.num_codebooks
+        self.num_channels: int = self.config.audio_channels
+        if self._attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"the decoder runs with attn_implementation={self._attention!r}, which takes no mask of one row a "
+                "sample; call set_attn_implementation('sdpa') on it (on model.decoder, of a whole MusicGen)."
+            )
+
+    @property
+    def special_id(self) -> int:
+        """The id of entries without a code; MAGNeT's mask."""
+        return self.vocab_size
+
+    @property
+    def text_width(self) -> int:
+        """C, channels of the text encoder's states."""
+        return self.config.hidden_size if self.projection is None else self.projection.in_features
+
+    @property
+    def device(self) -> torch.device:
+        """Where codes enter."""
+        table = self.decoder.embed_tokens[0]
+        target = getattr(getattr(table, "_hf_hook", None), "execution_device", None)
+        return table.weight.device if target is None else torch.device(target)
+
+    @property
+    def _attention(self) -> str:
+        return self.decoder.layers[0].self_attn.config._attn_implementation
+
+    # -- the condition -------------------------------------------------------------------------------------------------
+
+    def check_condition(self, condition: TextCondition, batch_size: int) -> None:
+        """Refuse a condition that does not fit this model.
+
+        Raises:
+            TypeError: no `TextCondition`.
+            ValueError: another batch or width.
+        """
+        if not isinstance(condition, TextCondition):
+            raise TypeError(
+                f"{type(condition).__name__} given; this model takes a TextCondition(features, mask), or a "
+                "MusicCondition to go on from codes."
+            )
+        features, mask = condition.features, condition.mask
+        fits = features.ndim == 3 and len(features) == batch_size and features.shape[2] == self.text_width
+        if not fits or mask.shape != features.shape[:2]:
+            raise ValueError(
+                f"features {tuple(features.shape)} and mask {tuple(mask.shape)} given; this model takes "
+                f"[{batch_size}, T, {self.text_width}] and [{batch_size}, T]."
+            )
+
+    def encoder_states(
+        self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """States [R, T, dim] for the cross-attention, unconditional rows last when `guided`, and which of them are
+        seen, bool [R, T].
+
+        An unconditional row has states of zero, so its cross-attention adds nothing (MusicGen section 2.3 drops the
+        text). `dropped`, bool [B], marks rows that are unconditional (training for guidance).
+        """
+        mask = condition.mask.to(self.device).bool()
+        states = condition.features.to(self.device)
+        if self.projection is None:
+            states = states.to(self.decoder.layer_norm.weight.dtype)
+        else:
+            states = self.projection(states.to(self.projection.weight.dtype))
+        states = states * mask[..., None]
+        if dropped is not None:
+            states = states * ~dropped[:, None, None]
+        if guided:
+            states = torch.cat([states, torch.zeros_like(states)])
+            mask = torch.cat([mask, torch.zeros_like(mask)])
+        if self.padding == "zeros":
+            return states, torch.ones_like(mask)
+        # A row that sees nothing is nan in some attention kernels; here it sees zeros.
+        return states, mask | ~mask.any(-1, keepdim=True)
+
+    # -- running the decoder -------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [R, W, dim] of columns [R, W, K], positions not included."""
+        tables = self.decoder.embed_tokens
+        total = tables[0](tokens[..., 0])
+        for codebook in range(1, self.num_codebooks):
+            total = total + tables[codebook](tokens[..., codebook])
+        return total
+
+    def position_table(self, count: int) -> Tensor:
+        """Sinusoidal embeddings [count, dim] of the first positions."""
+        table = self.decoder.embed_positions
+        if count <= len(table.weights):
+            return table.weights[:count]
+        return table.get_embedding(count, table.embedding_dim).to(table.weights)
+
+    def run(
+        self,
+        embeddings: Tensor,
+        visible: Tensor,
+        states: Tensor,
+        seen: Tensor,
+        cache: EncoderDecoderCache | None = None,
+    ) -> list[Tensor]:
+        """The output of each layer, [R, W, dim]; the last one's is normalised: what the heads read.
+
+        Args:
+            embeddings: [R, W, dim], positions included.
+            visible: bool [R or 1, W, S], the keys that each column sees; S = W without a cache.
+            states, seen: from `encoder_states`.
+        """
+        mask, text_mask = self._mask(visible[:, None], embeddings), self._mask(seen[:, None, None], states)
+        hidden, outputs = embeddings, []
+        for layer in self.decoder.layers:
+            hidden = layer(hidden, mask, states, encoder_attention_mask=text_mask, past_key_values=cache)
+            outputs.append(hidden)
+        outputs[-1] = self.decoder.layer_norm(hidden)
+        return outputs
+
+    def score(self, features: Tensor) -> Tensor:
+        """Logits [R, W, K, V] of features [R, W, dim], in at least float32."""
+        logits = torch.stack([head(features) for head in self.heads], dim=2)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _mask(self, visible: Tensor, like: Tensor) -> Tensor:
+        if self._attention == "sdpa":
+            return visible
+        # eager adds the mask
+        least = torch.finfo(like.dtype).min
+        return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, least)
+
+
+# -- column by column --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MusicgenState(DecodeState):
+    """One batch in the course of decoding; logits are [R, K, V]. Place 0 of a row is the empty step, place s + 1 is
+    step s of the pattern.
+
+    Attributes:
+        cache: keys and values: of the steps, written by place, and of the text, computed once.
+        states, seen: from `encoder_states`.
+        positions: [1 + S, dim], embeddings of the places; S counts the steps of the prompt too.
+        free: bool [S + window, K], the entries that are decoded; the rest is forced.
+        forced: long [B, S + window, K], codes of the prompt and the special id.
+        hidden: of each layer what it put out in the last call, as of `MusicgenModules.run`: what drafters read.
+    """
+
+    cache: EncoderDecoderCache
+    states: Tensor
+    seen: Tensor
+    positions: Tensor
+    free: Tensor
+    forced: Tensor
+    hidden: list[Tensor]
+
+
+class MusicgenColumnModel(MusicgenModules):
+    """A `ColumnModel`: predicts one step of the pattern after the other.
+
+    Steps count from the first one that is not given by a prompt, and the grid is as wide as the steps that are left.
+
+    Args:
+        model, padding: see `MusicgenModules`.
+        num_frames: T, frames of the clip, those of a prompt included.
+        prompt_frames: P, how many of them the condition gives.
+        pattern: the layout; None: MusicGen's delay.
+
+    Raises:
+        TypeError, ValueError: as `MusicgenModules`; a number of frames below 1, a prompt that leaves none to decode, a
+            pattern of another number of codebooks or a stacked one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        num_frames: int,
+        *,
+        prompt_frames: int = 0,
+        padding: Padding = "masked",
+        pattern: CodebookPattern | None = None,
+    ) -> None:
+        super().__init__(model, padding)
+        # Both channels of a stereo codebook stand beside each other: left, right, left, right.
+        usual = CodebookPattern.delay([k // self.num_channels for k in range(self.num_codebooks)])
+        self.pattern = usual if pattern is None else pattern
+        if self.pattern.codebooks != self.num_codebooks or self.pattern.stacked:
+            kind = "stacked" if self.pattern.stacked else f"for {self.pattern.codebooks} codebooks"
+            raise ValueError(
+                f"the pattern is {kind}; pass one for {self.num_codebooks} codebooks that keeps all."
+            )
+        frames = self.pattern.frames_by_step(num_frames)  # [K, S]
+        if not 0 <= prompt_frames < num_frames:
+            raise ValueError(
+                f"prompt_frames={prompt_frames} of num_frames={num_frames}; pass 0 to {num_frames - 1}, so that "
+                "something is left to decode."
+            )
+        self.num_frames, self.prompt_frames = num_frames, prompt_frames
+        self._free = (frames >= prompt_frames).T.contiguous()  # [S, K]
+        self.first_step = int(self._free.any(1).int().argmax())
+        self.num_steps = len(self._free)  # S
+        self.grid = TokenGrid(1, self.num_steps - self.first_step, codebooks=self.num_codebooks)
+
+    @property
+    def valid(self) -> Tensor:
+        """Which entries of the grid's steps are decoded, bool [grid.width, K]; the others are forced."""
+        return self._free[self.first_step :]
+
+    def check_condition(self, condition: TextCondition, batch_size: int) -> None:
+        """As `MusicgenModules.check_condition`; the prompt's codes too."""
+        super().check_condition(condition, batch_size)
+        codes = condition.codes if isinstance(condition, MusicCondition) else None
+        expected = (batch_size, self.num_codebooks, self.prompt_frames)
+        if codes is None:
+            if self.prompt_frames:
+                raise ValueError(
+                    f"no codes given for prompt_frames={self.prompt_frames}; pass a MusicCondition with codes "
+                    f"{expected}."
+                )
+        elif tuple(codes.shape) != expected or codes.is_floating_point():
+            raise ValueError(f"codes {codes.dtype} {tuple(codes.shape)} given; pass integers {expected}.")
+        elif codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.vocab_size:
+            raise ValueError(
+                f"codes from {int(codes.min())} to {int(codes.max())} given; this model's are 0 to "
+                f"{self.vocab_size - 1}. Encode the clip with the codec that belongs to it."
+            )
+
+    def _forced(self, condition: TextCondition, batch_size: int) -> Tensor:
+        """What the entries that are not decoded hold, long [B, S, K]."""
+        codes = torch.full(
+            (batch_size, self.num_codebooks, self.num_frames), self.special_id, device=self.device
+        )
+        if isinstance(condition, MusicCondition) and condition.codes is not None:
+            codes[:, :, : self.prompt_frames] = condition.codes.to(self.device)
+        return self.pattern.apply(codes, self.special_id).transpose(1, 2)
+
+    @torch.no_grad()
+    def prefill(
+        self, condition: TextCondition, *, batch_size: int, guided: bool, window: int
+    ) -> MusicgenState:
+        """Run the empty step and the prompt, and return the state whose `logits [R, K, V]` predict step 0.
+
+        Raises:
+            TypeError, ValueError: as `check_condition`.
+        """
+        self.check_condition(condition, batch_size)
+        states, seen = self.encoder_states(condition, guided=guided)
+        cache = EncoderDecoderCache(
+            SlotCache(len(self.decoder.layers), 1 + self.num_steps + window), DynamicCache()
+        )
+        scratch = (0, 0, 0, window)
+        forced = F.pad(self._forced(condition, batch_size), scratch, value=self.special_id)
+        given = F.pad(forced[:, : self.first_step], (0, 0, 1, 0), value=self.special_id)  # [B, 1 + P', K]
+        places = torch.arange(1 + self.first_step, device=self.device)
+        positions = self.position_table(1 + self.num_steps).to(states)
+        state = MusicgenState(
+            logits=torch.zeros(0),  # until the forward below
+            guided=guided,
+            window=window,
+            cache=cache,
+            states=states,
+            seen=seen,
+            positions=positions,
+            free=F.pad(self._free, scratch).to(self.device),
+            forced=forced,
+            hidden=[],
+        )
+        rows = given.repeat(2, 1, 1) if guided else given
+        features = self._step(state, rows, places.expand(len(rows), -1), 1 + self.first_step)
+        state.logits = self.score(features[:, -1:])[:, 0]
+        return state
+
+    @torch.no_grad()
+    def __call__(self, state: MusicgenState, tokens: Tensor, steps: Tensor) -> Tensor:
+        """Feed columns `tokens [B, W, K]` at `steps [B, W]`; logits `[R, W, K, V]`, column w predicting step
+        `steps[b, w] + 1`.
+
+        What stands at entries that are not `valid` is put right here. See `ColumnModel`.
+        """
+        at = steps + self.first_step  # [B, W]
+        rows = torch.arange(len(at), device=at.device)[:, None]
+        tokens = torch.where(state.free[at], tokens, state.forced[rows, at])
+        if state.guided:
+            tokens, at = tokens.repeat(2, 1, 1), at.repeat(2, 1)
+        places = 1 + at
+        size = 1 + self.num_steps + state.window
+        if (
+            places.device.type == "cpu"
+        ):  # reading the maximum costs no synchronisation and spares the unused tail
+            size = int(places.max()) + 1
+        return self.score(self._step(state, tokens, places, size))
+
+    def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, size: int) -> Tensor:
+        """What the heads read, [R, W, dim], of columns `tokens [R, W, K]` at `places [R, W]`, the first `size` places
+        looked at; all layers' outputs are left in `state.hidden`."""
+        slots = state.cache.self_attention_cache
+        assert isinstance(slots, SlotCache)
+        slots.at(places, size)
+        visible = torch.arange(size, device=places.device) <= places[..., None]  # [R, W, size]
+        embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
+        state.hidden = self.run(embeddings, visible, state.states, state.seen, state.cache)
+        return state.hidden[-1]
+
+    def codes(self, tokens: Tensor, condition: TextCondition) -> Tensor:
+        """Codes [B, K, T] of decoded columns [B, grid.width, K], those of the prompt in front."""
+        sequence = self._forced(condition, len(tokens))
+        sequence[:, self.first_step :] = torch.where(
+            self.valid.to(self.device), tokens.to(self.device), sequence[:, self.first_step :]
+        )
+        return self.pattern.revert(sequence.transpose(1, 2))
+
+    def teacher_forced(
+        self,
+        codes: Tensor,
+        condition: TextCondition,
+        dropped: Tensor | None = None,
+        hidden_steps: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, K, T, V] of every code of whole clips, long [B, K, T], with gradients.
+
+        Args:
+            dropped: bool [B], rows without a text.
+            hidden_steps: bool [B, S - 1], inputs replaced by zero, so that the text has to say what they would have
+                said.
+
+        Raises:
+            ValueError: codes of another shape.
+        """
+        if tuple(codes.shape[1:]) != (self.num_codebooks, self.num_frames):
+            raise ValueError(
+                f"codes {tuple(codes.shape)} given; pass [B, {self.num_codebooks}, {self.num_frames}]."
+            )
+        states, seen = self.encoder_states(condition, dropped=dropped)
+        sequence = self.pattern.apply(codes, self.special_id).transpose(1, 2)  # [B, S, K]
+        logits = self.score(self.features(sequence, states, seen, hidden_steps)[-1])  # [B, S, K, V]
+        return self.pattern.revert(logits.transpose(1, 2))
+
+    def features(
+        self, sequence: Tensor, states: Tensor, seen: Tensor, hidden_steps: Tensor | None = None
+    ) -> list[Tensor]:
+        """Of each layer what it puts out on whole clips, as of `run`: [R, S, dim], column s predicting step s.
+
+        Args:
+            sequence: long [R, S, K], the pattern's steps as the model knows them.
+            states, seen: from `encoder_states`.
+            hidden_steps: as of `teacher_forced`.
+        """
+        # The empty step is fed, and the last step predicts nothing.
+        embeddings = self.embed(F.pad(sequence[:, :-1], (0, 0, 1, 0), value=self.special_id))
+        if hidden_steps is not None:
+            embeddings = embeddings.masked_fill(F.pad(hidden_steps, (1, 0))[..., None], 0.0)
+        count = self.num_steps
+        embeddings = embeddings + self.position_table(count).to(embeddings)
+        causal = torch.ones(1, count, count, dtype=torch.bool, device=sequence.device).tril()
+        return self.run(embeddings, causal, states, seen)
+
+
+# -- any frame at once -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MagnetState(MaskedState):
+    """One batch in the course of masked decoding.
+
+    Attributes:
+        states, seen: from `encoder_states`, of all rows.
+        positions: [T, dim], embeddings of the frames.
+    """
+
+    states: Tensor
+    seen: Tensor
+    positions: Tensor
+
+
+class MagnetModel(MusicgenModules):
+    """MAGNeT's network: every frame sees every other one, and hidden codes are predicted where they stand.
+
+    A `MaskedModel` whose slots are the frames. Codebooks are decoded one after the other (section 3.2). While one is
+    decoded, those behind it are hidden: they hold the special id. What the first codebook says may depend on all of the
+    clip; a residual codebook refines what is known of its surroundings, so there a frame sees only those at most
+    `reach` frames away (section 3.3).
+
+    Args:
+        model: see `MusicgenModules`.
+        num_frames: T, frames of the clips to decode. Official models are trained for one length. None: whole clips are
+            scored only, by `logits`.
+        reach: frames that a stage behind the first looks to either side; None looks at all of them.
+        padding: see `MusicgenModules`. Official checkpoints were trained with "zeros".
+
+    Raises:
+        TypeError, ValueError: as `MusicgenModules`; a reach below 0, a number of frames below 1.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        num_frames: int | None = None,
+        *,
+        reach: int | None = 5,
+        padding: Padding = "masked",
+    ) -> None:
+        super().__init__(model, padding)
+        if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
+            raise ValueError(
+                f"reach={reach!r}; pass an integer of at least 0, or None to look at all frames."
+            )
+        self.reach = reach
+        self.num_frames = num_frames
+        self._grid = None if num_frames is None else TokenGrid(1, num_frames, codebooks=self.num_codebooks)
+
+    @property
+    def grid(self) -> TokenGrid:
+        """height 1, width T (frames), codebooks K.
+
+        Raises:
+            ValueError: the model was made without a number of frames.
+        """
+        if self._grid is None:
+            raise ValueError("num_frames=None; pass the frames of a clip to MagnetModel to decode one.")
+        return self._grid
+
+    @property
+    def mask_id(self) -> int:
+        """The special id."""
+        return self.special_id
+
+    def visible(self, stages: Tensor, num_frames: int) -> Tensor:
+        """Which frames each frame sees, bool [B, T, T], at `stages`, long [B]."""
+        frames = torch.arange(num_frames, device=stages.device)
+        distance = (frames - frames[:, None]).abs()
+        near = distance <= (num_frames if self.reach is None else self.reach)
+        return near | (stages == 0)[:, None, None]
+
+    def logits(
+        self, codes: Tensor, condition: TextCondition, stages: Tensor, dropped: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, T, V] of the codebooks `stages`, long [B].
+
+        Args:
+            codes: long [B, K, T], the special id where a code is hidden.
+            dropped: bool [B], rows without a text.
+        """
+        batch, _, count = codes.shape
+        states, seen = self.encoder_states(condition, dropped=dropped)
+        embeddings = self.embed(codes.transpose(1, 2))
+        embeddings = embeddings + self.position_table(count).to(embeddings)
+        scores = self.score(self.run(embeddings, self.visible(stages, count), states, seen)[-1])
+        return scores[torch.arange(batch, device=codes.device), :, stages]
+
+    @torch.no_grad()
+    def prepare(self, condition: TextCondition, *, batch_size: int, guided: bool) -> MagnetState:
+        """Run the projection of the text. See `MaskedModel`.
+
+        Raises:
+            TypeError, ValueError: as `check_condition`; a condition that gives codes, or a model without a number of
+                frames.
+        """
+        frames = self.grid.width
+        self.check_condition(condition, batch_size)
+        if isinstance(condition, MusicCondition) and condition.codes is not None:
+            raise ValueError(
+                f"the condition gives codes {tuple(condition.codes.shape)}; hand them to the sampler, as "
+                "given=model.given(codes)."
+            )
+        states, seen = self.encoder_states(condition, guided=guided)
+        return MagnetState(guided, self.device, states, seen, self.position_table(frames).to(states))
+
+    @torch.no_grad()
+    def __call__(self, state: MagnetState, tokens: Tensor, stage: int) -> Tensor:
+        """Logits [R, T, V] of codebook `stage` for `tokens` long [B, T, K]. See `MaskedModel`."""
+        rows = tokens.repeat(2, 1, 1) if state.guided else tokens
+        embeddings = self.embed(rows) + state.positions
+        visible = self.visible(torch.full((1,), stage, device=rows.device), rows.shape[1])
+        logits = self.heads[stage](self.run(embeddings, visible, state.states, state.seen)[-1])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def given(self, codes: Tensor) -> Tensor:
+        """What the sampler is told of a clip that begins with codes, long [B, K, P]: long [B, T, K], the rest hidden.
+
+        Raises:
+            ValueError: another number of codebooks, no frame left to decode, codes beyond the vocabulary.
+        """
+        frames = self.grid.width
+        if codes.ndim != 3 or codes.shape[1] != self.num_codebooks or not codes.shape[2] < frames:
+            raise ValueError(
+                f"codes {tuple(codes.shape)} given; pass [B, {self.num_codebooks}, P] with P below the clip's "
+                f"{frames} frames."
+            )
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.vocab_size:
+            raise ValueError(
+                f"codes from {int(codes.min())} to {int(codes.max())} given; this model's are 0 to "
+                f"{self.vocab_size - 1}. Encode the clip with the codec that belongs to it."
+            )
+        return F.pad(codes, (0, frames - codes.shape[2]), value=self.mask_id).transpose(1, 2).contiguous()
+
+    def codes(self, tokens: Tensor, condition: TextCondition | None = None) -> Tensor:
+        """Codes [B, K, T] of decoded tokens [B, T, K], as `MusicgenColumnModel.codes`."""
+        return tokens.view(*tokens.shape[:2], -1).transpose(1, 2)

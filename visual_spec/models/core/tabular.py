@@ -1,0 +1,421 @@
+"""A next-token model small enough to know its sequence law exactly: a table of logits by slot and prefix.
+
+It is what the exactness proofs run on, and the cheapest model to try a sampler with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
+
+_LARGEST_TABLE = 2**26
+
+
+@dataclass
+class TabularState(DecodeState):
+    """Tokens fed so far, by slot: [B, num_tokens + window]; the table each row reads: [R]; the last tree: [B, N]."""
+
+    tokens: Tensor
+    tables: Tensor
+    tree: Tensor | None = None
+
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.logits, self.tables = self.logits[rows], self.tables[rows]
+        self.tokens = self.tokens[samples]
+        self.tree = None if self.tree is None else self.tree[samples]
+
+
+class TabularModel(nn.Module):
+    """Seeded random logits for every slot and every context of the last `order` tokens.
+
+    Args:
+        grid: geometry of the tokens.
+        vocab_size: V.
+        order: how many tokens back the law looks; None is the whole prefix. A slot has V ** order rows.
+        conditions: number of conditional tables; one more serves the unconditional rows.
+        seed: seed of the tables. The same arguments give the same tables on every machine.
+        scale: standard deviation of the logits; larger is more peaked.
+        dependence: share, 0 to 1, of their variance that depends on the context; the rest depends on the slot.
+        dtype: dtype of the logits.
+
+    Raises:
+        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+    """
+
+    grid: TokenGrid
+    logits: Tensor
+
+    def __init__(
+        self,
+        grid: TokenGrid,
+        vocab_size: int,
+        *,
+        order: int | None = None,
+        conditions: int = 1,
+        seed: int = 0,
+        scale: float = 1.2,
+        dependence: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        order = grid.num_tokens - 1 if order is None else order
+        if vocab_size < 1 or conditions < 1 or order < 0:
+            raise ValueError(
+                f"vocab_size={vocab_size}, conditions={conditions}, order={order}; "
+                "pass vocab_size >= 1, conditions >= 1 and order >= 0."
+            )
+        if not 0 <= dependence <= 1:
+            raise ValueError(f"dependence={dependence}; pass a share between 0 and 1.")
+        shape = (conditions + 1, grid.num_tokens, vocab_size**order, vocab_size)
+        size = shape[0] * shape[1] * shape[2] * shape[3]
+        if size > _LARGEST_TABLE:
+            raise ValueError(
+                f"a table of shape {shape} has {size} logits, more than {_LARGEST_TABLE}; "
+                "pass a smaller order, vocabulary or grid."
+            )
+        self.grid = grid
+        self.vocab_size = vocab_size
+        self.order = order
+        generator = torch.Generator().manual_seed(seed)
+        by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
+        by_slot = torch.randn(
+            (conditions + 1, grid.num_tokens, 1, vocab_size), generator=generator, dtype=torch.float64
+        )
+        table = scale * (dependence**0.5 * by_context + (1 - dependence) ** 0.5 * by_slot)
+        self.register_buffer("logits", table.to(dtype))  # [tables, L, V ** order, V]
+
+    @property
+    def conditions(self) -> int:
+        """Number of conditional tables."""
+        return self.logits.shape[0] - 1
+
+    def prefill(
+        self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
+    ) -> TabularState:
+        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
+
+        Raises:
+            ValueError: a condition of another shape, dtype or range.
+        """
+        device = self.logits.device
+        tables = _tables_of(condition, batch_size, self.conditions, guided).to(device)
+        return TabularState(
+            logits=self.logits[tables, 0, 0],
+            guided=guided,
+            window=window,
+            tokens=torch.zeros(batch_size, self.grid.num_tokens + window, dtype=torch.long, device=device),
+            tables=tables,
+        )
+
+    def forward(
+        self,
+        state: TabularState,
+        tokens: Tensor,
+        slots: Tensor,
+        visible: Tensor | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [R, W, V] of the slots after `slots`; see `NextTokenModel.__call__`, with `visible` `TreeModel`.
+
+        With `seen` see `OrderModel`: a slot that a column does not see reads as the last id, V - 1, in its context
+        (not as 0, which a slot that was never fed holds: reading one has to show).
+        """
+        if visible is None:
+            state.tokens.scatter_(1, slots, tokens)
+            path = state.tokens[:, None].expand(
+                -1, slots.shape[1], -1
+            )  # [B, W, S], the text each column sees
+            if seen is not None:
+                itself = F.pad(seen, (0, state.window)).scatter(2, slots[..., None], True)
+                path = path.masked_fill(~itself, self.vocab_size - 1)
+        else:
+            state.tree = tokens
+            # Every column writes its ancestors and itself over a copy of the committed text.
+            spare = torch.where(visible, slots[:, None], state.tokens.shape[1])  # [B, N, N]
+            path = F.pad(state.tokens, (0, 1))[:, None].repeat(1, slots.shape[1], 1)
+            path.scatter_(2, spare, tokens[:, None].expand_as(spare))
+        context = torch.zeros_like(slots)  # [B, W], the last tokens in base V, the newest least significant
+        for back in reversed(range(self.order)):
+            earlier = slots - back
+            token = path.gather(2, earlier.clamp(min=0)[..., None])[..., 0].masked_fill(earlier < 0, 0)
+            context = context * self.vocab_size + token
+        # Past the grid any finite logits will do: the caller ignores them.
+        following = (slots + 1).clamp(max=self.grid.num_tokens - 1)
+        repeats = state.tables.shape[0] // slots.shape[0]
+        return self.logits[state.tables[:, None], following.repeat(repeats, 1), context.repeat(repeats, 1)]
+
+    def keep(self, state: TabularState, columns: Tensor, slots: Tensor) -> None:
+        """Write the tokens of the last tree's columns at slots; see `TreeModel.keep`."""
+        assert state.tree is not None
+        state.tokens.scatter_(1, slots, state.tree.gather(1, columns))
+
+    def law_of_sequences(
+        self, law: Callable[[Tensor, bool, Tensor], Tensor], *, condition: int = 0, guided: bool = False
+    ) -> Tensor:
+        """The exact probability of every sequence under autoregressive sampling.
+
+        Args:
+            law: a `TokenLaw`, or any map from (logits [R, 1, V], guided, slots [B, 1]) to log-probabilities [B, 1, V].
+            condition: the conditional table.
+            guided: pass the unconditional rows to the law as well.
+
+        Returns:
+            [V ** L]; a sequence's index is its tokens read as a number in base V, the first most significant.
+        """
+        tables = torch.tensor([condition, self.conditions] if guided else [condition])
+        probability = self.logits.new_ones(1)
+        for slot in range(self.grid.num_tokens):
+            # A prefix longer than `order` is seen through its last `order` tokens only.
+            prefixes = torch.arange(self.vocab_size**slot) % self.vocab_size**self.order
+            logits = self.logits[tables, slot][:, prefixes]  # [1 or 2, V ** slot, V]
+            slots = torch.full((len(prefixes), 1), slot)
+            log_probs = law(logits.flatten(0, 1)[:, None], guided, slots)[:, 0]
+            probability = (probability[:, None] * log_probs.exp()).flatten()
+        return probability
+
+
+@dataclass
+class TabularColumnState(DecodeState):
+    """Columns fed so far, by step: [B, S + window, K]; the table each row reads: [R]."""
+
+    tokens: Tensor
+    tables: Tensor
+
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.logits, self.tables = self.logits[rows], self.tables[rows]
+        self.tokens = self.tokens[samples]
+
+
+class TabularColumnModel(nn.Module):
+    """As `TabularModel`, for columns of K tokens: logits for every step, codebook, and context of the last columns.
+
+    A context holds the special token too, as a digit of its own: feeding it, or not, makes a difference.
+
+    Args:
+        valid: bool [S, K], where a step holds a token (`CodebookPattern.valid`, transposed).
+        vocab_size: V; the special token is V.
+        order: how many columns back the law looks; None is all of them. A step has (V + 1) ** (K * order) contexts.
+        conditions, seed, scale, dependence, dtype: as of `TabularModel`.
+
+    Raises:
+        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+    """
+
+    valid: Tensor
+    logits: Tensor
+
+    def __init__(
+        self,
+        valid: Tensor,
+        vocab_size: int,
+        *,
+        order: int | None = None,
+        conditions: int = 1,
+        seed: int = 0,
+        scale: float = 1.2,
+        dependence: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        if valid.dim() != 2 or valid.dtype != torch.bool:
+            raise ValueError(
+                f"valid is {valid.dtype} of shape {tuple(valid.shape)}; pass bool [steps, codebooks]."
+            )
+        steps, codebooks = valid.shape
+        self.grid = TokenGrid(1, steps, codebooks=codebooks)
+        order = steps - 1 if order is None else order
+        # The draw of the tables, and the checks, are those of a flat model with (V + 1) ** K tokens a slot.
+        contexts = (vocab_size + 1) ** (codebooks * order)
+        shape = (conditions + 1, steps, contexts, codebooks, vocab_size)
+        if vocab_size < 1 or conditions < 1 or order < 0 or not 0 <= dependence <= 1:
+            raise ValueError(
+                f"vocab_size={vocab_size}, conditions={conditions}, order={order}, dependence={dependence}; pass "
+                "vocab_size >= 1, conditions >= 1, order >= 0 and a dependence between 0 and 1."
+            )
+        if math.prod(shape) > _LARGEST_TABLE:
+            raise ValueError(
+                f"a table of shape {shape} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
+                "pass a smaller order or vocabulary, or fewer steps or codebooks."
+            )
+        self.vocab_size = self.special_id = vocab_size
+        self.order = order
+        generator = torch.Generator().manual_seed(seed)
+        by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
+        by_step = torch.randn((*shape[:2], 1, *shape[3:]), generator=generator, dtype=torch.float64)
+        table = scale * (dependence**0.5 * by_context + (1 - dependence) ** 0.5 * by_step)
+        self.register_buffer("valid", valid.clone())
+        self.register_buffer("logits", table.to(dtype))  # [tables, S, contexts, K, V]
+
+    @property
+    def conditions(self) -> int:
+        """Number of conditional tables."""
+        return self.logits.shape[0] - 1
+
+    def prefill(
+        self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
+    ) -> TabularColumnState:
+        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
+
+        Raises:
+            ValueError: a condition of another shape, dtype or range.
+        """
+        tables = _tables_of(condition, batch_size, self.conditions, guided).to(self.logits.device)
+        size = (batch_size, self.grid.width + window, self.grid.codebooks)
+        return TabularColumnState(
+            logits=self.logits[tables, 0, 0],
+            guided=guided,
+            window=window,
+            tokens=torch.zeros(size, dtype=torch.long, device=self.logits.device),
+            tables=tables,
+        )
+
+    def forward(self, state: TabularColumnState, tokens: Tensor, steps: Tensor) -> Tensor:
+        """Logits [R, W, K, V] of the steps after `steps`; see `ColumnModel.__call__`."""
+        state.tokens.scatter_(1, steps[..., None].expand_as(tokens), tokens)
+        context = torch.zeros_like(
+            steps
+        )  # [B, W], the last columns in base V + 1, the newest least significant
+        for back in reversed(range(self.order)):
+            earlier = steps - back
+            at = earlier.clamp(min=0)[..., None].expand_as(tokens)
+            column = state.tokens.gather(1, at).masked_fill((earlier < 0)[..., None], 0)  # [B, W, K]
+            for token in column.unbind(-1):
+                context = context * (self.vocab_size + 1) + token
+        following = (steps + 1).clamp(max=self.grid.width - 1)
+        repeats = state.tables.shape[0] // steps.shape[0]
+        return self.logits[state.tables[:, None], following.repeat(repeats, 1), context.repeat(repeats, 1)]
+
+    def law_of_sequences(
+        self, law: Callable[[Tensor, bool, Tensor], Tensor], *, condition: int = 0, guided: bool = False
+    ) -> Tensor:
+        """The exact probability of every sequence under autoregressive sampling, column by column.
+
+        Args:
+            law: a `TokenLaw`, or any map from (logits [R, 1, V], guided, steps [B, 1]) to log-probabilities [B, 1, V].
+            condition: the conditional table.
+            guided: pass the unconditional rows to the law as well.
+
+        Returns:
+            [V ** N] for N valid entries; a sequence's index is its valid tokens, step by step and within a step by
+            codebook, read as a number in base V, the first most significant.
+        """
+        tables = torch.tensor([condition, self.conditions] if guided else [condition])
+        probability = self.logits.new_ones(1)
+        contexts = torch.zeros(1, dtype=torch.long)
+        base = self.vocab_size + 1
+        for step in range(self.grid.width):
+            logits = self.logits[tables, step][:, contexts]  # [1 or 2, prefixes, K, V]
+            steps = torch.full((len(contexts), 1), step)
+            for codebook, valid in enumerate(self.valid[step].tolist()):
+                token = torch.full((1,), self.special_id)
+                if valid:
+                    log_probs = law(logits[:, :, codebook].flatten(0, 1)[:, None], guided, steps)[:, 0]
+                    # What was drawn at this step does not change the other codebooks of it.
+                    count = len(probability) // len(contexts)
+                    conditional = log_probs.exp().repeat_interleave(count, 0)
+                    probability = (probability[:, None] * conditional).flatten()
+                    token = torch.arange(self.vocab_size)
+                grown = len(token)
+                steps, logits = steps.repeat_interleave(grown, 0), logits.repeat_interleave(grown, 1)
+                contexts = (contexts[:, None] * base + token).flatten()
+            contexts = contexts % base ** (self.grid.codebooks * self.order)
+        return probability
+
+
+@dataclass
+class TabularMaskedState(MaskedState):
+    """The table each row reads: [R]."""
+
+    tables: Tensor
+
+
+class TabularMaskedModel(nn.Module):
+    """A `MaskedModel` as a table: logits for every codebook, slot, and state of all entries, hidden or not.
+
+    Args:
+        grid: geometry of the tokens, with their codebooks.
+        vocab_size: V; the mask is V. There are (V + 1) ** (L * K) contexts.
+        conditions, seed, scale, dtype: as of `TabularModel`.
+
+    Raises:
+        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+    """
+
+    logits: Tensor
+
+    def __init__(
+        self,
+        grid: TokenGrid,
+        vocab_size: int,
+        *,
+        conditions: int = 1,
+        seed: int = 0,
+        scale: float = 1.2,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        if vocab_size < 1 or conditions < 1:
+            raise ValueError(
+                f"vocab_size={vocab_size}, conditions={conditions}; pass vocab_size >= 1 and conditions >= 1."
+            )
+        entries = grid.num_tokens * grid.codebooks
+        shape = (conditions + 1, grid.codebooks, (vocab_size + 1) ** entries, grid.num_tokens, vocab_size)
+        if math.prod(shape) > _LARGEST_TABLE:
+            raise ValueError(
+                f"a table of shape {shape} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
+                "pass a smaller vocabulary or grid."
+            )
+        self.grid = grid
+        self.vocab_size = self.mask_id = vocab_size
+        table = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.register_buffer("logits", table.to(dtype))  # [tables, K, contexts, L, V]
+
+    @property
+    def conditions(self) -> int:
+        """Number of conditional tables."""
+        return self.logits.shape[0] - 1
+
+    def prepare(self, condition: Tensor | None, *, batch_size: int, guided: bool) -> TabularMaskedState:
+        """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
+
+        Raises:
+            ValueError: a condition of another shape, dtype or range.
+        """
+        device = self.logits.device
+        tables = _tables_of(condition, batch_size, self.conditions, guided).to(device)
+        return TabularMaskedState(guided, device, tables)
+
+    def forward(self, state: TabularMaskedState, tokens: Tensor, stage: int) -> Tensor:
+        """Logits [R, L, V] of codebook `stage`, given tokens [B, L, K]; see `MaskedModel.__call__`."""
+        context = torch.zeros_like(
+            tokens[:, 0, 0]
+        )  # [B], all entries in base V + 1, the first most significant
+        for entry in tokens.flatten(1).unbind(1):
+            context = context * (self.vocab_size + 1) + entry
+        repeats = len(state.tables) // len(tokens)
+        return self.logits[state.tables, stage, context.repeat(repeats)]
+
+
+def _tables_of(condition: Tensor | None, batch_size: int, conditions: int, guided: bool) -> Tensor:
+    """The number of the table that each row reads: long [R]. The unconditional one is behind the others."""
+    if condition is None:
+        condition = torch.zeros(batch_size, dtype=torch.long)
+    if condition.shape != (batch_size,) or condition.dtype != torch.long:
+        raise ValueError(
+            f"condition is {condition.dtype} of shape {tuple(condition.shape)}; "
+            f"pass None or int64 table numbers of shape ({batch_size},)."
+        )
+    if condition.min() < 0 or condition.max() >= conditions:
+        raise ValueError(f"condition={condition.tolist()}; pass numbers from 0 to {conditions - 1}.")
+    if not guided:
+        return condition
+    return torch.cat([condition, torch.full_like(condition, conditions)])  # [2B]

@@ -1,0 +1,89 @@
+"""The drafter of multi-scale local speculative decoding: a small picture first, then a guess of every large token.
+
+MuLo-SD (Peruzzo et al., Qualcomm AI Research 2026) drafts at low resolution and turns the low-resolution tokens into
+candidates for the high-resolution ones by a learned up-sampler. Both halves are kept together here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+
+
+class _ConvBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.GroupNorm(1, width)
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(F.gelu(self.conv1(self.norm(x))))
+
+
+class TokenUpsampler(ModelMixin, ConfigMixin):
+    """Logits of the high-resolution tokens, each by itself, from the low-resolution ones.
+
+    Args:
+        vocab_size: codes; both resolutions share the tokenizer.
+        low_side, factor: tokens per side of the small grid, and how many times larger the other is.
+        width, num_blocks: channels, and residual blocks at each resolution.
+    """
+
+    @register_to_config
+    def __init__(
+        self, vocab_size: int = 1024, low_side: int = 8, factor: int = 2, width: int = 96, num_blocks: int = 2
+    ):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.low = nn.ModuleList(_ConvBlock(width) for _ in range(num_blocks))
+        self.spread = nn.Conv2d(width, width * factor**2, 1)
+        self.high = nn.ModuleList(_ConvBlock(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the large grid."""
+        return (self.config["low_side"] * self.config["factor"]) ** 2
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits `[B, (low_side * factor)^2, V]`, raster order, of low-resolution tokens `[B, low_side^2]`."""
+        side = self.config["low_side"]
+        x = self.embedding(tokens).mT.unflatten(-1, (side, side))  # [B, C, h, w]
+        for block in self.low:
+            x = block(x)
+        x = F.pixel_shuffle(self.spread(x), self.config["factor"])
+        for block in self.high:
+            x = block(x)
+        return self.head(self.norm(x.flatten(2).mT))
+
+
+class MultiscaleDrafter(ModelMixin, ConfigMixin):
+    """A low-resolution transformer and the up-sampler that reads its tokens.
+
+    Args:
+        transformer_config, upsampler_config: the settings of `LlamaGenTransformer` and `TokenUpsampler`.
+
+    Raises:
+        ValueError: if the up-sampler reads another grid or vocabulary than the transformer writes.
+    """
+
+    @register_to_config
+    def __init__(self, transformer_config: dict[str, Any], upsampler_config: dict[str, Any]):
+        super().__init__()
+        self.transformer = LlamaGenTransformer(**transformer_config)
+        self.upsampler = TokenUpsampler(**upsampler_config)
+        writes = (self.transformer.vocab_size, self.transformer.grid.width)
+        reads = (self.upsampler.config["vocab_size"], self.upsampler.config["low_side"])
+        if writes != reads:
+            raise ValueError(
+                f"the transformer writes {writes[1]} x {writes[1]} tokens out of {writes[0]}, but the up-sampler "
+                f"reads {reads[1]} x {reads[1]} out of {reads[0]}; both must be of one grid and vocabulary."
+            )

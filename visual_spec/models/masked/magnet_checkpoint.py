@@ -1,0 +1,431 @@
+"""Official MAGNeT checkpoints (Ziv et al. 2024), as audiocraft exports them, into transformers' modules.
+
+A folder holds `state_dict.bin`, the language model, and `compression_state_dict.bin`, its EnCodec or the name of one.
+Both are `torch.save` files of a dict: the weights under "best_state", and under "xp.cfg" the settings of the training
+run, as YAML. The text encoder, a T5, is not in them. The language model becomes a `MusicgenForCausalLM`, whose modules
+compute the same when no mask makes them causal; `models.musicgen.MagnetModel` runs them.
+
+Files are read with `torch.load(weights_only=True)` only, and every key is accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers import EncodecConfig, EncodecModel, MusicgenForCausalLM
+from transformers.models.encodec.modeling_encodec import EncodecConvTranspose1d
+from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
+
+from visual_spec.models.core.checkpoints import Difference, read_content
+
+LANGUAGE_MODEL, CODEC = "state_dict.bin", "compression_state_dict.bin"
+
+_KEEP = "{k: c[k] for k in ('best_state', 'xp.cfg') if k in c}"
+_OUTPUT_PROJECTION = "condition_provider.conditioners.description.output_proj"
+_LAYER_NAMES = {
+    "self_attn": "self_attn",
+    "cross_attention": "encoder_attn",
+    "linear1": "fc1",
+    "linear2": "fc2",
+    "norm1": "self_attn_layer_norm",
+    "norm_cross": "encoder_attn_layer_norm",
+    "norm2": "final_layer_norm",
+}
+
+
+@dataclass(frozen=True)
+class MagnetSettings:
+    """What a checkpoint says of itself beside its weights. Where it does not, the values are those of the official
+    10 s music model, but for the first number of steps, which is 60 for clips longer than 10 s.
+
+    Attributes:
+        duration: seconds of the clips that it was trained on.
+        frame_rate: frames a second.
+        sampling_rate: of the codec.
+        reach: frames that stages behind the first look to either side; None: all.
+        span: frames that are hidden together.
+        steps: of each codebook.
+        temperature, top_k, top_p: of the law.
+        guidance_scale, least_guidance: at the beginning of a codebook, and where it falls to.
+        text_encoder: name of the T5 whose states the model reads.
+    """
+
+    duration: float
+    frame_rate: int
+    sampling_rate: int
+    reach: int | None
+    span: int
+    steps: tuple[int, ...]
+    temperature: float
+    top_k: int
+    top_p: float
+    guidance_scale: float
+    least_guidance: float
+    text_encoder: str
+
+    @property
+    def num_frames(self) -> int:
+        """T, frames of a clip. Audiocraft cuts the rest off behind the last whole span; here that is decoded too."""
+        return round(self.duration * self.frame_rate)
+
+
+@dataclass(frozen=True)
+class MagnetCheckpoint:
+    """A language model and its settings.
+
+    Attributes:
+        model: has the projection of the text encoder's states as `enc_to_dec_proj`, where `MagnetModel` looks for it.
+            For the results of audiocraft run it with `padding="zeros"`.
+    """
+
+    model: MusicgenForCausalLM
+    settings: MagnetSettings
+
+
+def load_magnet(
+    source: str | os.PathLike, *, dtype: torch.dtype | None = None, num_heads: int | None = None
+) -> MagnetCheckpoint:
+    """The language model of an official checkpoint.
+
+    Args:
+        source: `state_dict.bin`, or the folder that holds it.
+        dtype: of the weights; None keeps that of the file (float16, of official ones).
+        num_heads: of the attention, for a file without settings; no weight tells them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: no checkpoint, or one of another model; one that needs pickle; settings that transformers' modules
+            do not have; missing, unexpected or mis-shaped keys, which are listed.
+    """
+    path = _file(source, LANGUAGE_MODEL)
+    weights, config = _read(path)
+    kind = config.get("lm_model", "transformer_lm_magnet")
+    if kind != "transformer_lm_magnet":
+        raise ValueError(
+            f"{path} holds a {kind!r}, not MAGNeT's 'transformer_lm_magnet'; MusicGen is loaded from its transformers "
+            "folder, with MusicgenForConditionalGeneration.from_pretrained."
+        )
+    _refuse_others(
+        path,
+        config,
+        {
+            "transformer_lm.norm_first": (True,),
+            "transformer_lm.activation": ("gelu",),
+            "transformer_lm.norm": ("layer_norm",),
+            "transformer_lm.positional_embedding": ("sin",),
+            "transformer_lm.positional_scale": (1, None),
+            "transformer_lm.max_period": (10_000, None),
+            "transformer_lm.past_context": (None,),
+            "transformer_lm.causal": (False,),
+            "transformer_lm.kv_repeat": (1,),
+            "codebooks_pattern.modeling": ("parallel",),
+            "fuser.cross": (["description"],),
+            "fuser.sum": ([], None),
+            "fuser.prepend": ([], None),
+            "fuser.input_interpolate": ([], None),
+            "fuser.cross_attention_pos_emb": (False, None),
+        },
+    )
+    heads = _lookup(config, "transformer_lm.num_heads", num_heads)
+    model = _language_model(path, weights, heads)
+    dim, width = weights[f"{_OUTPUT_PROJECTION}.weight"].shape
+    model.enc_to_dec_proj = nn.Linear(width, dim, device="meta")
+    model.load_state_dict(dict(_renamed(weights)), assign=True)
+    # Computed, not loaded; on the meta device there was nothing to compute.
+    positions: Any = model.model.decoder.embed_positions
+    positions.weights = positions.get_embedding(positions.num_positions, positions.embedding_dim)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    kept = weights["emb.0.weight"].dtype if dtype is None else dtype
+    nn.Module.to(model, kept)
+    return MagnetCheckpoint(model.eval(), _settings(config, len(model.lm_heads)))
+
+
+def load_magnet_codec(
+    source: str | os.PathLike, *, pretrained: str | os.PathLike | None = None
+) -> EncodecModel:
+    """The EnCodec of an official checkpoint, in float32.
+
+    Args:
+        source: `compression_state_dict.bin`, or the folder that holds it.
+        pretrained: what to load where the file only names a codec (the music models name `facebook/encodec_32khz`):
+            another name or folder of it. None: what the file says.
+
+    Raises:
+        FileNotFoundError, OSError: there is no such file, or no such codec.
+        ValueError: as `load_magnet`.
+    """
+    path = _file(source, CODEC)
+    content = read_content(path, _KEEP)
+    if isinstance(content, Mapping) and isinstance(content.get("pretrained"), str):
+        name = str(content["pretrained"])
+        if pretrained is None and name.startswith("dac_"):
+            raise ValueError(f"{path} names the codec {name!r}, which is no EnCodec; MAGNeT's is one.")
+        try:
+            return EncodecModel.from_pretrained(name if pretrained is None else pretrained).eval()
+        except OSError as error:
+            raise OSError(
+                f"{path} only names its codec, {name}, and that could not be loaded; pass pretrained=, a folder of it "
+                f"({' '.join(str(error).split())[:160]})."
+            ) from error
+    weights, config = _unpack(path, content)
+    _refuse_others(
+        path,
+        config,
+        {
+            "compression_model": ("encodec",),
+            "encodec.autoencoder": ("seanet",),
+            "encodec.quantizer": ("rvq",),
+            "encodec.renormalize": (False, None),
+            "seanet.activation": ("ELU",),
+            "seanet.activation_params.alpha": (1.0,),
+            "seanet.norm": ("weight_norm",),
+            "seanet.disable_norm_outer_blocks": (0,),
+            "seanet.decoder.final_activation": (None,),
+            "seanet.encoder": ({}, None),
+        },
+    )
+    codec = EncodecModel(_codec_config(path, config))
+    official = {_official_codec_key(codec, key): key for key in codec.state_dict()}
+    shapes = {name: tuple(codec.state_dict()[key].shape) for name, key in official.items()}
+    _check_keys(path, weights, shapes, "an EnCodec with the settings in the file")
+    codec.load_state_dict({key: weights[name] for name, key in official.items()})
+    return codec.eval()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _file(source: str | os.PathLike, name: str) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        if not (path / name).exists():
+            held = sorted(file.name for file in path.iterdir())
+            raise FileNotFoundError(
+                f"{path} holds no {name}, as official MAGNeT folders do; it holds {', '.join(held[:5]) or 'nothing'}."
+            )
+        path = path / name
+    return path
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return _unpack(path, read_content(path, _KEEP))
+
+
+def _unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and settings."""
+    state = content.get("best_state") if isinstance(content, Mapping) else None
+    if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
+        state = state["model"]  # of a training run that was not exported
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        held = ", ".join(map(repr, list(content)[:4])) if isinstance(content, Mapping) else "no dict"
+        raise ValueError(
+            f"{path} holds no weights under 'best_state' ({held}); pass a file that audiocraft exported, such as the "
+            f"{LANGUAGE_MODEL} and {CODEC} of facebook/magnet-small-10secs."
+        )
+    text = content.get("xp.cfg", "")
+    config = yaml.safe_load(text) if isinstance(text, str) else dict(text)
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"{path} has settings (xp.cfg) that are no mapping, but a {type(config).__name__}.")
+    return dict(state), config or {}
+
+
+def _lookup(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """A setting by its dotted name; one that refers to another, "${other.name}", is followed."""
+    value: Any = config
+    for part in name.split("."):
+        if isinstance(value, str) and (other := re.fullmatch(r"\$\{([\w.]+)\}", value)):
+            value = _lookup(config, other[1], {})
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    if isinstance(value, str) and (other := re.fullmatch(r"\$\{([\w.]+)\}", value)):
+        return _lookup(config, other[1], default)
+    return value
+
+
+def _refuse_others(path: Path, config: Mapping[str, Any], allowed: Mapping[str, Iterable[Any]]) -> None:
+    """Refuse settings that change what the weights mean. Those that are not there have their usual values."""
+    nothing = object()
+    found = {name: _lookup(config, name, nothing) for name in allowed}
+    wrong = [
+        f"{name}={value!r} instead of {next(iter(allowed[name]))!r}"
+        for name, value in found.items()
+        if value is not nothing and value not in allowed[name]
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path} was trained with {', '.join(wrong)}, which transformers' modules do not compute; official "
+            "checkpoints do without."
+        )
+
+
+def _check_keys(
+    path: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], what: str
+) -> None:
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(f"{path} does not hold {what}: {difference}.")
+
+
+# -- the language model ------------------------------------------------------------------------------------------------
+
+
+def _language_model(path: Path, weights: Mapping[str, Tensor], num_heads: int | None) -> MusicgenForCausalLM:
+    """The model for weights whose keys and shapes are all right; on the meta device."""
+    table, linear = weights.get("emb.0.weight"), weights.get("transformer.layers.0.linear1.weight")
+    text = weights.get(f"{_OUTPUT_PROJECTION}.weight")
+    if table is None or linear is None or text is None or not table.ndim == linear.ndim == text.ndim == 2:
+        shown = ", ".join(list(weights)[:4])
+        raise ValueError(
+            f"{path} is no MAGNeT checkpoint: of emb.0.weight, transformer.layers.0.linear1.weight and "
+            f"{_OUTPUT_PROJECTION}.weight it does not hold all as matrices, but {len(weights)} keys such as {shown}."
+        )
+    books = len({key.split(".")[1] for key in weights if key.startswith("emb.")})
+    layers = len({key.split(".")[2] for key in weights if key.startswith("transformer.layers.")})
+    (entries, dim), hidden = table.shape, linear.shape[0]
+    shapes: dict[str, tuple[int, ...]] = {"out_norm.weight": (dim,), "out_norm.bias": (dim,)}
+    shapes |= {f"{_OUTPUT_PROJECTION}.weight": (dim, text.shape[1]), f"{_OUTPUT_PROJECTION}.bias": (dim,)}
+    for book in range(books):
+        shapes |= {f"emb.{book}.weight": (entries, dim), f"linears.{book}.weight": (entries - 1, dim)}
+    for layer in range(layers):
+        start = f"transformer.layers.{layer}"
+        for name in ("self_attn", "cross_attention"):
+            shapes |= {
+                f"{start}.{name}.in_proj_weight": (3 * dim, dim),
+                f"{start}.{name}.out_proj.weight": (dim, dim),
+            }
+        for name in ("norm1", "norm_cross", "norm2"):
+            shapes |= {f"{start}.{name}.weight": (dim,), f"{start}.{name}.bias": (dim,)}
+        shapes |= {f"{start}.linear1.weight": (hidden, dim), f"{start}.linear2.weight": (dim, hidden)}
+    _check_keys(path, weights, shapes, f"a MAGNeT of {books} codebooks, {layers} layers and width {dim}")
+    if num_heads is None:
+        raise ValueError(
+            f"{path} does not tell the number of attention heads; pass num_heads (16 for the official small models, 24 "
+            "for the medium ones)."
+        )
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1 or dim % num_heads:
+        raise ValueError(f"num_heads={num_heads!r}; pass an integer that divides the width {dim}.")
+    with torch.device("meta"):
+        return MusicgenForCausalLM(
+            MusicgenDecoderConfig(
+                vocab_size=entries - 1,
+                num_codebooks=books,
+                hidden_size=dim,
+                num_hidden_layers=layers,
+                num_attention_heads=num_heads,
+                ffn_dim=hidden,
+                dropout=0.0,
+                pad_token_id=entries - 1,
+                bos_token_id=entries - 1,
+                is_decoder=True,
+                add_cross_attention=True,
+            )
+        )
+
+
+def _renamed(weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Weights of the language model by transformers' keys."""
+    for key, value in weights.items():
+        part = key.split(".")
+        if part[0] == "emb":
+            yield f"model.decoder.embed_tokens.{part[1]}.weight", value
+        elif part[0] == "linears":
+            yield f"lm_heads.{part[1]}.weight", value
+        elif part[0] == "out_norm":
+            yield f"model.decoder.layer_norm.{part[1]}", value
+        elif part[0] == "condition_provider":
+            yield f"enc_to_dec_proj.{part[-1]}", value
+        else:
+            start = f"model.decoder.layers.{part[2]}.{_LAYER_NAMES[part[3]]}"
+            if part[4] == "in_proj_weight":
+                # Queries, keys and values, one below the other. Copies: tensors that share memory cannot be saved.
+                for name, matrix in zip("qkv", value.chunk(3), strict=True):
+                    yield f"{start}.{name}_proj.weight", matrix.clone()
+            else:
+                yield f"{start}.{'.'.join(part[4:])}", value
+
+
+def _settings(config: Mapping[str, Any], num_codebooks: int) -> MagnetSettings:
+    duration = float(_lookup(config, "dataset.segment_duration", 10))
+    first = 20 if duration <= 10 else 60
+    usual = [first] + [10] * (num_codebooks - 1)
+    reach = int(_lookup(config, "transformer_lm.subcodes_context", 5))
+    generate = "generate.lm"
+    return MagnetSettings(
+        duration=duration,
+        frame_rate=int(_lookup(config, "transformer_lm.compression_model_framerate", 50)),
+        sampling_rate=int(_lookup(config, "sample_rate", 32_000)),
+        reach=None if reach < 0 else reach,
+        span=int(_lookup(config, "masking.span_len", 3)),
+        steps=tuple(int(count) for count in _lookup(config, f"{generate}.decoding_steps", usual)),
+        temperature=float(_lookup(config, f"{generate}.temp", 3.0)),
+        top_k=int(_lookup(config, f"{generate}.top_k", 0)),
+        # Audiocraft's 0 is no top-p.
+        top_p=float(_lookup(config, f"{generate}.top_p", 0.9)) or 1.0,
+        guidance_scale=float(_lookup(config, f"{generate}.max_cfg_coef", 10.0)),
+        least_guidance=float(_lookup(config, f"{generate}.min_cfg_coef", 1.0)),
+        text_encoder=str(_lookup(config, "conditioners.description.t5.name", "t5-base")),
+    )
+
+
+# -- the codec ---------------------------------------------------------------------------------------------------------
+
+
+def _codec_config(path: Path, config: Mapping[str, Any]) -> EncodecConfig:
+    def of(name: str, default: Any) -> Any:
+        return _lookup(config, name, default)
+
+    if not of("seanet.lstm", 2):
+        raise ValueError(f"{path} was trained with seanet.lstm=0; transformers' EnCodec always has an LSTM.")
+    rate, ratios = int(of("encodec.sample_rate", 32_000)), [int(r) for r in of("seanet.ratios", [8, 5, 4, 2])]
+    bins, books = int(of("rvq.bins", 1024)), int(of("rvq.n_q", 8))
+    frame_rate = math.ceil(rate / math.prod(ratios))
+    made = EncodecConfig(
+        # Kilobits a second of all codebooks: transformers counts codebooks in them, rounding down.
+        target_bandwidths=[(books + 0.01) * frame_rate * math.ceil(math.log2(bins)) / 1000],
+        sampling_rate=rate,
+        audio_channels=int(of("encodec.channels", 1)),
+        hidden_size=int(of("seanet.dimension", 128)),
+        num_filters=int(of("seanet.n_filters", 32)),
+        num_residual_layers=int(of("seanet.n_residual_layers", 1)),
+        upsampling_ratios=ratios,
+        kernel_size=int(of("seanet.kernel_size", 7)),
+        last_kernel_size=int(of("seanet.last_kernel_size", 7)),
+        residual_kernel_size=int(of("seanet.residual_kernel_size", 3)),
+        dilation_growth_rate=int(of("seanet.dilation_base", 2)),
+        use_causal_conv=bool(of("seanet.causal", False)),
+        pad_mode=str(of("seanet.pad_mode", "constant")),
+        compress=int(of("seanet.compress", 2)),
+        num_lstm_layers=int(of("seanet.lstm", 2)),
+        trim_right_ratio=float(of("seanet.decoder.trim_right_ratio", 1.0)),
+        codebook_size=bins,
+        use_conv_shortcut=not of("seanet.true_skip", True),
+    )
+    assert made.num_quantizers == books
+    return made
+
+
+def _official_codec_key(codec: EncodecModel, key: str) -> str:
+    """What audiocraft calls a tensor of transformers' EnCodec."""
+    if key.startswith("quantizer."):
+        return key.replace("quantizer.layers.", "quantizer.vq.layers.").replace(".codebook.", "._codebook.")
+    side, _, rest = key.partition(".layers.")
+    if ".conv." in rest:
+        # Audiocraft wraps a convolution twice, once for the padding and once for the norm.
+        inner, _, tensor = rest.partition(".conv.")
+        transposed = isinstance(codec.get_submodule(f"{side}.layers.{inner}"), EncodecConvTranspose1d)
+        name = "convtr" if transposed else "conv"
+        tensor = {
+            "parametrizations.weight.original0": "weight_g",
+            "parametrizations.weight.original1": "weight_v",
+        }.get(tensor, tensor)
+        rest = f"{inner}.{name}.{name}.{tensor}"
+    return f"{side}.model.{rest}"

@@ -1,0 +1,486 @@
+"""Infinity: a text-conditional transformer that predicts token maps bit by bit (Han et al. 2024, arXiv 2412.04431).
+
+As VAR, it predicts all tokens of a scale at once, given the maps before it. A token is d bits, each with logits of its
+own (section 3, "Infinite-Vocabulary Classifier"): for a sampler, d tokens out of two a place. Captions come as T5
+features: pooled, they are the first input and the condition of AdaLN; as they are, every layer attends to them.
+
+One class serves tiny sizes and the official checkpoints. It is a `ScaleModel` with `num_layers` in its config, so that
+`CompressedVAR` compresses its cache (ScaleKV), and two of them decode together (CoDe).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
+from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
+from visual_spec.models.next_scale.infinity_vq import check_scales
+from visual_spec.models.next_scale.scale_budget import offsets_of
+from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
+from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, modulated
+from visual_spec.models.next_token.llamagen import RMSNorm, TextCondition, rotary_table
+
+# The released ones are 2b (over `infinity_vae_d32reg.pth`) and 8b (over `infinity_vae_d56_f8_14_patchify.pth`).
+PRESETS: dict[str, dict[str, Any]] = {
+    "125m": {"bits": 32, "dim": 768, "num_layers": 12, "num_heads": 8},
+    "1b": {"bits": 32, "dim": 1536, "num_layers": 24, "num_heads": 16},
+    "2b": {"bits": 32, "dim": 2048, "num_layers": 32, "num_heads": 16},
+    "8b": {"bits": 56, "dim": 3584, "num_layers": 40, "num_heads": 28},
+}
+
+_EPSILON = 1e-6  # of every norm
+
+# A caption, or a caption and what guidance is to lead away from, in place of no caption.
+Prompt = TextCondition | tuple[TextCondition, TextCondition]
+
+
+@dataclass
+class InfinityState(ScaleState):
+    """One decoding run.
+
+    Attributes:
+        cache: keys and values of the maps.
+        text_keys, text_values: `[layers, R, H, T, D]`, those of the captions.
+        text_mask: bool `[R, 1, 1, T]`, the words that each row has.
+        modulations: `[layers, R, 6, dim]`, what AdaLN makes of the condition, the same at every scale.
+        head_modulation: `[R, 2, dim]`, the same for the head.
+        rotations: `[L, D / 2, 2]`, cosines and sines of every place.
+        fed: scales that were fed; 0 where the prefill was all that will be asked for.
+        stop: the first scale that will not be asked for.
+    """
+
+    cache: ScaleCache
+    text_keys: Tensor
+    text_values: Tensor
+    text_mask: Tensor
+    modulations: Tensor
+    head_modulation: Tensor
+    rotations: Tensor
+    fed: int
+    stop: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values of maps that are held from call to call, at most. `text_bytes` come on top."""
+        return self.cache.num_bytes
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of keys and values of captions."""
+        return 2 * self.text_keys.nelement() * self.text_keys.element_size()
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class _TextAttention(nn.Module):
+    """What attends to words: keys without a bias, values with one."""
+
+    def __init__(self, dim: int, source_dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.mat_kv = nn.Linear(source_dim, 2 * dim, bias=False)
+        self.v_bias = nn.Parameter(torch.zeros(dim))
+        self.proj = nn.Linear(dim, dim)
+
+    def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[R, H, T, D]` of words `[R, T, source_dim]`."""
+        bias = torch.cat([torch.zeros_like(self.v_bias), self.v_bias])
+        both = F.linear(text, self.mat_kv.weight, bias).unflatten(-1, (2, self.heads, -1))
+        k, v = both.permute(2, 0, 3, 1, 4)
+        return k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """`q [R, H, W, D]` over words `[R, H, T, D]`, of which `mask [R, 1, 1, T]` are there -> `[R, W, dim]`."""
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.proj(seen.transpose(1, 2).flatten(2))
+
+
+class CrossAttention(_TextAttention):
+    def __init__(self, dim: int, heads: int):
+        super().__init__(dim, dim, heads)
+        self.mat_q = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        q = self.mat_q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self.attend(q, k, v, mask)
+
+
+class AttentivePool(_TextAttention):
+    """One learned query a head, over the words of a caption."""
+
+    def __init__(self, dim: int, source_dim: int, heads: int):
+        super().__init__(dim, source_dim, heads)
+        self.mat_q = nn.Parameter(torch.zeros(1, heads, dim // heads))
+
+    def forward(self, text: Tensor, mask: Tensor) -> Tensor:
+        """`[R, dim]` of words `[R, T, source_dim]`."""
+        k, v = self.read(text)
+        q = self.mat_q.expand(len(text), -1, -1)[:, :, None]
+        return self.attend(q, k, v, mask[:, None, None])[:, 0]
+
+
+class InfinityBlock(nn.Module):
+    def __init__(self, dim: int, heads: int, hidden: int):
+        super().__init__()
+        self.sa = Attention(dim, heads)
+        self.ca = CrossAttention(dim, heads)
+        self.ffn = FeedForward(dim, hidden)
+        self.ca_norm = nn.LayerNorm(dim, eps=_EPSILON)
+        self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, dim) / dim**0.5)
+
+    def forward(
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        rotation: Tensor,
+        text: tuple[Tensor, Tensor, Tensor],
+        attend: Attend,
+    ) -> Tensor:
+        gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
+        q, k, v = self.sa.project(modulated(x, scale1, shift1), rotation)
+        seen = attend(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.sa.proj(seen) * gain1[:, None]
+        x = x + self.ca(self.ca_norm(x), *text)
+        return x + self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
+
+
+class InfinityTransformer(ModelMixin, ConfigMixin):
+    """A `ScaleModel` over the bits of a bitwise multi-scale tokenizer, conditioned on T5 features of a caption.
+
+    Logits of a scale are `[R, n * n * bits, 2]`: the bits of a place one after the other, places in raster order.
+
+    Args:
+        bits: of a place, `tokens_per_place` of the tokenizer; also the channels of an input map.
+        dim, num_layers, num_heads: width, depth and attention heads; `PRESETS` lists the official sizes.
+        ffn_dim: hidden width of the feed-forward layers; None: 4 * dim, rounded to a multiple of 256.
+        caption_dim: channels of caption features.
+        caption_length: the most words of a caption.
+        pool_heads: heads of the pool that makes one vector of a caption.
+        scales: places per side of each map, or (height, width), coarse to fine; `scales_for` gives the official ones.
+            No weight depends on them.
+        rope_grid: the map on which positions are counted; those of smaller maps are spread over it. None: of an
+            official schedule that of its pictures of 1 M pixels, else the last map.
+        num_levels: the most scales.
+
+    Raises:
+        ValueError: scales that are not ordered coarse to fine, do not begin with one place, or are too many; a width
+            that does not fit the heads.
+    """
+
+    _repeated_blocks = ["InfinityBlock"]
+    _no_split_modules = ["InfinityBlock"]
+
+    @register_to_config
+    def __init__(
+        self,
+        bits: int = 32,
+        dim: int = 2048,
+        num_layers: int = 32,
+        num_heads: int = 16,
+        ffn_dim: int | None = None,
+        caption_dim: int = 2048,
+        caption_length: int = 512,
+        pool_heads: int = 16,
+        scales: Sequence[Side] = scales_for(1024),
+        rope_grid: Side | None = None,
+        num_levels: int = 15,
+    ):
+        super().__init__()
+        self.scales = sides_of(scales)
+        check_scales(self.scales)
+        if self.scales[0] != 1 or len(self.scales) > num_levels:
+            raise ValueError(
+                f"scales={self.scales} given; this model takes at most {num_levels}, of which the first is 1"
+            )
+        if dim % (4 * num_heads) or dim % pool_heads:
+            raise ValueError(
+                f"dim={dim}, num_heads={num_heads}, pool_heads={pool_heads} given; dim must be a multiple of "
+                "4 * num_heads and of pool_heads"
+            )
+        self.vocab_size, self.code_dim = 2, bits
+        # The first place of each scale, and behind the last one L.
+        self.offsets = offsets_of(self.scales)
+        self.cfg_uncond = nn.Parameter(torch.zeros(caption_length, caption_dim))
+        self.text_norm = RMSNorm(caption_dim, _EPSILON)
+        self.text_proj_for_sos = nn.ModuleDict({"ca": AttentivePool(dim, caption_dim, pool_heads)})
+        self.text_proj_for_ca = nn.Sequential(
+            nn.Linear(caption_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
+        self.pos_start = nn.Parameter(torch.zeros(1, 1, dim))
+        self.lvl_embed = nn.Embedding(num_levels, dim)
+        self.word_embed = nn.Linear(bits, dim)
+        self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        hidden = round(4 * dim / 256) * 256 if ffn_dim is None else ffn_dim
+        self.blocks = nn.ModuleList(InfinityBlock(dim, num_heads, hidden) for _ in range(num_layers))
+        self.head_nm = HeadNorm(dim)
+        self.head = nn.Linear(dim, 2 * bits)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """As VAR: every layer begins close to the identity, and the laws close to uniform."""
+        dim, depth = self.config["dim"], len(self.blocks)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name == "cfg_uncond":
+                nn.init.trunc_normal_(parameter, std=1.2 * self.config["caption_dim"] ** -0.5)
+            elif "scale_mul" not in name and "norm" not in name and "ada_gss" not in name:
+                nn.init.trunc_normal_(parameter, std=(3 * dim) ** -0.5)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name == "head.weight":
+                    parameter *= 0.02
+                elif name == "head_nm.ada_lin.1.weight":
+                    parameter *= 0.5
+                elif name.startswith("blocks.") and name.endswith(("proj.weight", "fc2.weight")):
+                    parameter /= (2 * depth) ** 0.5
+                elif name.endswith("ada_gss"):
+                    parameter[:, :, :2] *= 1e-3  # the gains of attention and feed-forward layer
+                    parameter[:, :, 2:] *= 0.5
+
+    # -- condition and inputs ----------------------------------------------------------------------------------------
+
+    def check_condition(self, condition: Any, batch_size: int) -> None:
+        """Refuse a condition that does not fit this model.
+
+        Raises:
+            TypeError: for something else than caption features, or a pair of them.
+            ValueError: for another shape, a caption without words, or one with too many.
+        """
+        pair = condition if isinstance(condition, tuple) else (condition,)
+        if not 1 <= len(pair) <= 2 or not all(isinstance(part, TextCondition) for part in pair):
+            raise TypeError(
+                f"{type(condition).__name__} given; this model takes caption features, a TextCondition, or a pair of "
+                "it and a TextCondition to lead away from"
+            )
+        width, length = self.config["caption_dim"], self.config["caption_length"]
+        for part in pair:
+            shape, mask = tuple(part.features.shape), part.mask
+            if part.features.ndim != 3 or shape[::2] != (batch_size, width) or mask.shape != shape[:2]:
+                raise ValueError(
+                    f"features {shape} and mask {tuple(mask.shape)} given; allowed are [{batch_size}, words, {width}] "
+                    f"and [{batch_size}, words]"
+                )
+            words = mask.sum(1)
+            if not ((words >= 1) & (words <= length)).all():
+                raise ValueError(f"captions of {words.tolist()} words given; allowed are 1 to {length}")
+
+    def embed_condition(
+        self, condition: Prompt, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the network reads of captions, unconditional rows last when `guided`.
+
+        Rows without a caption have as many learned words as the caption, or the caption to lead away from if the
+        condition is a pair. `dropped`, bool `[B]`, marks rows that lose their caption (training for guidance).
+
+        Returns:
+            The pooled caption `[R, dim]`; its words `[R, T, dim]`; bool `[R, T]`, which of them are there. T is the
+            longest of the batch.
+        """
+        positive, negative = condition if isinstance(condition, tuple) else (condition, None)
+        features, mask = self._words(positive)
+        if dropped is not None:
+            lost = dropped.to(mask.device)[:, None, None]
+            features = torch.where(lost, self._null_words(mask), features)
+        if guided:
+            other, seen = (self._null_words(mask), mask) if negative is None else self._words(negative)
+            length = max(mask.shape[1], seen.shape[1])
+            features, other = (F.pad(x, (0, 0, 0, length - x.shape[1])) for x in (features, other))
+            mask, seen = (F.pad(x, (0, length - x.shape[1])) for x in (mask, seen))
+            features, mask = torch.cat([features, other]), torch.cat([mask, seen])
+        text = self.text_norm(features)
+        return self.text_proj_for_sos["ca"](text, mask), self.text_proj_for_ca(text), mask
+
+    def _words(self, condition: TextCondition) -> tuple[Tensor, Tensor]:
+        """Features and mask without the columns in which no caption has a word."""
+        device, dtype = self.cfg_uncond.device, self.cfg_uncond.dtype
+        mask = condition.mask.to(device, torch.bool)
+        columns = mask.any(0)
+        features, mask = condition.features.to(device, dtype)[:, columns], mask[:, columns]
+        return features.masked_fill(~mask[..., None], 0), mask
+
+    def _null_words(self, mask: Tensor) -> Tensor:
+        """The learned words of no caption `[B, T, caption_dim]`, in their order, at the places of `mask`."""
+        return self.cfg_uncond[(mask.cumsum(1) - 1).clamp(min=0)].masked_fill(~mask[..., None], 0)
+
+    def _rotations(self, device: torch.device) -> Tensor:
+        """Cosines and sines `[L, D / 2, 2]`, float32: half of the pairs turns by row, the other half by column."""
+        grid = self.config["rope_grid"]
+        height, width = shape_of(rope_grid_of(self.scales) if grid is None else sides_of([grid])[0])
+        side = max(height, width)
+        places = []
+        for rows, columns in map(shape_of, self.scales):
+            down = (torch.arange(rows) * (height / rows)).round().long()
+            across = (torch.arange(columns) * (width / columns)).round().long()
+            places.append((side * down[:, None] + across).flatten())
+        table = rotary_table(side, self.config["dim"] // self.config["num_heads"])
+        return table[torch.cat(places)].to(device)
+
+    def _check_map(self, map: Tensor, scale: int, batch_size: int) -> None:
+        wanted = (batch_size, self.code_dim, *shape_of(self.scales[scale]))
+        if map.shape != wanted:
+            raise ValueError(
+                f"an input map of shape {tuple(map.shape)} given for scale {scale}; this model takes {wanted}"
+            )
+
+    def _embed_map(self, map: Tensor, scale: int) -> Tensor:
+        """`[B, n * n, dim]` of an input map `[B, bits, n, n]`."""
+        words = self.word_embed(map.flatten(2).transpose(1, 2).to(self.word_embed.weight.dtype))
+        return words + self.lvl_embed.weight[scale]
+
+    def _embed(self, pooled: Tensor, maps: Sequence[Tensor]) -> Tensor:
+        """Inputs `[R, places, dim]` of scale 0, the pooled caption, and of the scales that `maps` belong to."""
+        for scale, map in enumerate(maps, 1):
+            self._check_map(map, scale, len(maps[0]))
+        first = pooled[:, None] + self.pos_start + self.lvl_embed.weight[0]
+        if not maps:
+            return first
+        words = torch.cat([self._embed_map(map, scale) for scale, map in enumerate(maps, 1)], 1)
+        return torch.cat([first, words.repeat(len(pooled) // len(words), 1, 1)], 1)
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _layers(self) -> list[InfinityBlock]:
+        return cast(list[InfinityBlock], list(self.blocks))
+
+    def _modulations(self, pooled: Tensor) -> Tensor:
+        """What AdaLN makes of pooled captions `[R, dim]`: `[layers, R, 6, dim]`."""
+        shared = self.shared_ada_lin(pooled).unflatten(-1, (6, -1))
+        return torch.stack([block.ada_gss[0] + shared for block in self._layers])
+
+    def _logits(self, hidden: Tensor, modulation: Tensor) -> Tensor:
+        """`[R, places * bits, 2]`."""
+        logits = self.head(modulated(hidden, *modulation.unbind(1)))
+        return (
+            logits.unflatten(-1, (-1, 2)).flatten(1, 2).to(torch.promote_types(logits.dtype, torch.float32))
+        )
+
+    # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        condition: Prompt,
+        *,
+        batch_size: int,
+        guided: bool,
+        maps: Sequence[Tensor] = (),
+        stop: int | None = None,
+        cache: ScaleCache | None = None,
+    ) -> InfinityState:
+        """Read the captions, and run the known scales in one forward; see `ScaleModel.prefill`.
+
+        The head is applied to the last of these scales only.
+
+        Args:
+            condition: features and mask of `batch_size` captions, or a pair: the second ones stand in for no caption
+                in the unconditional rows.
+            cache: an empty one of another kind, made for these maps and `stop`; None: a static one that keeps
+                everything. `CompressedVAR` passes its own.
+
+        Raises:
+            TypeError, ValueError: as `check_condition`; maps of other shapes, or `stop` not behind them.
+        """
+        self.check_condition(condition, batch_size)
+        stop = checked_stop(maps, stop, self.scales)
+        if maps:
+            self._check_map(maps[0], 1, batch_size)
+        pooled, words, mask = self.embed_condition(condition, guided=guided)
+        mask = mask[:, None, None]
+        text = [block.ca.read(words) for block in self._layers]
+        hidden = self._embed(pooled, maps)
+        # The last scale asked for is read by none; where this forward ends there, nothing at all is read again.
+        more = len(maps) < stop - 1
+        if cache is None:
+            heads = self.config["num_heads"]
+            size = self.offsets[stop - 1] if more else 0
+            shape = (len(self.blocks), len(pooled), heads, size, self.config["dim"] // heads)
+            cache = StaticCache(hidden.new_empty(shape), hidden.new_empty(shape), self.offsets)
+        state = InfinityState(
+            logits=hidden,  # until there are
+            guided=guided,
+            cache=cache,
+            text_keys=torch.stack([keys for keys, _ in text]),
+            text_values=torch.stack([values for _, values in text]),
+            text_mask=mask,
+            modulations=self._modulations(pooled),
+            head_modulation=self.head_nm.modulation(pooled),
+            rotations=self._rotations(hidden.device),
+            fed=len(maps) + 1 if more else 0,
+            stop=stop,
+        )
+        hidden = self._run(state, hidden, range(len(maps) + 1))
+        state.logits = self._logits(hidden[:, self.offsets[len(maps)] :], state.head_modulation)
+        return state
+
+    @torch.no_grad()
+    def forward(self, state: InfinityState, map: Tensor, scale: int) -> Tensor:
+        """Feed the input map `[B, bits, n, n]` of a scale; logits `[R, n * n * bits, 2]`. See `ScaleModel.__call__`.
+
+        Raises:
+            ValueError: a map of another shape, or a scale that does not follow those fed, or lies at or behind `stop`.
+        """
+        rows = len(state.head_modulation)
+        again = " or one from 1 on again" if state.cache.repeatable else ""
+        if not (1 if again else state.fed) <= scale <= state.fed or not 1 <= scale < state.stop:
+            raise ValueError(
+                f"scale {scale} given after {state.fed} cached ones; this state takes scale {state.fed}{again}, below "
+                f"its stop={state.stop}"
+            )
+        self._check_map(map, scale, rows // 2 if state.guided else rows)
+        hidden = self._embed_map(map, scale)
+        if state.guided:
+            hidden = hidden.repeat(2, 1, 1)
+        hidden = self._run(state, hidden, range(scale, scale + 1))
+        state.fed = scale + 1
+        return self._logits(hidden, state.head_modulation)
+
+    def _run(self, state: InfinityState, hidden: Tensor, scales: range) -> Tensor:
+        """All layers over the inputs `[R, places, dim]` of some scales."""
+        rotation = state.rotations[self.offsets[scales.start] : self.offsets[scales.stop]]
+        for index, block in enumerate(self._layers):
+            text = (state.text_keys[index], state.text_values[index], state.text_mask)
+            attend = partial(state.cache.attend, index, scales)
+            hidden = block(hidden, state.modulations[index], rotation, text, attend)
+        return hidden
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def teacher_forced(
+        self, maps: Sequence[Tensor], condition: Prompt, dropped: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[B, places * bits, 2]` for every slot of scales 0 to `len(maps)`, with gradients.
+
+        Args:
+            maps: the input maps `[B, bits, n, n]` of scales 1 on, as `ScaleTokenizer.next_map` makes them.
+            condition: features and mask of B captions.
+            dropped: bool `[B]`, rows that lose their caption.
+        """
+        pooled, words, mask = self.embed_condition(condition, dropped=dropped)
+        hidden = self._embed(pooled, maps)
+        modulations, rotation = self._modulations(pooled), self._rotations(hidden.device)[: hidden.shape[1]]
+        for block, modulation in zip(self._layers, modulations, strict=True):
+            text = (*block.ca.read(words), mask[:, None, None])
+            hidden = block(hidden, modulation, rotation, text, self._block_causal)
+        return self._logits(hidden, self.head_nm.modulation(pooled))
+
+    def _block_causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_causal(q, k, v, self.offsets)

@@ -1,0 +1,129 @@
+"""Official files of Infinity's transformer: read, check every key, build the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
+from visual_spec.models.core.protocol import Side
+from visual_spec.models.next_scale.infinity import InfinityTransformer
+from visual_spec.models.next_scale.infinity_scales import scales_for
+
+# Of the official training: masks, which depend on the schedule alone.
+_DROPPED = ("lvl_1L", "attn_bias_for_masking", "Infinity_visible_kvlen", "Infinity_invisible_qlen")
+_CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
+
+
+def load_infinity_checkpoint(
+    source: Source | Mapping[str, Tensor],
+    *,
+    scales: Sequence[Side] = scales_for(1024),
+    rope_grid: Side | None = None,
+    dtype: torch.dtype | None = None,
+) -> InfinityTransformer:
+    """The transformer of an official file, e.g. `infinity_2b_reg.pth`, or folder of shards, e.g. `infinity_8b_weights`.
+
+    Sizes are read off the weights. Constants that the official files carry (the zero bias of keys) are checked and
+    dropped.
+
+    Args:
+        source: the file, the folder with its index, what `read_checkpoint` made of a file, or a state dict.
+        scales: places per side of each map; no weight depends on them, but a model is trained for some pixels
+            (`infinity_8b_512x512_weights` for `scales_for(512)`).
+        rope_grid: see `InfinityTransformer`.
+        dtype: of the weights; None keeps that of the file.
+
+    Raises:
+        ValueError, OSError: as `read_checkpoint`; weights that are not Infinity's; missing, unexpected or mis-shaped
+            keys, which are listed.
+    """
+    if isinstance(source, Mapping):
+        given, name = dict(source), "the state dict"
+    elif isinstance(source, Checkpoint):
+        given, name = dict(source.weights), str(source.path)
+    else:
+        given, name = _read(Path(source)), str(source)
+    weights = _renamed(given)
+    config = _read_config(weights, name)
+    with torch.device("meta"):
+        model = InfinityTransformer(**config, scales=scales, rope_grid=rope_grid)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    constants = [f"blocks.{i}.{part}.zero_k_bias" for i in range(len(model.blocks)) for part in ("sa", "ca")]
+    constants.append("text_proj_for_sos.ca.zero_k_bias")
+    shapes |= {key: (config["dim"],) for key in constants if key in weights}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(f"{name} does not fit Infinity of {config}: {difference}.")
+    model.load_state_dict({key: weights[key] for key in model.state_dict()}, assign=True)
+    if dtype is not None:
+        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
+    return model.eval()
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """Weights of a file, or of all shards that the index of a folder names."""
+    if not path.is_dir():
+        return read_checkpoint(path).weights
+    indices = sorted(path.glob("*.index.json"))
+    if len(indices) != 1 or (path / "config.json").exists():
+        raise ValueError(
+            f"{path} holds {len(indices)} index files of shards; pass an official folder such as infinity_8b_weights, "
+            "which holds one, an official file, or load what save_pretrained wrote with from_pretrained."
+        )
+    weights: dict[str, Tensor] = {}
+    for shard in sorted(
+        {Path(name).name for name in json.loads(indices[0].read_text())["weight_map"].values()}
+    ):
+        weights |= read_checkpoint(path / shard).weights
+    return weights
+
+
+def _renamed(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under our names: official layers are in chunks of equal size, ours are not."""
+    given = {key: value for key, value in given.items() if key not in _DROPPED}
+    chunked = {key: match for key in given if (match := _CHUNK.match(key))}
+    per_chunk = len({match[2] for match in chunked.values() if match[1] == "0"})
+
+    def ours(key: str) -> str:
+        match = chunked.get(key)
+        if match is None:
+            return key
+        return f"blocks.{int(match[1]) * per_chunk + int(match[2])}.{key[match.end() :]}"
+
+    return {ours(key): value for key, value in given.items()}
+
+
+def _read_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    needed = {
+        "word_embed.weight": 2,
+        "lvl_embed.weight": 2,
+        "cfg_uncond": 2,
+        "text_proj_for_sos.ca.mat_q": 3,
+        "blocks.0.ffn.fc1.weight": 2,
+        "blocks.0.sa.scale_mul_1H11": 4,
+    }
+    absent = [key for key, rank in needed.items() if key not in weights or weights[key].ndim != rank]
+    if absent:
+        raise ValueError(
+            f"{name} is no Infinity transformer: it lacks {', '.join(absent)}, or has them in other shapes; pass a "
+            "file such as infinity_2b_reg.pth."
+        )
+    dim, bits = weights["word_embed.weight"].shape
+    length, width = weights["cfg_uncond"].shape
+    return {
+        "bits": bits,
+        "dim": dim,
+        "num_layers": len({key.split(".")[1] for key in weights if key.startswith("blocks.")}),
+        "num_heads": weights["blocks.0.sa.scale_mul_1H11"].shape[1],
+        "ffn_dim": weights["blocks.0.ffn.fc1.weight"].shape[0],
+        "caption_dim": width,
+        "caption_length": length,
+        "pool_heads": weights["text_proj_for_sos.ca.mat_q"].shape[1],
+        "num_levels": weights["lvl_embed.weight"].shape[0],
+    }

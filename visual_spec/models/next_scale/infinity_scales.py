@@ -1,0 +1,125 @@
+"""The token maps of Infinity (Han et al. 2024, arXiv 2412.04431, section 3): schedules, and ScaleKV's budgets for them.
+
+A picture of 1 M pixels has thirteen maps; smaller ones have the first of these. There is a schedule for each of 15
+ratios of height to width; pictures are 16 pixels wide for each place of the last map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from visual_spec.models.core.protocol import Side, sides_of
+from visual_spec.models.next_scale.scale_budget import ScaleBudget, offsets_of
+
+# Height and width of the maps by ratio; those below 1 are the same with sides exchanged.
+_MAPS: dict[float, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    1.0: (
+        (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64),
+        (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64),
+    ),
+    1.25: (
+        (1, 2, 3, 5, 10, 15, 20, 25, 30, 35, 45, 55, 70),
+        (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 36, 44, 56),
+    ),
+    1.333: (
+        (1, 2, 4, 8, 12, 16, 20, 24, 28, 36, 48, 60, 72),
+        (1, 2, 3, 6, 9, 12, 15, 18, 21, 27, 36, 45, 54),
+    ),
+    1.5: (
+        (1, 2, 3, 6, 9, 15, 21, 27, 33, 39, 48, 63, 78),
+        (1, 2, 2, 4, 6, 10, 14, 18, 22, 26, 32, 42, 52),
+    ),
+    1.75: (
+        (1, 2, 3, 7, 11, 14, 21, 28, 35, 42, 56, 70, 84),
+        (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48),
+    ),
+    2.0: (
+        (1, 2, 4, 6, 10, 16, 22, 30, 38, 46, 60, 74, 90),
+        (1, 2, 2, 3, 5, 8, 11, 15, 19, 23, 30, 37, 45),
+    ),
+    2.5: (
+        (1, 2, 5, 10, 15, 20, 25, 30, 40, 50, 65, 80, 100),
+        (1, 2, 2, 4, 6, 8, 10, 12, 16, 20, 26, 32, 40),
+    ),
+    3.0: (
+        (1, 2, 6, 9, 15, 21, 27, 36, 45, 54, 72, 90, 111),
+        (1, 2, 2, 3, 5, 7, 9, 12, 15, 18, 24, 30, 37),
+    ),
+}
+
+# How many of them pictures of this many pixels a side have: 0.06M, 0.25M, 0.60M and 1M in the official code.
+SIZES = {256: 7, 512: 10, 768: 12, 1024: 13}
+
+# ScaleKV's published tables of a tenth: by scale, what a drafter and what a refiner may read; and the drafters.
+_PUBLISHED: dict[str, tuple[int, dict[int, tuple[int, int]], tuple[int, ...]]] = {
+    "2b": (
+        32,
+        {8: (920, 632), 9: (1490, 594), 10: (2510, 526), 11: (4100, 420), 12: (6385, 465)},
+        (0, 23),
+    ),
+    "8b": (
+        40,
+        {8: (909, 629), 9: (1464, 584), 10: (2463, 503), 11: (4054, 374), 12: (6200, 200)},
+        (0, 1, 2),
+    ),
+}
+
+
+def ratios() -> list[float]:
+    """The ratios of height to width that there are schedules for, ascending."""
+    return sorted({*_MAPS, *(1 / ratio for ratio in _MAPS)})
+
+
+def scales_for(size: int = 1024, ratio: float = 1.0) -> tuple[Side, ...]:
+    """The official schedule.
+
+    Args:
+        size: side in pixels of a square picture of about as many pixels, a key of `SIZES`.
+        ratio: of height to width; the nearest of `ratios()` is taken.
+
+    Raises:
+        ValueError: another size, or a ratio that is not above 0.
+    """
+    if size not in SIZES:
+        raise ValueError(f"size={size} given; Infinity draws about as many pixels as {list(SIZES)} squared.")
+    if not ratio > 0:
+        raise ValueError(f"ratio={ratio} given; pass height / width, a number above 0.")
+    nearest = min(ratios(), key=lambda known: abs(known - ratio))
+    flipped = nearest < 1
+    heights, widths = _MAPS[next(r for r in _MAPS if nearest in (r, 1 / r))]
+    if flipped:
+        heights, widths = widths, heights
+    return sides_of(zip(heights[: SIZES[size]], widths[: SIZES[size]], strict=True))
+
+
+def rope_grid_of(scales: Sequence[Side]) -> Side:
+    """The map that positions are counted on: of an official schedule the largest of its ratio, else the last one."""
+    scales = sides_of(scales)
+    for ratio in ratios():
+        whole = scales_for(1024, ratio)
+        if len(scales) in SIZES.values() and whole[: len(scales)] == scales:
+            return whole[-1]
+    return scales[-1]
+
+
+def published_budget(preset: str) -> ScaleBudget:
+    """ScaleKV's published budget of a tenth, for square pictures of 1024 pixels.
+
+    Args:
+        preset: "2b" or "8b".
+
+    Raises:
+        ValueError: another one.
+    """
+    if preset not in _PUBLISHED:
+        raise ValueError(f"preset={preset!r}; there are published budgets for {', '.join(_PUBLISHED)}.")
+    layers, table, drafters = _PUBLISHED[preset]
+    scales = scales_for(1024)
+    rows, chosen = [], []
+    for scale, before in enumerate(offsets_of(scales)[:-1]):
+        drafter, refiner = table.get(scale, (before, before))
+        # In the last scale of the 2B one of its two drafters is left.
+        named = () if scale not in table else drafters[:1] if (preset, scale) == ("2b", 12) else drafters
+        rows.append(tuple(drafter if layer in named else refiner for layer in range(layers)))
+        chosen.append(named)
+    return ScaleBudget(scales, tuple(rows), tuple(chosen))

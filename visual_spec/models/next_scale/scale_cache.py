@@ -1,0 +1,394 @@
+"""Where the keys and values of a next-scale transformer go: all of them kept, or most of them evicted (ScaleKV).
+
+ScaleKV (Li et al. 2025, arXiv 2505.19602) keeps, after each scale, those cached tokens that the newest map attends to
+most, within a budget a layer (`scale_budget.py`). `CompressedVAR(model, budget)` is a `ScaleModel` like the model
+itself, so that the sampler, and the stages of collaborative decoding, take one for the other.
+
+Departures from the published code, all towards the paper: observers are the queries that attention used, normalised
+and scaled, not a second projection without either; their scores go through the softmax; pooling is an average.
+One of our own: small maps are not pooled, where five neighbours are a third of a row (`pool_of`; docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, Side, area_of, shape_of
+from visual_spec.models.next_scale.scale_budget import WINDOW, ScaleBudget, check_budget, offsets_of
+
+_POOL, _POOLED_SIDE = 5, 32
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every query `[R, H, W, D]` over all of `k, v [R, H, S, D]`."""
+    return F.scaled_dot_product_attention(q, k, v, scale=1.0)
+
+
+def block_causal(q: Tensor, k: Tensor, v: Tensor, offsets: Sequence[int]) -> Tensor:
+    """Every scale over itself and those before it: one call a scale, so that no mask is needed and none is paid."""
+    bounds = [bound for bound in offsets if bound <= q.shape[2]]
+    return torch.cat([attend(q[:, :, a:b], k[:, :, :b], v[:, :, :b]) for a, b in pairwise(bounds)], 2)
+
+
+class ScaleCache(Protocol):
+    """Keys and values of one decode.
+
+    Attributes:
+        repeatable: whether a scale may be fed again.
+    """
+
+    repeatable: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held from call to call, at most, over the whole decode."""
+        ...
+
+    def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store what later scales may read, and give every query what it sees.
+
+        Args:
+            layer: index of the layer; layers come in order.
+            scales: those at hand: one, or in a prefill all from 0 on.
+            q, k, v: scaled queries, keys and values `[R, H, W, D]` of their tokens.
+
+        Returns:
+            `[R, H, W, D]`.
+        """
+        ...
+
+
+class StaticCache:
+    """Everything, in buffers that are allocated once and written by slot.
+
+    Attributes:
+        keys, values: `[layers, R, H, S, D]`, S = the slots of all scales before the last one that will be asked for.
+    """
+
+    repeatable = True
+
+    def __init__(self, keys: Tensor, values: Tensor, offsets: Sequence[int]):
+        self.keys, self.values = keys, values
+        self._offsets = offsets
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return 2 * self.keys.nelement() * self.keys.element_size()
+
+    def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `ScaleCache.attend`."""
+        first, end = self._offsets[scales.start], self._offsets[scales.stop]
+        keys, values = self.keys[layer], self.values[layer]
+        kept = end <= keys.shape[2]
+        if kept:
+            keys[:, :, first:end], values[:, :, first:end] = k, v
+        if first == 0:
+            return block_causal(q, k, v, self._offsets)
+        if kept:
+            return attend(q, keys[:, :, :end], values[:, :, :end])
+        return attend(q, torch.cat([keys[:, :, :first], k], 2), torch.cat([values[:, :, :first], v], 2))
+
+
+# -- ScaleKV ---------------------------------------------------------------------------------------------------------
+
+
+def observers(side: Side, device: torch.device | None = None) -> Tensor:
+    """Places, long [n], of the observation window in a map: the centres of a 4 x 4 grid, or all of a small map."""
+
+    def centres(length: int) -> Tensor:
+        cells = min(length, WINDOW)
+        return (2 * torch.arange(cells, device=device) + 1) * length // (2 * cells)
+
+    height, width = shape_of(side)
+    return (width * centres(height)[:, None] + centres(width)).flatten()
+
+
+def pool_of(scales: Sequence[Side]) -> int:
+    """Neighbours that attention is averaged over: 5, as published, where the last map has 32 a side or more, else 1."""
+    return _POOL if min(shape_of(scales[-1])) >= _POOLED_SIDE else 1
+
+
+def most_attended(queries: Tensor, keys: Tensor, newest: Tensor, keep: int, pool: int = _POOL) -> Tensor:
+    """The tokens that a head keeps, long `[R, H, keep]` in their order.
+
+    The attention of the observers is summed, averaged over `pool` neighbours (at the ends: those that there are), and
+    the `keep` largest win; where they are equal, the earlier ones. The observers' own places always win.
+
+    Args:
+        queries: scaled queries `[R, H, O, D]` of the observers.
+        keys: `[R, H, S, D]`.
+        newest: long [O], the places of the observers in S.
+        keep: at least O, below S.
+        pool: odd.
+    """
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    weights = (queries.to(wide) @ keys.to(wide).mT).softmax(-1).sum(2)  # [R, H, S]
+    scores = F.avg_pool1d(weights, pool, stride=1, padding=pool // 2, count_include_pad=False)
+    scores = scores.index_fill(-1, newest, torch.inf)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :keep].sort(-1).values
+
+
+class EvictingCache:
+    """What a budget leaves of keys and values, a tensor a layer of exactly as many tokens as it holds.
+
+    All shapes are known beforehand from the budget. After the last scale that will be asked for nothing is kept, and
+    a prefill evicts after each of its scales, as decoding scale by scale does: both give the same law.
+
+    Args:
+        budget: of the model.
+        known: input maps that the prefill is given.
+        stop: the first scale that will not be asked for.
+    """
+
+    repeatable = False  # what earlier scales read may be gone
+
+    def __init__(self, budget: ScaleBudget, known: int, stop: int):
+        self.keys: list[Tensor | None] = [None] * budget.num_layers  # [R, H, held, D] each
+        self.values: list[Tensor | None] = [None] * budget.num_layers
+        self._sides, self._offsets = budget.scales, offsets_of(budget.scales)
+        self._held, self._stop, self._pool = budget.held(), stop, pool_of(budget.scales)
+        self._most = max(map(sum, self._held[known + 1 : stop]), default=0)
+        self._token_bytes = 0  # of one token in one layer
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held from call to call, at most, over the whole decode."""
+        return self._most * self._token_bytes
+
+    @property
+    def bytes_now(self) -> int:
+        """Bytes held now."""
+        return sum(x.nelement() * x.element_size() for x in (*self.keys, *self.values) if x is not None)
+
+    def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `ScaleCache.attend`."""
+        self._token_bytes = 2 * k[:, :, 0].nelement() * k.element_size()
+        sizes = [area_of(self._sides[scale]) for scale in scales]
+        parts = zip(scales, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
+        seen = [self._attend(layer, scale, *part) for scale, *part in parts]
+        return seen[0] if len(seen) == 1 else torch.cat(seen, 2)
+
+    def _attend(self, layer: int, scale: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # `cat` copies even where nothing is cached: k and v may be views of something larger.
+        k = torch.cat([x for x in (self.keys[layer], k) if x is not None], 2)
+        v = torch.cat([x for x in (self.values[layer], v) if x is not None], 2)
+        self.keys[layer], self.values[layer] = k, v
+        seen = attend(q, k, v)
+        if scale == self._stop - 1:
+            self.keys[layer] = self.values[layer] = None
+        elif (keep := self._held[scale + 1][layer]) < k.shape[2]:
+            places = observers(self._sides[scale], q.device)
+            newest = places + (k.shape[2] - q.shape[2])
+            kept = most_attended(q[:, :, places], k, newest, keep, self._pool)[..., None]
+            kept = kept.expand(-1, -1, -1, k.shape[3])
+            self.keys[layer], self.values[layer] = k.gather(2, kept), v.gather(2, kept)
+        return seen
+
+
+class CompressedVAR:
+    """A next-scale transformer that decodes with a compressed cache: a `ScaleModel` over the same tokens.
+
+    Its law is not that of the model, as soon as the budget binds. Scale 0 has nothing to read, so the distance is
+    measured by `ScaleWiseSampler(measure=True)` with [Stage(model, range(1)), Stage(compressed, range(1, K))].
+    A scale cannot be fed twice.
+
+    Args:
+        model: a `VARTransformer`, or another `ScaleModel` with `num_layers` in its `config`, whose `prefill` takes a
+            `cache`.
+        budget: what its layers may keep; by hand, by `ScaleBudget.from_share`, or by `calibrate`.
+
+    Raises:
+        ValueError: a budget for other scales or another number of layers.
+
+    Example:
+        >>> small = CompressedVAR(refiner, ScaleBudget.from_share(refiner.scales, 16, 0.1))
+        >>> sampler(code_stages(transformer, small), tokenizer, labels, law=law, batch_size=8)
+    """
+
+    def __init__(self, model: Any, budget: ScaleBudget):
+        check_budget(budget, model.scales, model.config["num_layers"])
+        self.model, self.budget = model, budget
+
+    @property
+    def scales(self) -> tuple[Side, ...]:
+        return tuple(self.model.scales)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def code_dim(self) -> int:
+        return self.model.code_dim
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the budget never binds, so that this is the model itself."""
+        return self.budget.held() == ScaleBudget.full(self.scales, self.budget.num_layers).held()
+
+    def _cache(self, known: int, stop: int) -> ScaleCache:
+        return EvictingCache(self.budget, known, stop)
+
+    def prefill(
+        self,
+        condition: Any,
+        *,
+        batch_size: int,
+        guided: bool,
+        maps: Sequence[Tensor] = (),
+        stop: int | None = None,
+    ) -> Any:
+        """See `ScaleModel.prefill`."""
+        cache = self._cache(len(maps), len(self.scales) if stop is None else stop)
+        return self.model.prefill(
+            condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop, cache=cache
+        )
+
+    def __call__(self, state: Any, map: Tensor, scale: int) -> Tensor:
+        """See `ScaleModel.__call__`.
+
+        Raises:
+            ValueError: also for a scale that was fed before.
+        """
+        return self.model(state, map, scale)
+
+
+# -- which layers are drafters ---------------------------------------------------------------------------------------
+
+
+class _WatchedCache(EvictingCache):
+    """Evicts nothing, and notes how much attention goes to the map at hand, and to the top of what came before."""
+
+    def __init__(self, budget: ScaleBudget, known: int, stop: int, top: int, masses: Tensor):
+        super().__init__(budget, known, stop)
+        self._top, self._masses = top, masses  # masses: [2, scales, layers]
+
+    def _attend(self, layer: int, scale: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before = self.keys[layer]
+        if before is not None:
+            count = before.shape[2]
+            wide = torch.promote_types(q.dtype, torch.float32)
+            keys = torch.cat([before, k], 2).to(wide)
+            for row in range(len(q)):  # one at a time: all weights of a large map are many
+                weights = (q[row].to(wide) @ keys[row].mT).softmax(-1)  # [H, W, S]
+                history = weights[..., :count].topk(min(self._top, count), -1).values.sum(-1)
+                now = weights[..., count:].sum(-1)
+                self._masses[0, scale, layer] += now.mean().cpu() / len(q)
+                self._masses[1, scale, layer] += history.mean().cpu() / len(q)
+        return super()._attend(layer, scale, q, k, v)
+
+
+class _WatchedVAR(CompressedVAR):
+    def __init__(self, model: Any, top: int, masses: Tensor):
+        super().__init__(model, ScaleBudget.full(model.scales, model.config["num_layers"]))
+        self._top, self._masses = top, masses
+
+    def _cache(self, known: int, stop: int) -> ScaleCache:
+        return _WatchedCache(self.budget, known, stop, self._top, self._masses)
+
+
+@torch.no_grad()
+def layer_importance(
+    model: Any,
+    tokenizer: ScaleTokenizer,
+    condition: Any,
+    *,
+    sampler: Callable[..., Any],
+    law: Any,
+    top: int,
+    batch_size: int,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> Tensor:
+    """The attention selectivity index of ScaleKV for each scale and layer, while pictures are drawn.
+
+    The mean attention mass on the map at hand, times the mean mass of the `top` largest weights on what came before;
+    means over pictures, heads and queries. Scale 0, before which nothing came, has 0.
+
+    Args:
+        model: as for `CompressedVAR`.
+        tokenizer, condition, law, batch_size, generator: as the sampler takes them.
+        sampler: draws the pictures, such as `ScaleWiseSampler()`.
+        top: K', how many weights on the history count.
+
+    Returns:
+        float64 [scales, layers], on the CPU.
+    """
+    masses = torch.zeros(2, len(model.scales), model.config["num_layers"], dtype=torch.float64)
+    watched: ScaleModel = _WatchedVAR(model, top, masses)
+    sampler(watched, tokenizer, condition, law=law, generator=generator, batch_size=batch_size)
+    return masses[0] * masses[1]
+
+
+def find_drafters(importance: Tensor, scales: Sequence[int], count: int) -> dict[int, list[int]]:
+    """The `count` pairs of a scale and a layer with the least importance, measured in deviations within each scale.
+
+    Args:
+        importance: [scales, layers].
+        scales: indices of those to choose from.
+        count: of pairs.
+    """
+    spread = importance.std(1, unbiased=False, keepdim=True).clamp(min=torch.finfo(importance.dtype).tiny)
+    standard = (importance - importance.mean(1, keepdim=True)) / spread
+    pairs = sorted(
+        (float(standard[k, layer]), k, layer) for k in scales for layer in range(importance.shape[1])
+    )
+    found: dict[int, list[int]] = {}
+    for _, scale, layer in pairs[:count]:
+        found.setdefault(scale, []).append(layer)
+    return {scale: sorted(found[scale]) for scale in sorted(found)}
+
+
+def calibrate(
+    model: Any,
+    tokenizer: ScaleTokenizer,
+    condition: Any,
+    *,
+    sampler: Callable[..., Any],
+    law: Any,
+    share: float,
+    batch_size: int,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    num_drafters: int | None = None,
+    decay: float = 0.1,
+) -> ScaleBudget:
+    """A budget for a share of the full cache, with drafters found by drawing a few pictures (the paper: ten).
+
+    Args:
+        model, tokenizer, condition, sampler, law, batch_size, generator: as for `layer_importance`.
+        share, decay: as for `ScaleBudget.from_share`. The weights on the history that count are as many as a layer may
+            keep on average.
+        num_drafters: pairs of a scale and a layer; None: one of sixteen at the scales that the budget binds at, about
+            as many as the published tables have.
+
+    Raises:
+        ValueError: as `ScaleBudget.from_share`; a negative number of drafters.
+    """
+    if num_drafters is not None and num_drafters < 0:
+        raise ValueError(f"num_drafters={num_drafters}; pass at least 0, or None.")
+    scales, layers = tuple(model.scales), model.config["num_layers"]
+    alike = ScaleBudget.from_share(scales, layers, share)
+    offsets = offsets_of(scales)
+    binding = [scale for scale in range(len(scales)) if sum(alike.tokens[scale]) < layers * offsets[scale]]
+    if not binding:
+        return alike
+    importance = layer_importance(
+        model,
+        tokenizer,
+        condition,
+        sampler=sampler,
+        law=law,
+        top=min(alike.tokens[binding[0]]),
+        batch_size=batch_size,
+        generator=generator,
+    )
+    count = -(-len(binding) * layers // 16) if num_drafters is None else num_drafters
+    drafters = find_drafters(importance, binding, count)
+    return ScaleBudget.from_share(scales, layers, share, drafters=drafters, decay=decay)

@@ -1,0 +1,502 @@
+"""VAR: a transformer that predicts the token maps of a picture scale by scale (Tian et al. 2024, section 3.2).
+
+One class serves the embedded sizes and the official class-conditional checkpoints; parameter names are the official
+keys. All tokens of a scale are predicted at once from the maps before it. Decoding uses a static cache, allocated once
+and written by scale; the last scale, which nothing reads, is never cached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
+from visual_spec.models.core.protocol import ScaleState, checked_stop
+from visual_spec.models.next_scale.scale_budget import offsets_of
+from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
+from visual_spec.models.next_token.llamagen import rotate
+
+# Tokens per side of each map, by picture size in pixels.
+SCALES: dict[int, tuple[int, ...]] = {
+    256: (1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
+    512: (1, 2, 3, 4, 6, 9, 13, 18, 24, 32),
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    **{
+        f"d{depth}": {"num_layers": depth, "num_heads": depth, "dim": 64 * depth, "scales": SCALES[256]}
+        for depth in (16, 20, 24, 30)
+    },
+    "d36": {"num_layers": 36, "num_heads": 36, "dim": 2304, "scales": SCALES[512], "shared_adaln": True},
+}
+
+_EPSILON = 1e-6  # of every LayerNorm
+_LARGEST_SCALE = math.log(100)  # of attention logits, as a logarithm
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class VARState(ScaleState):
+    """One decoding run.
+
+    Attributes:
+        cache: keys and values.
+        modulations: `[layers, R, 6, dim]`, what AdaLN makes of the condition. It is the same at every scale, and a
+            third of all weights go into it.
+        head_modulation: `[R, 2, dim]`, the same for the head.
+        fed: scales that were fed; 0 where the prefill was all that will be asked for.
+        stop: the first scale that will not be asked for.
+    """
+
+    cache: ScaleCache
+    modulations: Tensor
+    head_modulation: Tensor
+    fed: int
+    stop: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that are held from call to call, at most."""
+        return self.cache.num_bytes
+
+
+class Attention(nn.Module):
+    """Attention by cosine: unit queries and keys, and a learned scale a head, at most 100."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.mat_qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(dim))
+        self.v_bias = nn.Parameter(torch.zeros(dim))
+        self.scale_mul_1H11 = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4)))
+        self.proj = nn.Linear(dim, dim)
+
+    def project(self, x: Tensor, rotation: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled queries, keys and values `[R, H, W, D]` of `x [R, W, dim]`.
+
+        With `rotation [W, D / 2, 2]`, pairs of queries and keys are turned by it (VAR: None).
+        """
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
+        q, k, v = (
+            F.linear(x, self.mat_qkv.weight, bias).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = self.scale_mul_1H11.to(wide).clamp_max(_LARGEST_SCALE).exp()
+        q, k = F.normalize(q.to(wide), dim=-1) * scale, F.normalize(k.to(wide), dim=-1)
+        if rotation is not None:
+            q, k = (rotate(part.transpose(1, 2), rotation[None]).transpose(1, 2) for part in (q, k))
+        # Rounded back to the model's type: a float32 K would double the cache.
+        return q.to(x.dtype), k.to(x.dtype), v
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, 4 * dim)
+        self.fc2 = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """LayerNorm of `x [R, W, dim]` with the gain 1 + `scale [R, dim]` and the bias `shift [R, dim]`."""
+    return F.layer_norm(x, x.shape[-1:], eps=_EPSILON) * (1 + scale[:, None]) + shift[:, None]
+
+
+class VARBlock(nn.Module):
+    def __init__(self, dim: int, heads: int, shared_adaln: bool):
+        super().__init__()
+        self.attn = Attention(dim, heads)
+        self.ffn = FeedForward(dim)
+        if shared_adaln:
+            self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, dim) / dim**0.5)
+        else:
+            self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def modulation(self, condition: Tensor) -> Tensor:
+        """`[R, 6, dim]` of the class embedding `[R, dim]`, or of what the shared AdaLN made of it `[R, 6, dim]`."""
+        if condition.ndim == 3:
+            return self.ada_gss[0] + condition
+        return self.ada_lin(condition).unflatten(-1, (6, -1))
+
+    def forward(self, x: Tensor, modulation: Tensor, attend: Attend) -> Tensor:
+        gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
+        q, k, v = self.attn.project(modulated(x, scale1, shift1))
+        seen = attend(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.attn.proj(seen) * gain1[:, None]
+        return x + self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
+
+
+class HeadNorm(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+
+    def modulation(self, condition: Tensor) -> Tensor:
+        """`[R, 2, dim]`, scale and shift, of the class embedding `[R, dim]`."""
+        return self.ada_lin(condition).unflatten(-1, (2, -1))
+
+
+class VARTransformer(ModelMixin, ConfigMixin):
+    """A `ScaleModel` over the residual token maps of a multi-scale tokenizer, conditioned on a class.
+
+    Args:
+        vocab_size: number of codes.
+        code_dim: channels of a code, and so of an input map.
+        dim, num_layers, num_heads: width, depth and attention heads; `PRESETS` lists the official sizes.
+        num_classes: classes; row `num_classes` of the table is the null class of guidance.
+        scales: tokens per side of each map, coarse to fine.
+        shared_adaln: one AdaLN projection for all layers, to which each adds a constant (the official d36), instead
+            of a projection a layer.
+
+    Raises:
+        ValueError: scales that are not ordered coarse to fine, or a width that is no multiple of the heads.
+    """
+
+    _repeated_blocks = ["VARBlock"]
+    _no_split_modules = ["VARBlock"]
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int = 4096,
+        code_dim: int = 32,
+        dim: int = 1024,
+        num_layers: int = 16,
+        num_heads: int = 16,
+        num_classes: int = 1000,
+        scales: Sequence[int] = SCALES[256],
+        shared_adaln: bool = False,
+    ):
+        super().__init__()
+        self.scales = tuple(scales)
+        self.vocab_size = vocab_size
+        self.code_dim = code_dim
+        if not self.scales or self.scales[0] < 1 or any(a > b for a, b in pairwise(self.scales)):
+            raise ValueError(
+                f"scales={self.scales} given; pass sides of at least 1, coarse to fine, such as {SCALES[256]}"
+            )
+        if dim % num_heads:
+            raise ValueError(
+                f"dim={dim} and num_heads={num_heads} given; dim must be a multiple of num_heads"
+            )
+        # The first slot of each scale, and behind the last one L.
+        self.offsets = offsets_of(self.scales)
+        self.word_embed = nn.Linear(code_dim, dim)
+        self.class_emb = nn.Embedding(num_classes + 1, dim)
+        self.pos_start = nn.Parameter(torch.zeros(1, self.offsets[1], dim))
+        self.pos_1LC = nn.Parameter(torch.zeros(1, self.offsets[-1], dim))
+        self.lvl_embed = nn.Embedding(len(self.scales), dim)
+        if shared_adaln:
+            self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.blocks = nn.ModuleList(VARBlock(dim, num_heads, shared_adaln) for _ in range(num_layers))
+        self.head_nm = HeadNorm(dim)
+        self.head = nn.Linear(dim, vocab_size)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """As the official training: every layer begins close to the identity, and the laws close to uniform."""
+        dim, depth = self.config["dim"], len(self.blocks)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif "scale_mul" not in name and "ada_gss" not in name:
+                nn.init.trunc_normal_(parameter, std=(3 * dim) ** -0.5)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name == "head.weight":
+                    parameter *= 0.02
+                elif name == "head_nm.ada_lin.1.weight":
+                    parameter *= 0.5
+                elif name.endswith(("attn.proj.weight", "ffn.fc2.weight")):
+                    parameter /= (2 * depth) ** 0.5
+                elif name.startswith("blocks.") and name.endswith(("ada_lin.1.weight", "ada_gss")):
+                    six = parameter.unflatten(0, (6, dim)) if parameter.ndim == 2 else parameter[0, 0]
+                    six[:2] *= 1e-3  # the gains of attention and feed-forward layer
+                    six[2:] *= 0.5
+
+    # -- condition and inputs ----------------------------------------------------------------------------------------
+
+    def check_condition(self, condition: Any, batch_size: int) -> None:
+        """Refuse a condition that does not fit this model.
+
+        Raises:
+            TypeError: for something else than class labels.
+            ValueError: for another number of labels than the batch has samples, or one out of range.
+        """
+        if not isinstance(condition, Tensor) or condition.is_floating_point():
+            raise TypeError(
+                f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]"
+            )
+        classes = self.config["num_classes"]
+        if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+            raise ValueError(
+                f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
+            )
+
+    def embed_condition(
+        self, labels: Tensor, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> Tensor:
+        """Class embeddings `[R, dim]`, unconditional rows last when `guided`.
+
+        `dropped`, bool `[B]`, marks rows whose class is replaced by the null class (training for guidance).
+        """
+        null = self.config["num_classes"]
+        labels = labels.to(self.class_emb.weight.device)
+        if dropped is not None:
+            labels = torch.where(dropped, null, labels)
+        if guided:
+            labels = torch.cat([labels, torch.full_like(labels, null)])
+        return self.class_emb(labels)
+
+    def _check_map(self, map: Tensor, scale: int, batch_size: int) -> None:
+        side = self.scales[scale]
+        if map.shape != (batch_size, self.code_dim, side, side):
+            raise ValueError(
+                f"an input map of shape {tuple(map.shape)} given for scale {scale}; this model takes "
+                f"{(batch_size, self.code_dim, side, side)}"
+            )
+
+    def _embed_map(self, map: Tensor, scale: int) -> Tensor:
+        """`[B, n * n, dim]` of an input map `[B, D, n, n]`."""
+        words = self.word_embed(map.flatten(2).transpose(1, 2).to(self.word_embed.weight.dtype))
+        return words + self._places(scale)
+
+    def _places(self, scale: int) -> Tensor:
+        """What tells tokens where they are: `[1, n * n, dim]`."""
+        return self.pos_1LC[:, slice(*self.offsets[scale : scale + 2])] + self.lvl_embed.weight[scale]
+
+    def _embed(self, classes: Tensor, maps: Sequence[Tensor]) -> Tensor:
+        """Inputs `[R, n, dim]` of scale 0, which is told the class, and of the scales that `maps` belong to."""
+        for scale, map in enumerate(maps, 1):
+            self._check_map(map, scale, len(maps[0]))
+        first = classes[:, None] + self.pos_start + self._places(0)
+        if not maps:
+            return first
+        words = torch.cat([self._embed_map(map, scale) for scale, map in enumerate(maps, 1)], 1)
+        return torch.cat([first, words.repeat(len(classes) // len(words), 1, 1)], 1)
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def _modulations(self, classes: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What AdaLN makes of class embeddings `[R, dim]`: `[R, 6, dim]` a layer, and `[R, 2, dim]` for the head."""
+        shared = classes
+        if self.config["shared_adaln"]:
+            shared = self.shared_ada_lin(classes).unflatten(-1, (6, -1))
+        blocks = [block.modulation(shared) for block in self.blocks if isinstance(block, VARBlock)]
+        return blocks, self.head_nm.modulation(classes)
+
+    def _block_causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_causal(q, k, v, self.offsets)
+
+    def _logits(self, hidden: Tensor, modulation: Tensor) -> Tensor:
+        logits = self.head(modulated(hidden, *modulation.unbind(1)))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        condition: Tensor,
+        *,
+        batch_size: int,
+        guided: bool,
+        maps: Sequence[Tensor] = (),
+        stop: int | None = None,
+        cache: ScaleCache | None = None,
+    ) -> VARState:
+        """Run the class and the known scales in one forward; see `ScaleModel.prefill`. `condition`: labels `[B]`.
+
+        The vocabulary head is applied to the last of these scales only.
+
+        Args:
+            cache: an empty one of another kind, made for these maps and `stop`; None: a static one that keeps
+                everything. `CompressedVAR` passes its own.
+
+        Raises:
+            TypeError, ValueError: as `check_condition`; maps of other shapes, or `stop` not behind them.
+        """
+        self.check_condition(condition, batch_size)
+        stop = checked_stop(maps, stop, self.scales)
+        if maps:
+            self._check_map(maps[0], 1, batch_size)
+        classes = self.embed_condition(condition, guided=guided)
+        hidden = self._embed(classes, maps)
+        modulations, head_modulation = self._modulations(classes)
+        # The last scale asked for is read by none; where this forward ends there, nothing at all is read again.
+        more = len(maps) < stop - 1
+        if cache is None:
+            heads = self.config["num_heads"]
+            size = self.offsets[stop - 1] if more else 0
+            shape = (len(self.blocks), len(classes), heads, size, self.config["dim"] // heads)
+            cache = StaticCache(hidden.new_empty(shape), hidden.new_empty(shape), self.offsets)
+        known = range(len(maps) + 1)
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, modulations[index], partial(cache.attend, index, known))
+        return VARState(
+            logits=self._logits(hidden[:, self.offsets[len(maps)] :], head_modulation),
+            guided=guided,
+            cache=cache,
+            modulations=torch.stack(modulations),
+            head_modulation=head_modulation,
+            fed=len(maps) + 1 if more else 0,
+            stop=stop,
+        )
+
+    @torch.no_grad()
+    def forward(self, state: VARState, map: Tensor, scale: int) -> Tensor:
+        """Feed the input map `[B, D, n, n]` of a scale; logits `[R, n * n, V]`. See `ScaleModel.__call__`.
+
+        Raises:
+            ValueError: a map of another shape, or a scale that does not follow those fed, or lies at or behind `stop`.
+        """
+        rows = state.head_modulation.shape[0]
+        again = " or one from 1 on again" if state.cache.repeatable else ""
+        if not (1 if again else state.fed) <= scale <= state.fed or not 1 <= scale < state.stop:
+            raise ValueError(
+                f"scale {scale} given after {state.fed} cached ones; this state takes scale {state.fed}{again}, below "
+                f"its stop={state.stop}"
+            )
+        self._check_map(map, scale, rows // 2 if state.guided else rows)
+        hidden = self._embed_map(map, scale)
+        if state.guided:
+            hidden = hidden.repeat(2, 1, 1)
+        for index, block in enumerate(self.blocks):
+            attend = partial(state.cache.attend, index, range(scale, scale + 1))
+            hidden = block(hidden, state.modulations[index], attend)
+        state.fed = scale + 1
+        return self._logits(hidden, state.head_modulation)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def teacher_forced(self, maps: Sequence[Tensor], labels: Tensor, dropped: Tensor | None = None) -> Tensor:
+        """Logits `[B, L, V]` for every slot of scales 0 to `len(maps)`, with gradients.
+
+        Args:
+            maps: the input maps `[B, D, n, n]` of scales 1 on, as `ScaleTokenizer.next_map` makes them of the true
+                canvas: all of them, or those of the scales that a drafter is trained for.
+            labels: long `[B]`.
+            dropped: bool `[B]`, rows whose class is replaced by the null class.
+        """
+        classes = self.embed_condition(labels, dropped=dropped)
+        hidden = self._embed(classes, maps)
+        modulations, head_modulation = self._modulations(classes)
+        for block, modulation in zip(self.blocks, modulations, strict=True):
+            hidden = block(hidden, modulation, self._block_causal)
+        return self._logits(hidden, head_modulation)
+
+
+# -- official checkpoints --------------------------------------------------------------------------------------------
+
+
+def load_var_checkpoint(
+    source: Source | Mapping[str, Tensor],
+    *,
+    scales: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> VARTransformer:
+    """The transformer of an official file, e.g. `var_d16.pth`, or of a state dict with its keys.
+
+    Sizes are read off the weights. Constants that the official files carry (the level of each slot, the attention mask,
+    the zero bias of keys) are checked and dropped.
+
+    Args:
+        source: the file, what `read_checkpoint` made of it, or a state dict.
+        scales: tokens per side of each map; needed only for a file of other scales than the official ones that does
+            not carry the level of each slot.
+        dtype: of the weights; None keeps that of the file.
+
+    Raises:
+        ValueError, OSError: as `read_checkpoint`; weights that are not VAR's; missing, unexpected or mis-shaped keys,
+            which are listed; scales that are not told or do not fit.
+    """
+    if isinstance(source, Mapping):
+        weights, name = dict(source), "the state dict"
+    else:
+        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
+        weights, name = dict(checkpoint.weights), str(checkpoint.path)
+    config = _read_config(weights, name, scales)
+    with torch.device("meta"):
+        model = VARTransformer(**config)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    shapes |= {key: shape for key, shape in _constants(model).items() if key in weights}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(f"{name} does not fit VAR of {config}: {difference}.")
+    model.load_state_dict({key: weights[key] for key in model.state_dict()}, assign=True)
+    if dtype is not None:
+        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
+    return model.eval()
+
+
+def _constants(model: VARTransformer) -> dict[str, tuple[int, ...]]:
+    """Shapes of the buffers of the official files that no model of ours has."""
+    length, dim = model.pos_1LC.shape[1:]
+    biases = {f"blocks.{index}.attn.zero_k_bias": (dim,) for index in range(len(model.blocks))}
+    return {"lvl_1L": (1, length), "attn_bias_for_masking": (1, 1, length, length), **biases}
+
+
+def _read_config(weights: Mapping[str, Tensor], name: str, scales: Sequence[int] | None) -> dict[str, Any]:
+    needed = {
+        "pos_1LC": 3,
+        "lvl_embed.weight": 2,
+        "class_emb.weight": 2,
+        "word_embed.weight": 2,
+        "head.weight": 2,
+        "blocks.0.attn.scale_mul_1H11": 4,
+    }
+    absent = [key for key, rank in needed.items() if key not in weights or weights[key].ndim != rank]
+    if absent:
+        raise ValueError(
+            f"{name} is no VAR transformer: it lacks {', '.join(absent)}, or has them in other shapes; pass a file "
+            "such as var_d16.pth."
+        )
+    length, dim = weights["pos_1LC"].shape[1:]
+    return {
+        "vocab_size": weights["head.weight"].shape[0],
+        "code_dim": weights["word_embed.weight"].shape[1],
+        "dim": dim,
+        "num_layers": len({key.split(".")[1] for key in weights if key.startswith("blocks.")}),
+        "num_heads": weights["blocks.0.attn.scale_mul_1H11"].shape[1],
+        "num_classes": weights["class_emb.weight"].shape[0] - 1,
+        "scales": _read_scales(weights, name, scales, len(weights["lvl_embed.weight"]), length),
+        "shared_adaln": "shared_ada_lin.1.weight" in weights,
+    }
+
+
+def _read_scales(
+    weights: Mapping[str, Tensor], name: str, asked: Sequence[int] | None, count: int, length: int
+) -> tuple[int, ...]:
+    """The scales that were asked for, or that the level of each slot tells, or the official ones of this length."""
+    held = None
+    if "lvl_1L" in weights:
+        slots = weights["lvl_1L"].flatten().bincount(minlength=count).tolist()
+        held = tuple(math.isqrt(number) for number in slots)
+    else:
+        fitting = [known for known in SCALES.values() if sum(side * side for side in known) == length]
+        held = fitting[0] if fitting else None
+    found = tuple(asked) if asked is not None else held
+    if found is None:
+        raise ValueError(
+            f"{name} has {length} slots in {count} scales and does not tell their sides; pass `scales`, for example "
+            f"{SCALES[256]}."
+        )
+    if len(found) != count or sum(side * side for side in found) != length or (held or found) != found:
+        raise ValueError(
+            f"scales {found} have {sum(side * side for side in found)} slots, but {name} has {length} slots in {count} "
+            f"scales{f' of sides {held}' if held and held != found else ''}."
+        )
+    return found

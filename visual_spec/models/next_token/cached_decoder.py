@@ -1,0 +1,418 @@
+"""The decoder of a transformers model as a next-token model.
+
+The image generators of transformers (Janus, Chameleon, Emu3, GLM-Image) share one shape: a causal decoder reads a text
+prompt, then image tokens in raster order, in some models with a forced token behind every row of the picture.
+`CachedDecoder` is that shape; a family's own file says which modules embed a token and score it, which ids are image
+ids, and how a prompt without the caption looks.
+
+Forced row ends are no slots. Samplers see height x width image tokens. Where a call feeds the last token of a row, the
+row end is fed beside it, in a column of its own, and answers for the first token of the next row. That is what the
+model's own loop computes, one call shorter for every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visual_spec.models.core.memory import check_cache_fits
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
+
+_PROMPT_STEP = 32  # prompts are padded to multiples of it where shapes are fixed
+
+
+@dataclass
+class CachedState(DecodeState):
+    """One batch in the course of decoding.
+
+    Attributes:
+        cache: places of a row: the T columns of the prompt, the tokens of the picture (row ends included), scratch.
+        prompt_mask: bool [R, T].
+        start: long [R], the position of the picture's first token.
+        features: [R, W, dim], what the head read in the last call (prefill: W = 1).
+        tree_size: nodes of the last tree call if it fed row ends, else 0.
+    """
+
+    cache: SlotCache
+    prompt_mask: Tensor
+    start: Tensor
+    features: Tensor
+    tree_size: int = 0
+
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.cache.select(rows)
+        self.logits, self.prompt_mask = self.logits[rows], self.prompt_mask[rows]
+        self.start, self.features = self.start[rows], self.features[rows]
+
+    def buffers(self) -> list[Tensor]:
+        return [*self.cache.buffers(), self.prompt_mask, self.start]
+
+
+def consecutive(ids: list[int]) -> slice | Tensor:
+    """An index of these rows of a table: a slice, so that indexing is a view, where the ids follow each other."""
+    if ids == list(range(ids[0], ids[0] + len(ids))):
+        return slice(ids[0], ids[0] + len(ids))
+    return torch.tensor(ids)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Whether values can be read without stalling a device; if not, shapes are fixed instead, and rows fed in vain."""
+    return tensor.device.type == "cpu"
+
+
+class CachedDecoder:
+    """A `TreeModel` and `OrderModel` around the decoder of a transformers model, which it leaves as it is.
+
+    Token t of the sampler's vocabulary is the t-th image id. Only the head's rows of image ids are read: all others are
+    forbidden at image slots anyway.
+
+    Args:
+        decoder: the module that maps `inputs_embeds` to `last_hidden_state`.
+        table: embedding of the text vocabulary.
+        head: what scores the decoder's output.
+        image_ids: ids of the image tokens in the vocabulary of `table` and `head`, ascending.
+        grid: tokens of the picture.
+        row_end: id of the token behind every row, or None.
+
+    Raises:
+        ValueError: an attention implementation that takes no mask of our own.
+    """
+
+    family = "this model"
+    guidance_scale = 1.0  # where neither call nor generation config says otherwise
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        table: nn.Module,
+        head: nn.Module,
+        image_ids: list[int],
+        grid: TokenGrid,
+        row_end: int | None = None,
+    ) -> None:
+        self.decoder: Any = decoder
+        self.table: Any = table
+        self.head: Any = head
+        self.image_rows = consecutive(image_ids)
+        self.grid = grid
+        self.vocab_size = len(image_ids)
+        self.row_end = row_end
+        if self._attention not in ("sdpa", "eager"):
+            raise ValueError(
+                f"{self.family} runs with attn_implementation={self._attention!r}, which takes no mask of one row a "
+                "sample; load it with attn_implementation='sdpa' (or call model.set_attn_implementation('sdpa'))."
+            )
+
+    # What a family may say differently --------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [R, W, dim] of image tokens [R, W]."""
+        return self.table(self.ids(tokens))
+
+    def score(self, features: Tensor) -> Tensor:
+        """Logits [R, W, V] over the image tokens, of features [R, W, dim]."""
+        # A head that is more than a matrix (quantised, offloaded, adapted) is called whole, and then cut.
+        if type(self.head) is nn.Linear and not hasattr(self.head, "_hf_hook"):
+            bias = self.head.bias
+            return F.linear(
+                features, self.head.weight[self.image_rows], None if bias is None else bias[self.image_rows]
+            )
+        return self.head(features)[..., self.image_rows]
+
+    def positions(self, start: Tensor, offsets: Tensor) -> Tensor:
+        """Rotary positions [R, W] (or [3, R, W]) of the picture's tokens `offsets` [R, W]; `start` is long [R]."""
+        return start[:, None] + offsets
+
+    @classmethod
+    def plan(
+        cls, model: Any, prompt: Prompt, *, guided: bool, **inputs: Any
+    ) -> tuple[CachedDecoder, ImagePrompt]:
+        """The image model for a request, and what it is conditioned on.
+
+        Args:
+            model: the transformers model.
+            prompt: what its processor makes of the captions.
+            guided: also make the unconditional prompt.
+            inputs: what else the processor makes; each family names its own.
+        """
+        raise NotImplementedError
+
+    def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
+        """What the model's `generate` returns for image tokens [B, height * width]."""
+        raise NotImplementedError
+
+    @staticmethod
+    def pixels(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
+        """Pictures [B, 3, H, W] in [-1, 1] of what `output` made."""
+        raise NotImplementedError
+
+    def next_stage(self, condition: ImagePrompt, tokens: Tensor) -> tuple[CachedDecoder, ImagePrompt] | None:
+        """What is drawn after these tokens [B, height * width], for models that draw more than one grid."""
+        return None
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _attention(self) -> str:
+        return self.decoder.config._attn_implementation
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens enter: the device of the embedding, or the one that offloading brings it to."""
+        target = getattr(getattr(self.table, "_hf_hook", None), "execution_device", None)
+        return self.table.weight.device if target is None else torch.device(target)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the picture, row ends included."""
+        return self.grid.num_tokens + (self.grid.height if self.row_end is not None else 0)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that `generate` has to make, those that close the picture not counted."""
+        return self.length
+
+    def ids(self, tokens: Tensor) -> Tensor:
+        """Ids in the text vocabulary of image tokens."""
+        if isinstance(self.image_rows, slice):
+            return tokens + self.image_rows.start
+        return self.image_rows.to(tokens.device)[tokens]
+
+    def sequence(self, tokens: Tensor) -> Tensor:
+        """Ids [B, length] of image tokens [B, height * width], row ends included."""
+        ids = self.ids(tokens)
+        if self.row_end is None:
+            return ids
+        return F.pad(ids.unflatten(-1, (self.grid.height, -1)), (0, 1), value=self.row_end).flatten(1)
+
+    @torch.no_grad()
+    def prefill(self, condition: ImagePrompt, *, batch_size: int, guided: bool, window: int) -> CachedState:
+        """Run the prompts, the unconditional ones below them, and return the state that predicts slot 0.
+
+        Raises:
+            TypeError: a condition that is no `ImagePrompt`.
+            ValueError: another number of prompts than `batch_size`, or guidance without unconditional prompts; a batch
+                whose cache has no room on the GPU.
+        """
+        prompt = self._rows(condition, batch_size, guided)
+        rows, length = prompt.ids.shape
+        positions, start = prompt.where
+        # Slots run up to num_tokens + window - 1, at most one row end to a slot; a tree holds two columns a node.
+        config, num_places = self.decoder.config, length + self.length + 2 * window + 1
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * num_places
+        sample_bytes = numbers * self.decoder.dtype.itemsize * (rows // batch_size)
+        check_cache_fits(sample_bytes, batch_size, self.device)
+        cache = SlotCache(config.num_hidden_layers, num_places)
+        places = torch.arange(length, device=self.device).expand(rows, -1)
+        causal = places[0] <= places[0][:, None]  # [T, T]
+        # A padding column sees itself, because a column that sees nothing is nan.
+        visible = (causal & prompt.mask[:, None]) | torch.eye(length, dtype=torch.bool, device=self.device)
+        hidden = self._forward(cache, self.table(prompt.ids), positions, places, visible)
+        features = hidden[:, -1:]
+        return CachedState(
+            logits=self._logits(features)[:, 0],
+            guided=guided,
+            window=window,
+            cache=cache,
+            prompt_mask=prompt.mask,
+            start=start,
+            features=features,
+        )
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        state: CachedState,
+        tokens: Tensor,
+        slots: Tensor,
+        visible: Tensor | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
+
+        See `NextTokenModel.__call__`; with `visible` the columns are a tree, see `TreeModel`; with `seen` slots come in
+        any order, see `OrderModel`. A row end is seen by those that see the last token of its row.
+        """
+        if state.guided:
+            tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
+            visible = None if visible is None else visible.repeat(2, 1, 1)
+            seen = None if seen is None else seen.repeat(2, 1, 1)
+        if visible is not None:
+            state.features = self._tree(state, tokens, slots, visible)
+        elif seen is not None:
+            state.features = self._ordered(state, tokens, slots, seen)
+        else:
+            state.features = self._window(state, tokens, slots)
+        return self._logits(state.features)
+
+    @torch.no_grad()
+    def keep(self, state: CachedState, columns: Tensor, slots: Tensor) -> None:
+        """Copy what the last tree call computed for `columns [B, D]` to the cache at `slots [B, D]`."""
+        if state.guided:
+            columns, slots = columns.repeat(2, 1), slots.repeat(2, 1)
+        prompt = state.prompt_mask.shape[1]
+        sources, targets = prompt + self.length + columns, prompt + self._offsets(slots)
+        state.cache.copy(sources, targets)
+        if state.tree_size:
+            last = self._ends_row(slots)
+            state.cache.copy(sources + torch.where(last, state.tree_size, 0), targets + last)
+
+    def _window(self, state: CachedState, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Features [R, W, dim] that predict `slots + 1`, of a window of consecutive slots."""
+        offsets, width = self._offsets(slots), slots.shape[1]
+        embeddings = self.embed(tokens)
+        answers = None
+        if self.row_end is not None:
+            first_row = slots[:, :1] // self.grid.width  # [R, 1]
+            count = -(-width // self.grid.width)  # so many rows can end in a window
+            if _on_host(slots):  # the true number
+                count = int(((slots[:, -1:] + 1) // self.grid.width - first_row).max())
+            if count:
+                rows = first_row + torch.arange(count, device=slots.device)
+                # [R, E]; where fewer rows end, the others write what no column here sees.
+                ends = rows * (self.grid.width + 1) + self.grid.width
+                # The last column of a picture row is answered by the row end behind it.
+                answers = torch.arange(width, device=slots.device).expand_as(slots)
+                answers = torch.where(
+                    self._ends_row(slots), width + slots // self.grid.width - first_row, answers
+                )
+                offsets = torch.cat([offsets, ends.clamp_max(self.length + 2 * state.window)], 1)
+                embeddings = torch.cat([embeddings, self._end_embedding(len(slots), count)], 1)
+        size = self.length + 2 * state.window + 1
+        if _on_host(offsets):  # without the unused tail
+            size = int(offsets.max()) + 1
+        seen = torch.arange(size, device=offsets.device) <= offsets[..., None]  # [R, W + E, S - T]
+        hidden = self._picture_forward(state, embeddings, offsets, offsets, seen)
+        if answers is None:
+            return hidden
+        return hidden[torch.arange(len(slots), device=slots.device)[:, None], answers]
+
+    def _tree(self, state: CachedState, tokens: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
+        """Features [R, N, dim] that predict what follows each node of a tree."""
+        offsets, size = self._offsets(slots), slots.shape[1]
+        embeddings = self.embed(tokens)
+        last = self._ends_row(slots)
+        state.tree_size = 0
+        if self._feeds_ends(last):  # a column for each node's row end, which what follows the node sees
+            state.tree_size = size
+            itself = torch.eye(size, dtype=torch.bool, device=slots.device)
+            passed = visible & ~itself & last[:, None]  # [R, N, N], [n, m]: a row ended at m, on the way to n
+            visible = torch.cat(
+                [torch.cat([visible, passed], -1), torch.cat([visible, passed | itself], -1)], 1
+            )
+            offsets = torch.cat([offsets, offsets + 1], 1)
+            embeddings = torch.cat([embeddings, self._end_embedding(len(slots), size)], 1)
+        columns = torch.arange(self.length + offsets.shape[1], device=slots.device)
+        places = columns[self.length :].expand_as(offsets)
+        committed = (columns[: self.length] < offsets[:, :1, None]).expand(-1, offsets.shape[1], -1)
+        hidden = self._picture_forward(
+            state, embeddings, offsets, places, torch.cat([committed, visible], -1)
+        )
+        return torch.where(last[..., None], hidden[:, size:], hidden[:, :size]) if state.tree_size else hidden
+
+    def _ordered(self, state: CachedState, tokens: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
+        """Features [R, W, dim] that predict `slots + 1`, of slots in any order that see the slots `seen`."""
+        offsets, size = self._offsets(slots), slots.shape[1]
+        embeddings = self.embed(tokens)
+        scratch = 2 * state.window + 1
+        if self.row_end is not None:
+            by_row = seen.unflatten(-1, (self.grid.height, -1))
+            seen = torch.cat([by_row, by_row[..., -1:]], -1).flatten(2)  # [R, W, length]
+        seen = F.pad(seen, (0, scratch)).scatter(2, offsets[..., None], True)
+        last = self._ends_row(slots)
+        if not self._feeds_ends(last):
+            return self._picture_forward(state, embeddings, offsets, offsets, seen)
+        nowhere = self.length + scratch - 1  # the last place of the scratch
+        ends = (offsets + 1).where(last, nowhere)
+        offsets = torch.cat([offsets, ends], 1)
+        seen = torch.cat([seen, seen.scatter(2, ends[..., None], True)], 1)
+        embeddings = torch.cat([embeddings, self._end_embedding(len(slots), size)], 1)
+        hidden = self._picture_forward(state, embeddings, offsets, offsets, seen)
+        return torch.where(last[..., None], hidden[:, size:], hidden[:, :size])
+
+    def _picture_forward(
+        self, state: CachedState, embeddings: Tensor, offsets: Tensor, places: Tensor, seen: Tensor
+    ) -> Tensor:
+        """Decoder output for the picture's tokens `offsets [R, W]`, cached at `places [R, W]` behind the prompt."""
+        prompt = state.prompt_mask.shape[1]
+        visible = torch.cat([state.prompt_mask[:, None].expand(-1, seen.shape[1], -1), seen], -1)
+        positions = self.positions(state.start, offsets.clamp_max(self.length - 1))
+        return self._forward(state.cache, embeddings, positions, prompt + places, visible)
+
+    def _forward(
+        self, cache: SlotCache, embeddings: Tensor, positions: Tensor, places: Tensor, visible: Tensor
+    ) -> Tensor:
+        """Output [R, W, dim] of the decoder; bool `visible [R, W, S]` says which places each column sees."""
+        cache.at(places, visible.shape[-1])
+        mask = visible[:, None]
+        if self._attention == "eager":  # which adds the mask
+            least = torch.finfo(embeddings.dtype).min
+            mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, least)
+        return self.decoder(
+            inputs_embeds=embeddings,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+
+    def _logits(self, features: Tensor) -> Tensor:
+        logits = self.score(features)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _offsets(self, slots: Tensor) -> Tensor:
+        """Places of slots among the picture's tokens, which row ends move apart."""
+        return slots if self.row_end is None else slots + slots // self.grid.width
+
+    def _ends_row(self, slots: Tensor) -> Tensor:
+        return slots % self.grid.width == self.grid.width - 1
+
+    def _feeds_ends(self, last: Tensor) -> bool:
+        """Whether columns for row ends are needed; `last` [R, W] says which columns are the last of their row."""
+        return self.row_end is not None and (not _on_host(last) or bool(last.any()))
+
+    def _end_embedding(self, rows: int, count: int) -> Tensor:
+        assert self.row_end is not None
+        return self.table(torch.full((rows, count), self.row_end, device=self.device))
+
+    def _rows(self, condition: ImagePrompt, batch_size: int, guided: bool) -> Prompt:
+        """The conditional prompts, and under them the unconditional ones when guided, padded to one length."""
+        if not isinstance(condition, ImagePrompt):
+            raise TypeError(f"condition is a {type(condition).__name__}; {self.family} takes an ImagePrompt.")
+        parts = [condition.prompt]
+        if guided:
+            if condition.unconditional is None:
+                raise ValueError(
+                    f"guidance asked of {self.family}, but the condition has no unconditional prompt; "
+                    "pass one, or guidance_scale=1."
+                )
+            parts.append(condition.unconditional)
+        counts = [len(part.ids) for part in parts]
+        if set(counts) != {batch_size}:
+            raise ValueError(
+                f"{' and '.join(map(str, counts))} prompts for a batch of {batch_size}; pass one a sample."
+            )
+        longest = max(part.ids.shape[1] for part in parts)
+        if not _on_host(
+            parts[0].ids.to(self.device)
+        ):  # few lengths, so that recordings fit the next prompts, too
+            longest = -(-longest // _PROMPT_STEP) * _PROMPT_STEP
+
+        def joined(tensors: list[Tensor]) -> Tensor:
+            padded = [F.pad(tensor, (longest - tensor.shape[-1], 0)) for tensor in tensors]
+            return torch.cat(padded, dim=padded[0].ndim - 2).to(self.device)
+
+        places = [part.where for part in parts]
+        return Prompt(
+            ids=joined([part.ids for part in parts]),
+            mask=joined([part.mask for part in parts]),
+            positions=joined([positions for positions, _ in places]),
+            start=torch.cat([start for _, start in places]).to(self.device),
+        )

@@ -1,0 +1,187 @@
+"""Chameleon, Anole and Lumina-mGPT as next-token models, around transformers' `ChameleonForConditionalGeneration`.
+
+Image tokens are ids of the text vocabulary. Chameleon (Chameleon Team 2024) and Anole (Chern et al. 2024) draw one
+square; Lumina-mGPT (Liu et al. 2024) states the size in two tokens before the picture and ends every row with a token.
+Both layouts run on the same weights class. transformers' own `forward` forbids image tokens, so that its `generate`
+cannot draw at all; here the decoder and the head's image rows are called directly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, filled, one_size
+from visual_spec.models.next_token.cached_decoder import CachedDecoder
+
+LAYOUTS = ("chameleon", "lumina-mgpt")
+
+_START, _END, _ROW_END = "<racm3:break>", "<eoss>", "<reserved08799>"
+
+
+class ChameleonImageModel(CachedDecoder):
+    """The image half of a `ChameleonForConditionalGeneration`.
+
+    Args:
+        model: the transformers model; it is not changed.
+        size: (height, width) in tokens for the layout of Lumina-mGPT, both even: its size tokens count pairs. None is
+            the layout of Chameleon, one square picture without row ends.
+
+    Raises:
+        ValueError: a size that has no size token, or a vocabulary map without the tokens around a picture.
+    """
+
+    family = "Chameleon"
+
+    def __init__(self, model: Any, size: tuple[int, int] | None = None) -> None:
+        self.model = model
+        names = model.config.vocabulary_map or {}
+        opening = [_START]
+        if size is None:
+            vq = model.config.vq_config
+            side = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
+            height = width = side
+        else:
+            height, width = size
+            if height % 2 or width % 2:
+                raise ValueError(
+                    f"{height} x {width} tokens; Lumina-mGPT draws even numbers of tokens (multiples of 32 pixels)."
+                )
+            opening += [f"<reserved{8800 + side // 2:05d}>" for side in size]
+        missing = sorted({*opening, _END, *([] if size is None else [_ROW_END])} - set(names))
+        if missing:
+            raise ValueError(
+                f"config.vocabulary_map lacks {', '.join(missing)}, which a picture of {height} x {width} tokens needs."
+            )
+        super().__init__(
+            decoder=model.model,
+            table=model.get_input_embeddings(),
+            head=model.lm_head,
+            image_ids=model.model.vocabulary_mapping.image_tokens,
+            grid=TokenGrid(height, width),
+            row_end=None if size is None else names[_ROW_END],
+        )
+        self.opening = [names[name] for name in opening]
+        self.closing = names[_END]
+
+    @classmethod
+    def plan(
+        cls,
+        model: Any,
+        prompt: Prompt,
+        *,
+        guided: bool,
+        layout: str | None = None,
+        image_sizes: Any = None,
+        negative: Prompt | None = None,
+        pixel_values: Tensor | None = None,
+    ) -> tuple[ChameleonImageModel, ImagePrompt]:
+        """The image model, and what it is conditioned on.
+
+        Args:
+            prompt: text; the start of the picture (in Lumina-mGPT also its size) is added where the prompt lacks it.
+            layout: "chameleon" or "lumina-mgpt"; None is what the checkpoint's config says.
+            image_sizes: (height, width) in tokens, for "lumina-mgpt" only.
+            negative: the unconditional prompt. None is the one of the official programs: the start of the text and of
+                the picture (Chameleon), or the start of the picture and its size (Lumina-mGPT).
+            pixel_values: pictures in the prompt, as the processor makes them.
+
+        Raises:
+            ValueError: an unknown layout, or a size where the layout has none, or none where it needs one.
+        """
+        if layout is None:
+            layout = "lumina-mgpt" if _is_lumina(model.config) else "chameleon"
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout={layout!r}; pass one of {', '.join(LAYOUTS)}.")
+        if layout == "chameleon" and image_sizes is not None:
+            raise ValueError(
+                f"image_sizes={image_sizes}, but Chameleon and Anole draw one size only; leave it out, "
+                "or pass layout='lumina-mgpt' if the checkpoint is a Lumina-mGPT."
+            )
+        image_model = cls(model, None if layout == "chameleon" else one_size(image_sizes))
+        if pixel_values is not None:
+            drawn = model.model.get_image_tokens(pixel_values).flatten()
+            prompt = Prompt(filled(prompt.ids, drawn, model.config.vocabulary_map["<image>"]), prompt.mask)
+        if negative is None and guided:
+            before = []
+            if layout == "chameleon":
+                before = [model.config.vocabulary_map.get("<s>", model.config.bos_token_id)]
+            ids = prompt.ids.new_tensor([*before, *image_model.opening]).repeat(len(prompt.ids), 1)
+            negative = Prompt(ids, torch.ones_like(ids, dtype=torch.bool))
+        return image_model, ImagePrompt(
+            image_model.opened(prompt), None if negative is None else image_model.opened(negative)
+        )
+
+    def opened(self, prompt: Prompt) -> Prompt:
+        """The prompt with the tokens that open a picture at its end, added where they are missing.
+
+        Raises:
+            ValueError: prompts of which some only are opened.
+        """
+        opening = prompt.ids.new_tensor(self.opening)
+        for count in range(min(len(opening), prompt.ids.shape[1]), -1, -1):
+            begun = (prompt.ids[:, prompt.ids.shape[1] - count :] == opening[:count]).all(1)
+            if count and begun.any() and not begun.all():
+                raise ValueError(
+                    f"some prompts end with the opening of a picture ({self.opening[:count]}) and some do not; "
+                    "leave it out of all of them."
+                )
+            if begun.all():
+                break
+        added = opening[count:].expand(len(prompt.ids), -1)
+        return Prompt(
+            torch.cat([prompt.ids, added], 1),
+            torch.cat([prompt.mask, torch.ones_like(added, dtype=torch.bool)], 1),
+        )
+
+    def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
+        """The prompt with the picture's opening, the picture (in Lumina-mGPT with its row ends), the image end."""
+        ids = torch.cat([condition.prompt.ids.to(tokens.device), self.sequence(tokens)], 1)
+        return torch.cat([ids, ids.new_full((len(ids), 1), self.closing)], 1)
+
+    @staticmethod
+    @torch.no_grad()
+    def pixels(
+        model: Any, ids: Tensor, vq_decoder: Any = None, layout: str | None = None, image_sizes: Any = None
+    ) -> Tensor:
+        """Pictures [B, 3, H, W] in [-1, 1] of what `output` made.
+
+        Args:
+            vq_decoder: a `visual_spec.models.next_token.chameleon_vq.ChameleonVQDecoder`; transformers has only the
+                encoder.
+            layout, image_sizes: as in `plan`.
+
+        Raises:
+            ValueError: no decoder, or ids that are no picture.
+        """
+        if vq_decoder is None:
+            raise ValueError(
+                "transformers' Chameleon has no picture decoder; pass vq_decoder=ChameleonVQDecoder.from_file(...), "
+                "read from the checkpoint's vqgan.ckpt or from an Anole checkpoint that holds it."
+            )
+        mapping = model.model.vocabulary_mapping
+        if layout == "lumina-mgpt" or (layout is None and _is_lumina(model.config)):
+            height, width = one_size(image_sizes)
+            picture = ids[:, -(height * (width + 1) + 1) : -1].unflatten(1, (height, width + 1))[..., :-1]
+        else:
+            vq = model.config.vq_config
+            height = width = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
+            picture = ids[:, -(height * width + 1) : -1].unflatten(1, (height, width))
+        strangers = set(picture.unique().tolist()) - set(mapping.bpe2img)
+        if strangers:
+            raise ValueError(
+                f"ids {sorted(strangers)} are no image tokens; pass what generate_images returned."
+            )
+        codes = torch.zeros(max(mapping.bpe2img) + 1, dtype=torch.long)
+        for bpe, code in mapping.bpe2img.items():
+            codes[bpe] = code
+        return vq_decoder.decode_codes(codes.to(picture.device)[picture])
+
+
+def _is_lumina(config: Any) -> bool:
+    """Whether a checkpoint is a Lumina-mGPT: its own class names itself, and its loss weight stays in the config."""
+    names = getattr(config, "architectures", None) or ()
+    return any("XLLMX" in name for name in names) or getattr(config, "z_loss_weight", None) is not None

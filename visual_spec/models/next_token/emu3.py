@@ -1,0 +1,96 @@
+"""Emu3 (Wang et al. 2024) as a next-token model, around transformers' own class.
+
+Image tokens are ids of the text vocabulary. Every row of the picture ends with `<|extra_200|>`, and the picture with
+end of frame, end of image and end of text: all of them forced, none of them a slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, one_size
+from visual_spec.models.next_token.cached_decoder import CachedDecoder
+
+_END_OF_FRAME, _END_OF_IMAGE = "<|extra_201|>", "<|image end|>"
+
+
+class Emu3ImageModel(CachedDecoder):
+    """The image half of an `Emu3ForConditionalGeneration`.
+
+    Args:
+        model: the transformers model; it is not changed.
+        height, width: image tokens of the picture.
+
+    Raises:
+        ValueError: a vocabulary map without the tokens that close a picture.
+    """
+
+    family = "Emu3"
+
+    def __init__(self, model: Any, height: int, width: int) -> None:
+        self.model = model
+        super().__init__(
+            decoder=model.model.text_model,
+            table=model.get_input_embeddings(),
+            head=model.lm_head,
+            image_ids=model.vocabulary_mapping.image_tokens,
+            grid=TokenGrid(height, width),
+            row_end=model.vocabulary_mapping.eol_token_id,
+        )
+        names = model.config.vocabulary_map
+        missing = [name for name in (_END_OF_FRAME, _END_OF_IMAGE) if name not in names]
+        if missing:
+            raise ValueError(
+                f"config.vocabulary_map lacks {' and '.join(missing)}, the tokens that close a picture."
+            )
+        last = model.generation_config.eos_token_id or model.config.text_config.eos_token_id
+        self.closing = [
+            names[_END_OF_FRAME],
+            names[_END_OF_IMAGE],
+            last[0] if isinstance(last, list) else last,
+        ]
+
+    @classmethod
+    def plan(
+        cls,
+        model: Any,
+        prompt: Prompt,
+        *,
+        guided: bool,
+        image_sizes: Any = None,
+        negative: Prompt | None = None,
+        pixel_values: Tensor | None = None,
+    ) -> tuple[Emu3ImageModel, ImagePrompt]:
+        """The image model, and what it is conditioned on.
+
+        Args:
+            prompt: what the processor makes with `return_for_image_generation=True`; ends where the picture starts.
+            image_sizes: (height, width) in tokens, [B, 2] or one pair, as that processor gives them.
+            negative: the unconditional prompt; None is the last token of the prompt, as in `generate`.
+
+        Raises:
+            ValueError: no size, several sizes, or pixel values (Emu3 draws from text).
+        """
+        if pixel_values is not None:
+            raise ValueError("Emu3 draws from text; leave pixel_values out.")
+        height, width = one_size(image_sizes)
+        if negative is None and guided:
+            negative = Prompt(prompt.ids[:, -1:], prompt.mask[:, -1:])
+        return cls(model, height, width), ImagePrompt(prompt, negative)
+
+    def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
+        """What `generate` returns: the prompt, the picture with its row ends, end of frame, of image and of text."""
+        ids = torch.cat([condition.prompt.ids.to(tokens.device), self.sequence(tokens)], 1)
+        return torch.cat([ids, ids.new_tensor(self.closing).expand(len(ids), -1)], 1)
+
+    @staticmethod
+    @torch.no_grad()
+    def pixels(model: Any, ids: Tensor, image_sizes: Any = None) -> Tensor:
+        """Pictures [B, 3, H, W] in [-1, 1] of what `output` made; `image_sizes` as in `plan`."""
+        height, width = one_size(image_sizes)
+        picture = ids[:, -(height * (width + 1) + 3) :]
+        return model.decode_image_tokens(image_tokens=picture, height=height, width=width).clamp(-1, 1)

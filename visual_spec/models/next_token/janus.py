@@ -1,0 +1,91 @@
+"""Janus and Janus-Pro (Wu et al. 2024; Chen et al. 2025) as next-token models, around transformers' own class.
+
+An image token enters through an embedding and an aligner of its own and leaves through its own head, so text and image
+vocabularies share nothing but the decoder. There are no row ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
+from visual_spec.models.next_token.cached_decoder import CachedDecoder
+
+
+class JanusImageModel(CachedDecoder):
+    """The image half of a `JanusForConditionalGeneration`.
+
+    Args:
+        model: the transformers model; it is not changed.
+
+    Raises:
+        ValueError: a number of image tokens that is no square.
+    """
+
+    family = "Janus"
+    guidance_scale = 5.0  # what `generate` falls back to
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        side = round(model.config.vision_config.num_image_tokens**0.5)
+        if side * side != model.config.vision_config.num_image_tokens:
+            raise ValueError(
+                f"vision_config.num_image_tokens={model.config.vision_config.num_image_tokens}; "
+                "Janus draws square pictures, pass a square number."
+            )
+        codes = model.config.vq_config.num_embeddings
+        super().__init__(
+            decoder=model.model.language_model,
+            table=model.get_input_embeddings(),
+            head=model.model.generation_head,
+            image_ids=list(range(codes)),
+            grid=TokenGrid(side, side),
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.prepare_embeddings_for_image_generation(tokens)
+
+    def score(self, features: Tensor) -> Tensor:
+        return self.head(features)
+
+    @classmethod
+    def plan(cls, model: Any, prompt: Prompt, *, guided: bool) -> tuple[JanusImageModel, ImagePrompt]:
+        """The image model, and what it is conditioned on.
+
+        The unconditional prompt is `generate`'s: of every token but the first and the image start, only the padding
+        id is left, and it is attended to.
+
+        Args:
+            prompt: what the processor makes with `generation_mode="image"`; ends with the image start.
+
+        Raises:
+            ValueError: guided, but the generation config does not say which ids those are.
+        """
+        unconditional = None
+        if guided:
+            config = model.generation_config
+            extra = getattr(config, "generation_kwargs", None) or {}
+            ids = {"bos": config.bos_token_id, "boi": extra.get("boi_token_id"), "pad": config.pad_token_id}
+            missing = [name for name, value in ids.items() if value is None]
+            if missing:
+                raise ValueError(
+                    f"guidance needs the ids of {', '.join(missing)}; set model.generation_config.bos_token_id, "
+                    ".pad_token_id and .generation_kwargs = {'boi_token_id': ...}, as the checkpoints do."
+                )
+            kept = (prompt.ids == ids["bos"]) | (prompt.ids == ids["boi"])
+            unconditional = Prompt(prompt.ids.masked_fill(~kept, ids["pad"]), prompt.mask)
+        return cls(model), ImagePrompt(prompt, unconditional)
+
+    def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
+        """What `generate(generation_mode="image")` returns: the image tokens alone, long [B, height * width]."""
+        return tokens
+
+    @staticmethod
+    @torch.no_grad()
+    def pixels(model: Any, ids: Tensor) -> Tensor:
+        """Pictures [B, 3, H, W] in [-1, 1] of image tokens [B, height * width]."""
+        return model.decode_image_tokens(ids).permute(0, 3, 1, 2).clamp(-1, 1)

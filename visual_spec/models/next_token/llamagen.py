@@ -1,0 +1,461 @@
+"""LlamaGen: a Llama-style transformer over raster-ordered image tokens (Sun et al. 2024, section 3.2).
+
+One class serves the embedded size and the official class- and text-conditional checkpoints; parameter names are the
+official keys. Decoding uses a static cache that is written by slot: each row of a batch advances at its own pace, and a
+rejected slot is simply written again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.core.memory import check_cache_fits
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
+
+PRESETS: dict[str, dict[str, int]] = {
+    "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
+    "L": {"num_layers": 24, "num_heads": 16, "dim": 1024},
+    "XL": {"num_layers": 36, "num_heads": 20, "dim": 1280},
+    "XXL": {"num_layers": 48, "num_heads": 24, "dim": 1536},
+    "XXXL": {"num_layers": 48, "num_heads": 40, "dim": 2560},
+    "1B": {"num_layers": 22, "num_heads": 32, "dim": 2048},
+    "3B": {"num_layers": 24, "num_heads": 32, "dim": 3200},
+    "7B": {"num_layers": 32, "num_heads": 32, "dim": 4096},
+}
+
+
+@dataclass
+class TextCondition:
+    """Caption features for a text-conditional model.
+
+    Attributes:
+        features: `[B, T, C]`, left-padded: the valid words of each row stand at its end.
+        mask: bool `[B, T]`, true at valid words; at least the last one of each row.
+    """
+
+    features: Tensor
+    mask: Tensor
+
+
+@dataclass
+class LlamaGenState(DecodeState):
+    """Static cache of one decoding run.
+
+    Attributes:
+        keys, values: `[layers, R, H, S, D]` with S = prefix + tokens + window. Tree columns are kept in the last
+            `window` places until `keep` copies the accepted ones to their slots.
+        rotary: `[L, D / 2, 2]`, float32 whatever the weights are in: angles do not survive half precision.
+        prefix_mask: bool `[R, T]`, the prefix columns that image tokens may attend to.
+        features: `[R, W, dim]`, what the head read in the last call (prefill: W = 1), for drafters that look at it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    rotary: Tensor
+    prefix_mask: Tensor
+    features: Tensor
+
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.logits, self.prefix_mask = self.logits[rows], self.prefix_mask[rows]
+        self.features = self.features[rows]
+
+    def buffers(self) -> list[Tensor]:
+        return [self.keys, self.values, self.prefix_mask]
+
+
+def feed_forward_width(dim: int) -> int:
+    """Hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""
+    return -(-int(2 * 4 * dim / 3) // 256) * 256
+
+
+def rotary_table(
+    side: int, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Cosines and sines `[side * side, head_dim / 2, 2]`: half of the pairs turns by row, the other half by column."""
+    half = head_dim // 2
+    frequencies = base ** -(torch.arange(0, half, 2)[: half // 2].to(dtype) / half)  # [head_dim / 4]
+    angles = torch.outer(torch.arange(side).to(dtype), frequencies)
+    rows = angles[:, None, :].expand(side, side, -1)
+    columns = angles[None, :, :].expand(side, side, -1)
+    grid = torch.cat([rows, columns], -1).flatten(0, 1)
+    return torch.stack([grid.cos(), grid.sin()], -1)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn interleaved pairs of `x [R, W, H, D]` by `table [R or 1, W, D / 2, 2]`, in at least float32."""
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    cosine, sine = (table[:, :, None, :, i].to(pairs.dtype) for i in (0, 1))
+    even, odd = pairs.unbind(-1)
+    return torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], -1).flatten(-2).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.wqkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[R, W, H, D]` of `x [R, W, dim]`, not yet rotated."""
+        q, k, v = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """`q [R, W, H, D]` over `k, v [R, H, S, D]` under an additive or bool `mask [R, 1, W, S]` -> `[R, W, dim]`."""
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, dim: int, heads: int, hidden: int, eps: float):
+        super().__init__()
+        self.attention = Attention(dim, heads)
+        self.feed_forward = FeedForward(dim, hidden)
+        self.attention_norm = RMSNorm(dim, eps)
+        self.ffn_norm = RMSNorm(dim, eps)
+
+
+class LabelEmbedding(nn.Module):
+    """Class prefix: one position. Row `num_classes` of the table is the null class of guidance."""
+
+    def __init__(self, num_classes: int, dim: int):
+        super().__init__()
+        self.num_classes = num_classes
+        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+
+
+class CaptionProjection(nn.Module):
+    def __init__(self, caption_dim: int, dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(caption_dim, dim, bias=False)
+        self.fc2 = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CaptionEmbedding(nn.Module):
+    """Caption prefix: projected text features; `uncond_embedding` stands in for the caption in guidance rows."""
+
+    def __init__(self, caption_dim: int, dim: int, length: int):
+        super().__init__()
+        self.cap_proj = CaptionProjection(caption_dim, dim)
+        self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
+
+
+class LlamaGenTransformer(ModelMixin, ConfigMixin):
+    """A `NextTokenModel` over a square grid of image tokens.
+
+    Args:
+        vocab_size: number of image codes.
+        dim, num_layers, num_heads: width, depth and attention heads; `PRESETS` lists the official sizes.
+        grid_size: tokens per side (16, 24 or 32 for official 256, 384 and 512 pixel models).
+        prefix_length: 1 for class labels, 120 for the official text-conditional models.
+        num_classes: set for a class-conditional model (1000 in the official ones), else None.
+        caption_dim: set for a text-conditional model (2048, flan-t5-xl, in the official ones), else None.
+        norm_eps: epsilon of every RMSNorm.
+        zero_prefix_keys: as in the official models, whose rotary table is zero over the prefix: its keys vanish, and
+            image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so that image tokens
+            look up single words; a small model learns captions far sooner that way.
+
+    Raises:
+        ValueError: if not exactly one of `num_classes` and `caption_dim` is given, or head size is not a multiple of 4.
+    """
+
+    _repeated_blocks = ["TransformerBlock"]
+    _no_split_modules = ["TransformerBlock"]
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int = 16384,
+        dim: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        grid_size: int = 16,
+        prefix_length: int = 1,
+        num_classes: int | None = 1000,
+        caption_dim: int | None = None,
+        norm_eps: float = 1e-5,
+        zero_prefix_keys: bool = True,
+    ):
+        super().__init__()
+        if (num_classes is None) == (caption_dim is None):
+            raise ValueError(
+                f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them"
+            )
+        if dim % num_heads or dim // num_heads % 4:
+            raise ValueError(
+                f"dim={dim} and num_heads={num_heads} given; dim / num_heads must be a multiple of 4"
+            )
+        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        if caption_dim is None:
+            assert num_classes is not None
+            self.cls_embedding = LabelEmbedding(num_classes, dim)
+        else:
+            self.cls_embedding = CaptionEmbedding(caption_dim, dim, prefix_length)
+        hidden = feed_forward_width(dim)
+        self.layers = nn.ModuleList(
+            TransformerBlock(dim, num_heads, hidden, norm_eps) for _ in range(num_layers)
+        )
+        self.norm = RMSNorm(dim, norm_eps)
+        self.output = nn.Linear(dim, vocab_size, bias=False)
+        self.grid = TokenGrid(grid_size, grid_size)
+        self.vocab_size = vocab_size
+        for parameter_name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and "uncond" not in parameter_name:
+                nn.init.normal_(parameter, std=0.02)
+
+    @property
+    def prefix_length(self) -> int:
+        """Positions before the first image token."""
+        return self.config["prefix_length"]
+
+    def rotary_table(self) -> Tensor:
+        """The table of `rotary_table` for this grid: float32, or float64 for a float64 model."""
+        head_dim = self.config["dim"] // self.config["num_heads"]
+        return rotary_table(self.grid.width, head_dim, dtype=torch.promote_types(self.dtype, torch.float32))
+
+    # -- condition ---------------------------------------------------------------------------------------------------
+
+    def check_condition(self, condition: TextCondition | Tensor, batch_size: int) -> None:
+        """Refuse a condition that does not fit this model.
+
+        Raises:
+            TypeError: for captions given to a class-conditional model or labels given to a text-conditional one.
+            ValueError: for a wrong batch, prefix or feature size, a label out of range or an empty caption.
+        """
+        if isinstance(self.cls_embedding, LabelEmbedding):
+            if not isinstance(condition, Tensor) or condition.is_floating_point():
+                raise TypeError(
+                    f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]"
+                )
+            classes = self.cls_embedding.num_classes
+            if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+                raise ValueError(
+                    f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
+                )
+            return
+        if not isinstance(condition, TextCondition):
+            raise TypeError(
+                f"{type(condition).__name__} given; this model takes a TextCondition(features, mask)"
+            )
+        expected = (batch_size, self.prefix_length, self.config["caption_dim"])
+        if tuple(condition.features.shape) != expected or tuple(condition.mask.shape) != expected[:2]:
+            raise ValueError(
+                f"features {tuple(condition.features.shape)} and mask {tuple(condition.mask.shape)} given; "
+                f"this model takes {expected} and {expected[:2]}"
+            )
+        if not condition.mask[:, -1].all():
+            raise ValueError(
+                "the last prefix position of a row is masked; captions are left-padded and not empty"
+            )
+
+    def embed_condition(
+        self, condition: TextCondition | Tensor, *, guided: bool = False, dropped: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Prefix embeddings `[R, T, dim]` and mask `[R, T]`, unconditional rows last when `guided`.
+
+        `dropped`, bool `[B]`, marks rows whose condition is replaced by the unconditional one (training for guidance).
+        """
+        embedding = self.cls_embedding
+        if isinstance(embedding, LabelEmbedding):
+            assert isinstance(condition, Tensor)
+            labels = condition
+            if dropped is not None:
+                labels = torch.where(dropped, embedding.num_classes, labels)
+            if guided:
+                labels = torch.cat([labels, torch.full_like(labels, embedding.num_classes)])
+            embedded = embedding.embedding_table(labels)[:, None]
+            return embedded, torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
+        assert isinstance(condition, TextCondition)
+        features, mask = condition.features.to(embedding.uncond_embedding.dtype), condition.mask
+        features = features * mask[..., None]
+        if dropped is not None:
+            features = torch.where(dropped[:, None, None], embedding.uncond_embedding, features)
+        if guided:
+            features = torch.cat([features, embedding.uncond_embedding.expand_as(features)])
+            mask = torch.cat([mask, mask])  # the official code masks both halves alike
+        return embedding.cap_proj(features), mask
+
+    # -- decoding: the NextTokenModel contract -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(
+        self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool, window: int
+    ) -> LlamaGenState:
+        """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
+
+        Raises:
+            TypeError, ValueError: as `check_condition`; a batch whose cache has no room on the GPU.
+        """
+        self.check_condition(condition, batch_size)
+        hidden, prefix_mask = self.embed_condition(condition, guided=guided)
+        rows, prefix, dim = hidden.shape
+        heads = self.config["num_heads"]
+        shape = (len(self.layers), rows, heads, prefix + self.grid.num_tokens + window, dim // heads)
+        sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
+        check_cache_fits(sample_bytes, batch_size, hidden.device)
+        # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
+        keys, values = hidden.new_zeros(shape), hidden.new_zeros(shape)
+        causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
+        mask = (causal & prefix_mask[:, None, :]) | torch.eye(prefix, dtype=torch.bool, device=hidden.device)
+        for index, block in enumerate(self.layers):
+            assert isinstance(block, TransformerBlock)
+            q, k, v = block.attention.project(block.attention_norm(hidden))
+            if self.config["zero_prefix_keys"]:
+                q, k = torch.zeros_like(q), torch.zeros_like(k)
+            keys[index, :, :, :prefix] = k.transpose(1, 2)
+            values[index, :, :, :prefix] = v.transpose(1, 2)
+            hidden = hidden + block.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), mask[:, None])
+            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
+        features = self.norm(hidden[:, -1:])
+        return LlamaGenState(
+            logits=self._head(features)[:, 0],
+            guided=guided,
+            window=window,
+            keys=keys,
+            values=values,
+            rotary=self.rotary_table().to(hidden.device),
+            prefix_mask=prefix_mask,
+            features=features,
+        )
+
+    @torch.no_grad()
+    def forward(
+        self,
+        state: LlamaGenState,
+        tokens: Tensor,
+        slots: Tensor,
+        visible: Tensor | None = None,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
+
+        Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
+        `visible` the columns are a tree, see `TreeModel`; with `seen` slots come in any order, see `OrderModel`.
+        """
+        if state.guided:
+            tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
+            visible = None if visible is None else visible.repeat(2, 1, 1)
+            seen = None if seen is None else seen.repeat(2, 1, 1)
+        prefix, num_tokens = state.prefix_mask.shape[1], self.grid.num_tokens
+        width = slots.shape[1]
+        columns = torch.arange(num_tokens + state.window, device=slots.device)
+        if seen is not None:
+            places, size = slots, prefix + num_tokens + state.window
+            seen = F.pad(seen, (0, state.window)).scatter(
+                2, slots[..., None], True
+            )  # [R, W, S - T], and itself
+        elif visible is None:
+            places, size = slots, prefix + num_tokens + state.window
+            if (
+                slots.device.type == "cpu"
+            ):  # reading the maximum costs no synchronisation and spares the unused tail
+                size = prefix + int(slots.max()) + 1
+            seen = columns[: size - prefix] <= slots[..., None]  # [R, W, S - T]
+        else:
+            places, size = num_tokens + columns[:width].expand_as(slots), prefix + num_tokens + width
+            earlier = columns[:num_tokens] < slots[:, :1, None]  # [R, 1, L], slots before the root
+            seen = torch.cat([earlier.expand(-1, width, -1), visible], -1)
+        mask = torch.cat([state.prefix_mask[:, None].expand(-1, width, -1), seen], -1)[:, None]
+        table = state.rotary[slots.clamp_max(num_tokens - 1)]
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        hidden = self.tok_embeddings(tokens)
+        for index, block in enumerate(self.layers):
+            assert isinstance(block, TransformerBlock)
+            keys, values = state.keys[index], state.values[index]
+            q, k, v = block.attention.project(block.attention_norm(hidden))
+            keys.transpose(1, 2)[rows, prefix + places] = rotate(k, table)
+            values.transpose(1, 2)[rows, prefix + places] = v
+            hidden = hidden + block.attention.attend(
+                rotate(q, table), keys[:, :, :size], values[:, :, :size], mask
+            )
+            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
+        state.features = self.norm(hidden)
+        return self._head(state.features)
+
+    @torch.no_grad()
+    def keep(self, state: LlamaGenState, columns: Tensor, slots: Tensor) -> None:
+        """Copy what the last tree call computed for `columns [B, D]` to the cache at `slots [B, D]`."""
+        if state.guided:
+            columns, slots = columns.repeat(2, 1), slots.repeat(2, 1)
+        first = state.prefix_mask.shape[1]
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        for cache in (state.keys, state.values):
+            by_place = cache.transpose(2, 3)  # [layers, R, S, H, D]
+            by_place[:, rows, first + slots] = by_place[:, rows, first + self.grid.num_tokens + columns]
+
+    def _head(self, features: Tensor) -> Tensor:
+        logits = self.output(features)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def teacher_forced(
+        self,
+        tokens: Tensor,
+        condition: TextCondition | Tensor,
+        dropped: Tensor | None = None,
+        hidden_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `[B, L, V]` for every slot of whole pictures `tokens [B, L]`, with gradients.
+
+        `dropped`, bool `[B]`: rows whose condition is replaced by the unconditional one. `hidden_tokens`, bool
+        `[B, L - 1]`: inputs replaced by zero, so that the condition has to say what they would have said.
+        """
+        prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
+        prefix = prefix_mask.shape[1]
+        length = tokens.shape[1] - 1  # the last token predicts nothing
+        total = prefix + length
+        embedded = self.tok_embeddings(tokens[:, :-1])
+        if hidden_tokens is not None:
+            embedded = embedded.masked_fill(hidden_tokens[..., None], 0.0)
+        hidden = torch.cat([prefix_embeddings, embedded], 1)
+        table = self.rotary_table()
+        unrotated = torch.zeros_like(table[:1])  # cosine 0 and sine 0: no key at all
+        if not self.config["zero_prefix_keys"]:
+            unrotated[..., 0] = 1.0
+        table = torch.cat([unrotated.expand(prefix, -1, -1), table[:length]])[None].to(tokens.device)
+        causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
+        columns = F.pad(prefix_mask, (0, length), value=True)
+        mask = (causal & columns[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
+        for block in self.layers:
+            assert isinstance(block, TransformerBlock)
+            q, k, v = block.attention.project(block.attention_norm(hidden))
+            q, k, v = rotate(q, table), rotate(k, table).transpose(1, 2), v.transpose(1, 2)
+            hidden = hidden + block.attention.attend(q, k, v, mask[:, None])
+            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
+        return self._head(self.norm(hidden[:, prefix - 1 :]))

@@ -1,0 +1,110 @@
+"""The embedded family's text encoder: a small bidirectional transformer over words, trained with the image model.
+
+It takes the place that flan-t5-xl has in the official text-conditional LlamaGen; features are left-padded as there.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.next_token.llamagen import TextCondition
+
+_WORD = re.compile(r"\w+")
+_PADDING, _UNKNOWN, _FIRST_WORD = 0, 1, 2
+
+
+def split_words(text: str) -> list[str]:
+    """Lower-case words of a text, punctuation dropped."""
+    return _WORD.findall(text.lower())
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (
+            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # [B, H, T, D]
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class CaptionEncoder(ModelMixin, ConfigMixin):
+    """Words to features.
+
+    Args:
+        vocabulary: the known words; any other word becomes the unknown word.
+        dim, num_layers, num_heads: size of the transformer; `dim` is the caption width of the image model.
+        max_words: longest caption, which is also the image model's prefix length.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        vocabulary: list[str] | tuple[str, ...] = (),
+        dim: int = 128,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        max_words: int = 20,  # noqa: B006
+    ):
+        super().__init__()
+        self.word_embedding = nn.Embedding(len(vocabulary) + _FIRST_WORD, dim)
+        self.position_embedding = nn.Embedding(max_words, dim)
+        self.blocks = nn.ModuleList(_Block(dim, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim)
+        self._ids = {word: index + _FIRST_WORD for index, word in enumerate(vocabulary)}
+
+    @property
+    def max_words(self) -> int:
+        """Longest caption in words."""
+        return self.config["max_words"]
+
+    def unknown_words(self, prompts: list[str]) -> list[str]:
+        """Words of the prompts that the encoder has never seen, each once, in order."""
+        words = (word for prompt in prompts for word in split_words(prompt))
+        return list(dict.fromkeys(word for word in words if word not in self._ids))
+
+    def word_ids(self, prompts: list[str]) -> Tensor:
+        """Left-padded word ids `[B, max_words]`.
+
+        Raises:
+            ValueError: for a prompt without a word, or with more than `max_words`.
+        """
+        rows = []
+        for prompt in prompts:
+            words = split_words(prompt)
+            if not words:
+                raise ValueError(f"prompt {prompt!r} has no words; give at least one")
+            if len(words) > self.max_words:
+                raise ValueError(
+                    f"prompt of {len(words)} words given; at most {self.max_words} are allowed: {prompt!r}"
+                )
+            ids = [self._ids.get(word, _UNKNOWN) for word in words]
+            rows.append([_PADDING] * (self.max_words - len(ids)) + ids)
+        return torch.tensor(rows, dtype=torch.long, device=self.word_embedding.weight.device)
+
+    def forward(self, prompts: list[str] | Tensor) -> TextCondition:
+        """Features `[B, max_words, dim]` and mask of prompts, or of word ids `[B, max_words]`.
+
+        Raises:
+            ValueError: as `word_ids`.
+        """
+        ids = prompts if isinstance(prompts, Tensor) else self.word_ids(prompts)
+        mask = ids != _PADDING
+        # Positions count from the first word of the caption, wherever the padding puts it.
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        x = self.word_embedding(ids) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x, mask[:, None, None, :])
+        return TextCondition(self.norm(x) * mask[..., None], mask)

@@ -1,0 +1,248 @@
+"""T5 caption features for the official text-conditional LlamaGen: flan-t5-xl, left-padded, cached on disk.
+
+Takes the place of `CaptionEncoder` in an `ImagePipeline`. A folder of these features is a plain transformers folder
+(`config.json`, weights, tokenizer files), so that an original flan-t5-xl folder or Hub id loads as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from diffusers.configuration_utils import ConfigMixin
+from diffusers.models.modeling_utils import ModelMixin
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.text.captions import clean_caption
+
+MAX_TOKENS = 120  # prefix length of the official text-conditional models
+
+
+class T5Features(ModelMixin, ConfigMixin):
+    """Captions to the last hidden states of a T5 encoder.
+
+    Captions are cleaned twice and tokenized with their end token, padded to `max_words`; each row of the features is
+    then rotated so that its valid tokens stand at its end, and zero before them (LlamaGen, official text-conditional
+    sampling code).
+
+    Args:
+        encoder: a transformers `T5EncoderModel`.
+        tokenizer: its tokenizer.
+        max_words: longest caption in tokens, the end token included; also the prefix length of the image model.
+        cache_folder: where features are kept, one file per caption; None keeps none. What is cached is found again
+            only with the same weights, in the same dtype, for the same tokens.
+        clean: whether captions are cleaned. Those of Infinity are read as they are.
+    """
+
+    config_name = "features_config.json"
+
+    def __init__(
+        self,
+        encoder: Any,
+        tokenizer: Any,
+        max_words: int = MAX_TOKENS,
+        cache_folder: str | os.PathLike | None = None,
+        clean: bool = True,
+    ):
+        super().__init__()
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+        self.cache_folder = None if cache_folder is None else Path(cache_folder)
+        self.register_to_config(max_words=max_words, clean=clean)
+        self._fingerprint: tuple[torch.dtype, str] | None = None
+
+    # -- loading and saving --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike,
+        *,
+        torch_dtype: torch.dtype | None = None,
+        max_words: int | None = None,
+        cache_folder: str | os.PathLike | None = None,
+        clean: bool | None = None,
+        **loading: Any,
+    ) -> Self:
+        """Load a folder or Hub id of a T5, or what `save_pretrained` wrote.
+
+        Args:
+            torch_dtype: of the weights; None: float32, as diffusers loads.
+            max_words: None: as saved, or 120.
+            cache_folder: see the class.
+            clean: None: as saved, or true.
+            loading: revision, token, cache_dir, local_files_only and device_map are passed on to transformers.
+
+        Raises:
+            ValueError: the folder holds no configuration, or that of another model.
+            OSError: as transformers raises for a Hub id that cannot be had.
+        """
+        from transformers import AutoConfig, AutoTokenizer, T5EncoderModel
+
+        folder = os.fspath(folder)
+        if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "config.json")):
+            raise ValueError(
+                f"{folder} has no config.json; pass a folder of flan-t5-xl as transformers saves it (config.json, "
+                "weights, tokenizer files), or its Hub id 'google/flan-t5-xl'."
+            )
+        names = ("revision", "token", "cache_dir", "local_files_only")
+        options = {name: loading[name] for name in names if loading.get(name) is not None}
+        config = AutoConfig.from_pretrained(folder, **options)
+        if config.model_type not in ("t5", "mt5", "umt5"):
+            raise ValueError(
+                f"{folder} holds a {config.model_type} model; LlamaGen reads the features of a T5 encoder "
+                "(officially flan-t5-xl)."
+            )
+        if loading.get("device_map") is not None:
+            options["device_map"] = loading["device_map"]
+        encoder = T5EncoderModel.from_pretrained(folder, dtype=torch_dtype or torch.float32, **options)
+        options.pop("device_map", None)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        saved = os.path.join(folder, cls.config_name)
+        kept: dict[str, Any] = json.loads(Path(saved).read_text()) if os.path.exists(saved) else {}
+        longest = max_words or kept.get("max_words", MAX_TOKENS)
+        cleaned = kept.get("clean", True) if clean is None else clean
+        return cls(encoder, tokenizer, longest, cache_folder, cleaned).eval()
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
+        """Write encoder, tokenizer, `max_words` and `clean` into one folder."""
+        known = {name: options[name] for name in ("max_shard_size", "variant") if options.get(name)}
+        self.encoder.save_pretrained(save_directory, **known)
+        self.tokenizer.save_pretrained(save_directory)
+        self.save_config(save_directory)
+
+    # -- the interface of CaptionEncoder -------------------------------------------------------------------------------
+
+    @property
+    def max_words(self) -> int:
+        """Longest caption in tokens."""
+        return self.config["max_words"]
+
+    @property
+    def dim(self) -> int:
+        """Width of the features, the caption width of the image model (2048 for flan-t5-xl)."""
+        return self.encoder.config.d_model
+
+    def unknown_words(self, prompts: list[str]) -> list[str]:
+        """None: T5 spells every word in pieces."""
+        return []
+
+    def word_ids(self, prompts: list[str]) -> Tensor:
+        """Token ids `[B, max_words]`, padded at the end as T5 was trained.
+
+        Raises:
+            ValueError: for a prompt of which cleaning leaves nothing, or with more than `max_words` tokens. (The
+                official code draws something for the former, and cuts the latter short without a word.)
+        """
+        rows = []
+        for prompt in prompts:
+            text = clean_caption(clean_caption(prompt)) if self.config["clean"] else prompt.strip()
+            if not text:
+                raise ValueError(f"prompt {prompt!r} has no words; give at least one")
+            ids = self.tokenizer(text).input_ids
+            if len(ids) > self.max_words:
+                raise ValueError(
+                    f"prompt of {len(ids)} tokens given; at most {self.max_words} are allowed: {prompt!r}"
+                )
+            rows.append(ids + [self._padding] * (self.max_words - len(ids)))
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
+
+    @torch.no_grad()
+    def forward(self, prompts: list[str] | Tensor) -> TextCondition:
+        """Features `[B, max_words, C]` and mask of prompts, or of token ids `[B, max_words]`.
+
+        Raises:
+            ValueError: as `word_ids`.
+        """
+        ids = prompts if isinstance(prompts, Tensor) else self.word_ids(prompts)
+        mask = ids != self._padding
+        features = self._encode(ids, mask) if self.cache_folder is None else self._through_cache(ids, mask)
+        return left_padded(features, mask)
+
+    @property
+    def _padding(self) -> int:
+        return self.tokenizer.pad_token_id
+
+    def _encode(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+
+    # -- the cache -----------------------------------------------------------------------------------------------------
+
+    def _through_cache(self, ids: Tensor, mask: Tensor) -> Tensor:
+        paths = [self._path(row[valid]) for row, valid in zip(ids, mask, strict=True)]
+        out = torch.zeros(*ids.shape, self.dim, dtype=self.dtype, device=ids.device)
+        absent = []
+        for index, (path, valid) in enumerate(zip(paths, mask, strict=True)):
+            features = self._read(path, int(valid.sum()))
+            if features is None:
+                absent.append(index)
+            else:
+                out[index, valid] = features
+        if absent:
+            out[absent] = self._encode(ids[absent], mask[absent])
+            for index in absent:
+                features = out[index, mask[index]].contiguous().cpu()
+                _write_atomically(paths[index], save({"features": features}))
+        return out
+
+    def _path(self, ids: Tensor) -> Path:
+        assert self.cache_folder is not None
+        name = hashlib.sha256(f"{self._weights_fingerprint()} {ids.tolist()}".encode()).hexdigest()
+        return self.cache_folder / name[:2] / f"{name}.safetensors"
+
+    def _weights_fingerprint(self) -> str:
+        """Tells encoders, revisions and dtypes apart, by some numbers of every weight rather than by a name."""
+        if self._fingerprint is None or self._fingerprint[0] != self.dtype:
+            digest = hashlib.sha256()
+            for name, weight in self.encoder.state_dict().items():
+                flat = weight.flatten()
+                some = flat[:: max(1, len(flat) // 16)][:16].double().cpu()
+                digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {some.tolist()}".encode())
+            self._fingerprint = self.dtype, digest.hexdigest()
+        return self._fingerprint[1]
+
+    def _read(self, path: Path, length: int) -> Tensor | None:
+        """Features `[length, C]`, or None where there are none, or none that can be read."""
+        try:
+            with safe_open(path, "pt") as file:
+                features = file.get_tensor("features")
+        except (OSError, SafetensorError):
+            return None
+        fits = features.shape == (length, self.dim) and features.dtype == self.dtype
+        return features.to(self.device) if fits else None
+
+
+def left_padded(features: Tensor, mask: Tensor) -> TextCondition:
+    """Rotate every row so that its valid tokens stand at its end, and zero the rest.
+
+    Args:
+        features: `[B, T, C]`, valid tokens first.
+        mask: bool `[B, T]`, true at valid tokens.
+    """
+    length = mask.shape[1]
+    columns = torch.arange(length, device=mask.device)
+    source = (columns + mask.sum(1, keepdim=True)) % length  # [B, T]
+    rotated = features.gather(1, source[..., None].expand_as(features))
+    flipped = mask.flip(1)
+    return TextCondition(rotated.masked_fill(~flipped[..., None], 0), flipped)
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    # Another process may write the same caption: each has a file of its own, and the last one to be renamed stays.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,158 @@
+"""What a next-token sampler refuses: a request it cannot serve, and logits that define no law."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import NextTokenModel
+from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
+
+# How the drafts of a slot in successive rounds depend on each other, and how they are tested.
+COUPLINGS = ("gumbel", "independent", "maximal")
+ACCEPTANCES = ("identical", "exact")
+
+
+def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None:
+    """Refuse, before any compute, what a next-token sampler cannot decode.
+
+    Raises:
+        ValueError: batch size below 1, a grid of several codebooks, allowed ids beyond the vocabulary.
+    """
+    check_batch_size(batch_size)
+    if model.grid.codebooks != 1:
+        raise ValueError(
+            f"the model has {model.grid.codebooks} codebooks a slot; this sampler decodes one token a slot. "
+            "Use a sampler that accepts whole columns."
+        )
+    check_allowed(law, model.vocab_size)
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse a batch size below 1.
+
+    Raises:
+        ValueError: it is no integer of at least 1.
+    """
+    check_count("batch_size", batch_size)
+
+
+def check_count(name: str, value: object, note: str = "") -> None:
+    """Refuse a setting that is no integer of at least 1; `note` is said behind that.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}; pass an integer of at least 1{note}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse a setting that is neither True nor False.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}; pass True or False.")
+
+
+def check_coupled(options: object, initial_drafts: Sequence[str]) -> None:
+    """Refuse how a sampler couples, tests and begins its drafts, if there is no such way.
+
+    Args:
+        options: has `coupling`, `acceptance` and `initial_draft`.
+        initial_drafts: the beginnings it knows.
+
+    Raises:
+        ValueError: a name that is not one of those allowed, or acceptance "identical" without coupling "gumbel".
+    """
+    choices = {"coupling": COUPLINGS, "acceptance": ACCEPTANCES, "initial_draft": initial_drafts}
+    given = {name: getattr(options, name) for name in choices}
+    for name, allowed in choices.items():
+        if given[name] not in allowed:
+            raise ValueError(f"{name}={given[name]!r}; pass one of {', '.join(allowed)}.")
+    if given["acceptance"] == "identical" and given["coupling"] != "gumbel":
+        raise ValueError(
+            "acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
+            f"coupling='gumbel', got coupling={given['coupling']!r}. Pass coupling='gumbel', or acceptance='exact'."
+        )
+
+
+def check_allowed(law: TokenLaw, vocab_size: int) -> None:
+    """Refuse a law that allows ids which the model does not have.
+
+    Raises:
+        ValueError: the range reaches beyond the vocabulary.
+    """
+    if law.allowed is not None and law.allowed[1] > vocab_size:
+        raise ValueError(
+            f"allowed={law.allowed} reaches beyond the vocabulary of {vocab_size} tokens; "
+            f"pass a range within (0, {vocab_size})."
+        )
+
+
+class CheckedLaw:
+    """A `TokenLaw` that refuses logits which define no law.
+
+    Args:
+        num_tokens: L; logits that predict slots past the grid are ignored.
+        deferred: remember the first bad slot of each sample, and raise in `finish`, when the decode has ended.
+            For CUDA, where looking at once would stall the device at every call.
+    """
+
+    def __init__(self, law: TokenLaw, num_tokens: int, *, deferred: bool = False) -> None:
+        self.law = law
+        self.num_tokens = num_tokens
+        self.deferred = deferred
+        self._first_bad: Tensor | None = None  # [B]
+        self._samples: Tensor | None = None  # the samples that are looked at, when they are not all
+
+    def select(self, samples: Tensor) -> None:
+        """Go on with some of the samples only, long [N]; messages keep the numbers they had at first."""
+        self._samples = samples if self._samples is None else self._samples[samples]
+
+    def __call__(self, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
+        """Log-probabilities [B, W, V] from logits [R, W, V] that predict `slots` [B, W].
+
+        Raises:
+            FloatingPointError: (unless deferred) nan, +inf, or only -inf; names sample, column and slot.
+        """
+        allowed = self.law.allowed
+        inside = logits if allowed is None else logits[..., slice(*allowed)]
+        repeats = logits.shape[0] // slots.shape[0]
+        bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
+        if self.deferred:
+            self.remember(bad, slots)
+        elif bad.any():
+            check_finite(logits.masked_fill(~bad[..., None], 0), slots, allowed, self._samples)
+        return self.law(logits, guided, slots)
+
+    def remember(self, bad: Tensor, slots: Tensor) -> None:
+        """Note for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""
+        repeats = bad.shape[0] // slots.shape[0]
+        bad = bad & (slots < self.num_tokens).repeat(repeats, 1)
+        at = slots.repeat(repeats, 1).masked_fill(~bad, self.num_tokens)  # [R, W]
+        first = at.amin(1).view(repeats, -1).amin(0)  # [samples looked at]
+        if self._first_bad is None:
+            self._first_bad = torch.full_like(first, self.num_tokens)
+        here = torch.arange(len(first), device=first.device) if self._samples is None else self._samples
+        self._first_bad.scatter_reduce_(0, here, first, "amin")
+
+    def finish(self) -> None:
+        """Raise what was held back.
+
+        Raises:
+            FloatingPointError: names sample and slot.
+        """
+        if self._first_bad is None:
+            return
+        for sample, slot in enumerate(self._first_bad.tolist()):
+            if slot < self.num_tokens:
+                raise FloatingPointError(
+                    f"the logits of sample {sample}, slot {slot} hold nan, +inf, or only -inf; a law needs finite "
+                    "logits, or -inf for forbidden tokens beside a finite one. Check the weights, or run the model "
+                    "in float32 or bfloat16 if it overflows in float16."
+                )

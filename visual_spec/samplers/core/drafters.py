@@ -1,0 +1,92 @@
+"""What a sampler may draft with: the two kinds of drafters, how each starts, and which fit a model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from visual_spec.models.core.protocol import DecodeState, NextTokenModel, TokenGrid
+from visual_spec.samplers.core.checks import CheckedLaw
+
+
+class FeatureDrafter(Protocol):
+    """A drafter that looks at the target's features: what the target's output head read to predict each slot.
+
+    The other kind of drafter is any `NextTokenModel` (for trees: `TreeModel`) over the same grid and vocabulary. The
+    two differ in how they start and in what they are shown after a target call; drafting is the same.
+    """
+
+    @property
+    def grid(self) -> TokenGrid: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def follow(self, model: Any, state: Any, *, window: int) -> Any:
+        """Allocate the drafter's cache beside a target that has just been prefilled.
+
+        Args:
+            model, state: the target and its state, `state.features` [R, 1, dim] being what predicted slot 0.
+            window: the most columns that one call of the drafter will have.
+
+        Raises:
+            ValueError: the drafter was made for another kind of target.
+        """
+        ...
+
+    def observe(self, state: Any, features: Tensor, slots: Tensor) -> None:
+        """Take note of the target's features [R, W, dim] at `slots` [B, W]; each predicted the slot behind its own."""
+        ...
+
+    def __call__(self, state: Any, tokens: Tensor, slots: Tensor, visible: Tensor | None = None) -> Tensor:
+        """As `TreeModel.__call__`, but a tree grows by one level a call: the columns of the last call come first."""
+        ...
+
+
+def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
+    """Refuse a drafter whose drafts the model could not score.
+
+    Raises:
+        ValueError: no drafter, or one over another grid or vocabulary; says what fits.
+    """
+    grid, vocab_size = model.grid, model.vocab_size
+    fits = f"{grid.frames} x {grid.height} x {grid.width} tokens out of {vocab_size}"
+    if drafter is None:
+        raise ValueError(
+            f"{type(sampler).__name__} needs a drafter, and got none; pass drafter=..., an EagleDrafter trained for "
+            f"this model, or any smaller next-token model that predicts {fits}."
+        )
+    if (drafter.grid, drafter.vocab_size) != (grid, vocab_size):
+        other = drafter.grid
+        raise ValueError(
+            f"the drafter predicts {other.frames} x {other.height} x {other.width} tokens out of "
+            f"{drafter.vocab_size}, but the model {fits}; pass a drafter for the model's tokens."
+        )
+
+
+def start_drafter(
+    drafter: Any, model: Any, cache: DecodeState, condition: Any, *, batch_size: int, window: int, **told: Any
+) -> Any:
+    """The drafter's own cache, beside a target that has just been prefilled.
+
+    Args:
+        condition: what the drafter's `prefill` takes. A feature drafter needs none: the features know it.
+        window: the most columns of one drafter call.
+        told: what else a feature drafter must know to `follow`.
+    """
+    if hasattr(drafter, "follow"):
+        return drafter.follow(model, cache, window=window, **told)
+    return drafter.prefill(condition, batch_size=batch_size, guided=cache.guided, window=window)
+
+
+def draft_law(law: CheckedLaw, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
+    """The drafter's law [B, W, V]: the target's `TokenLaw`, on the drafter's logits [R, W, V], guided as the target's.
+
+    Raises:
+        FloatingPointError: logits that define no law; says that they are the drafter's.
+    """
+    try:
+        return law(logits, slots, guided)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"in the drafter: {error}") from error

@@ -1,0 +1,233 @@
+"""One call of a decode recorded as a CUDA graph: a single launch in place of hundreds, with no Python in between.
+
+A step of a sampler is a function of the tensors that its state holds. It is recorded once with all of them at fixed
+addresses, and at its end writes what it has bound anew back to where it was; so one recording serves every call of a
+decode, and of later decodes of the same shape, whose states are copied over the first one's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from visual_spec.models.core.protocol import DecodeState, modules_of, owner_of
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.trace import Stopwatch
+
+AUTO = "auto"
+# Share of the device's memory that recordings may go on holding after their decodes; the oldest are dropped first.
+_SHARE = 0.25
+
+# State, law and noise of a decode: what a step reads and changes.
+Parts = tuple[Any, CheckedLaw, CounterNoise]
+Step = Callable[[Any, CheckedLaw, CounterNoise], None]
+
+
+@dataclass
+class Recording:
+    """A step, the parts of a decode that it works on, and the graph of each width that was recorded.
+
+    Attributes:
+        parts: those of the first decode; later ones are copied over them.
+        weights: addresses of the model's weights, which graphs know by nothing else.
+        shapes: of the tensors of the parts.
+        replays: {width of the state: what replays the graph; None where recording failed}.
+        memory: one pool for the graphs.
+    """
+
+    parts: Parts
+    weights: tuple[int, ...]
+    shapes: tuple[Any, ...]
+    replays: dict[int | None, Callable[[], Any] | None] = field(default_factory=dict)
+    memory: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of the parts."""
+        return sum(tensor.nbytes for tensor in _tensors(self.parts))
+
+
+# {what owns the weights: {what else matters: recording}}, each in the order of use.
+_RECORDINGS: WeakKeyDictionary[Any, dict[Any, Recording]] = WeakKeyDictionary()
+
+
+def forget(model: Any = None) -> None:
+    """Give back the memory of the recordings of a model, or of all."""
+    if model is None:
+        _RECORDINGS.clear()
+    else:
+        _RECORDINGS.pop(owner_of(model), None)
+
+
+def check_graph(graph: object) -> None:
+    """Refuse what is no choice.
+
+    Raises:
+        ValueError: so.
+    """
+    if not (graph == AUTO or isinstance(graph, bool)):
+        raise ValueError(f"graph={graph!r}; pass True, False or {AUTO!r}.")
+
+
+def wants_graph(graph: bool | str, model: Any) -> bool:
+    """Whether a decode is to be recorded, before anything is computed. "auto" records wherever that can be done.
+
+    Raises:
+        ValueError: True on another device than CUDA, or for a model that is moved between devices.
+    """
+    if graph is False:
+        return False
+    device = torch.device(getattr(model, "device", "cpu"))
+    if device.type != "cuda":
+        if graph is True:
+            raise ValueError(f"graph=True on {device}: only CUDA records graphs; pass graph='auto'.")
+        return False
+    if _is_offloaded(model):
+        if graph is True:
+            raise ValueError(
+                "graph=True for a model that is offloaded: a graph knows weights by their address. Keep the model on "
+                "the device, or pass graph='auto'."
+            )
+        return False
+    return True
+
+
+def can_record(cache: DecodeState) -> bool:
+    """Whether a model's state says which of its tensors last from call to call."""
+    return getattr(type(cache), "buffers", DecodeState.buffers) is not DecodeState.buffers
+
+
+def recorded(
+    model: Any, key: Any, step: Step, parts: Parts, watch: Stopwatch, *, strict: bool = False
+) -> tuple[Parts, Callable[[], None]]:
+    """The parts of a decode at the addresses of a recording, and what advances them by one call.
+
+    The first call of a width is made as it is, which compiles what has to be compiled; then the step is recorded.
+
+    Args:
+        key: what the step depends on beside the model and the tensors of the parts; hashable.
+        step: binds tensors of the parts anew, or changes them in place.
+        parts: a decode that has been prepared. What is returned takes their place.
+        watch: times the calls that are replayed, as phase "step".
+        strict: raise where recording fails, in place of a warning and calls that are made as they are.
+
+    Raises:
+        TypeError: the state's `cache` does not say what its buffers are.
+        RuntimeError: `strict`, and something in the step cannot be recorded.
+    """
+    state = parts[0]
+    if not can_record(state.cache):
+        raise TypeError(f"{type(state.cache).__name__} has no `buffers`; pass graph=False for this model.")
+    device = state.cache.logits.device
+    known = _RECORDINGS.setdefault(owner_of(model), {})
+    key = (key, type(model), model.grid)
+    weights = _addresses(model)
+    shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(parts))
+    recording = known.pop(key, None)
+    if recording is None or (recording.weights, recording.shapes) != (weights, shapes):
+        recording = Recording(parts, weights, shapes)
+    else:
+        for fixed, new in zip(_tensors(recording.parts), _tensors(parts), strict=True):
+            fixed.copy_(new)
+        if hasattr(state, "width"):
+            recording.parts[0].width = state.width  # a policy may have left another one there
+    known[key] = recording
+    _make_room(device, recording)
+    fixed_parts = recording.parts
+
+    def advance() -> None:
+        width = getattr(fixed_parts[0], "width", None)
+        replay = recording.replays.get(width)
+        if replay is not None:
+            replay()
+            watch.lap("step", device)
+            return
+        step_in_place(step, fixed_parts)
+        if width not in recording.replays:
+            recording.replays[width] = _record(step, recording, strict)
+
+    return fixed_parts, advance
+
+
+def step_in_place(step: Step, parts: Parts) -> None:
+    """A step, after which the tensors of the parts are where they were before."""
+    before = list(_places(*parts))
+    step(*parts)
+    for owner, name, fixed in before:
+        now = getattr(owner, name)
+        if now is not fixed:
+            fixed.copy_(now)
+            setattr(owner, name, fixed)
+
+
+def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any] | None:
+    """What replays a step of the recording; None where it cannot be recorded. Nothing is computed."""
+    before = list(_places(*recording.parts))
+    try:
+        replay, recording.memory = _capture(lambda: step_in_place(step, recording.parts), recording.memory)
+    except RuntimeError as error:
+        for owner, name, fixed in before:
+            setattr(owner, name, fixed)
+        if strict:
+            raise
+        warnings.warn(
+            f"a call could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=2
+        )
+        return None
+    return replay
+
+
+def _capture(run: Callable[[], None], memory: Any) -> tuple[Callable[[], Any], Any]:
+    """What replays `run`, and the memory pool of the graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory):
+        run()
+    return graph.replay, graph.pool()
+
+
+# -- the tensors of a decode -------------------------------------------------------------------------------------------
+
+
+def _places(*parts: Any) -> Iterator[tuple[Any, str, Tensor]]:
+    """Where tensors are kept: (object, attribute, tensor)."""
+    for part in parts:
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                yield part, name, value
+        if getattr(part, "meter", None) is not None:
+            yield from _places(part.meter)
+
+
+def _tensors(parts: Parts) -> list[Tensor]:
+    """All tensors that last from call to call, in one order."""
+    return [tensor for _, _, tensor in _places(*parts)] + parts[0].cache.buffers()
+
+
+def _addresses(model: Any) -> tuple[int, ...]:
+    """Where the weights are. Quantised ones have no address of their own, and count as moved when they are others."""
+    weights = [parameter for module in modules_of(model) for parameter in module.parameters()]
+    return tuple(one.data_ptr() if type(one) is nn.Parameter else id(one) for one in weights)
+
+
+def _is_offloaded(model: Any) -> bool:
+    return any(hasattr(module, "_hf_hook") for root in modules_of(model) for module in root.modules())
+
+
+def _make_room(device: torch.device, needed: Recording) -> None:
+    """Drop the oldest recordings until they hold no more than their share of the device's memory."""
+    if device.type != "cuda":
+        return
+    room = _SHARE * torch.cuda.get_device_properties(device).total_memory
+    others = [(known, key) for known in _RECORDINGS.values() for key in known if known[key] is not needed]
+    held = needed.nbytes + sum(known[key].nbytes for known, key in others)
+    for known, key in others:
+        if held <= room:
+            return
+        held -= known.pop(key).nbytes

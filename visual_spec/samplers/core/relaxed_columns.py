@@ -1,0 +1,60 @@
+"""Relaxed acceptance of several codebooks: each has codes of its own, and so groups of similar sound of its own.
+
+The rules are those of `relaxed`, one for each codebook with the tables of its codes. Groups of similar codes are how
+Yanuka et al., "Principled coarse-grained acceptance for speculative decoding in speech", 2025 (arXiv 2511.13732), relax
+the test for audio tokens: a draft is kept as often as its group allows. They also replace a refused draft by way of the
+groups, which may overlap; here it is replaced as `relaxed` says, at a price that the divergence meter knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
+from visual_spec.samplers.core.relaxed import Relaxation
+
+
+def check_codebooks(relaxation: Relaxation, codebook: Tensor | None, codebooks: int, vocab_size: int) -> None:
+    """Refuse, before any compute, codebooks that do not fit the model. `codebook`: [K, V, D] or None.
+
+    Raises:
+        ValueError: none is given and one is needed, another shape, or fewer codes than the settings ask for.
+    """
+    if codebook is None or not relaxation.needs_codebook:
+        relaxation.check(codebook, vocab_size)
+    elif codebook.dim() != 3 or len(codebook) != codebooks:
+        raise ValueError(
+            f"codebook of shape {tuple(codebook.shape)} for a model of {codebooks} codebooks; pass the codes of each, "
+            f"[{codebooks}, {vocab_size}, D]."
+        )
+    else:
+        relaxation.check(codebook[0], vocab_size)
+
+
+def rule_by_codebook(
+    relaxation: Relaxation, codebook: Tensor | None, codebooks: int, device: torch.device
+) -> AcceptanceRule:
+    """The rule with its tables. It takes windows of N * K entries, those of each column together."""
+    if relaxation.lossless:
+        return EXACT
+    return join_rules(
+        [relaxation.rule(None if codebook is None else codebook[k], device) for k in range(codebooks)]
+    )
+
+
+def join_rules(rules: Sequence[AcceptanceRule]) -> AcceptanceRule:
+    """One rule for windows of N * K entries out of one for each codebook; entry i belongs to codebook i % K."""
+
+    def by_codebook(calls: Sequence[Callable[..., Tensor]], *window: Tensor) -> Tensor:
+        count = len(calls)
+        found = [call(*(part[:, k::count] for part in window)) for k, call in enumerate(calls)]
+        return torch.stack(found, 2).flatten(1, 2)
+
+    return AcceptanceRule(
+        lambda *window: by_codebook([rule.probability for rule in rules], *window),
+        lambda *window: by_codebook([rule.refused_target for rule in rules], *window),
+        lossless=all(rule.lossless for rule in rules),
+    )

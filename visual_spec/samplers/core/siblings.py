@@ -1,0 +1,406 @@
+"""Several drafts for one slot: siblings, how they are drawn, and which of them is kept.
+
+Every rule is exact under one condition: sibling j is labelled with the law it was truly drawn from *given the
+siblings before it*. For siblings drawn without replacement that is the law without the earlier ones, renormalised.
+Labelling them with the plain law, or drawing them from one law and naming another, changes what comes out.
+
+Laws are log-probabilities, -inf outside the support; a law that is -inf everywhere is the law of no draft. A slot is
+one row here: target [B, V], siblings [B, K].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, CounterNoise
+
+# The low half of a stream number says what a draw is for (the constants of `randomness`, all far below 2**16), the
+# high half which sibling it belongs to: no two pairs share a number, so no two siblings of a slot share bits. Sibling
+# 0 has the plain stream, so that a slot with one draft meets the very noise it would meet without siblings.
+_SIBLING_SHIFT = 16
+
+
+def sibling_stream(stream: int, sibling: int) -> int:
+    """The stream for the draws of one sibling."""
+    return stream + (sibling << _SIBLING_SHIFT)
+
+
+# ---------------------------------------------------------------------------------------------------- drawing
+
+
+def without(law: Tensor, tokens: Tensor) -> Tensor:
+    """The law given that none of `tokens` comes out: [..., V], or -inf everywhere when nothing else could.
+
+    Args:
+        law: [..., V] log-probabilities.
+        tokens: long [..., N].
+    """
+    left = law.scatter(-1, tokens, -torch.inf)
+    mass = left.logsumexp(-1, keepdim=True)
+    return torch.where(mass > -torch.inf, left - mass, left)
+
+
+def with_replacement(
+    law: Tensor, count: int, noise: CounterNoise, slots: Tensor, round: int | Tensor, stream: int = DRAFT
+) -> tuple[Tensor, Tensor]:
+    """Independent siblings from one law.
+
+    Args:
+        law: [B, V] log-probabilities.
+        count: K.
+        slots: long [B, 1].
+        round, stream: where the noise is; every sibling has a stream of its own.
+
+    Returns:
+        Siblings, long [B, K], and the law of each given the earlier ones, [B, K, V]: the same law K times.
+    """
+    drawn = [
+        noise.categorical(law[:, None], slots, sibling_stream(stream, sibling), round)
+        for sibling in range(count)
+    ]
+    return torch.cat(drawn, 1), law[:, None].expand(-1, count, -1)
+
+
+def without_replacement(
+    law: Tensor, count: int, noise: CounterNoise, slots: Tensor, round: int | Tensor, stream: int = DRAFT
+) -> tuple[Tensor, Tensor]:
+    """Siblings that differ, drawn one after the other from what the earlier ones leave of a law.
+
+    By the largest K of log-probability plus Gumbel noise (Kool, van Hoof, Welling, "Stochastic beams and where to
+    find them", ICML 2019, section 2.3). Arguments are those of `with_replacement`; the siblings share one row of noise.
+
+    Returns:
+        Siblings, long [B, K], and the law of each given the earlier ones, [B, K, V]. A law of fewer than K tokens
+        runs out: the siblings behind are no drafts, and their law is -inf everywhere.
+    """
+    tokens = noise.ranking(law[:, None], slots, count, stream, round)[:, 0]  # [B, K]
+    laws = [law]
+    for sibling in range(1, count):
+        laws.append(without(laws[-1], tokens[:, sibling - 1, None]))
+    return tokens, torch.stack(laws[:count], 1)
+
+
+# --------------------------------------------------------------------------------------------------- accepting
+
+
+def sibling_tests(
+    target: Tensor,
+    drafts: Tensor,
+    draft_laws: Tensor,
+    valid: Tensor | None = None,
+    rule: AcceptanceRule = EXACT,
+) -> tuple[Tensor, Tensor]:
+    """The tests of `recursive_rejection`, before any is made: what they ask depends on the siblings alone.
+
+    Returns:
+        With what probability each sibling is kept when those before it are refused, [B, K], 0 for one that is not
+        there; and the law behind the last, [B, V].
+    """
+    left, tests = target[:, None], []  # [B, 1, V]
+    for sibling in range(drafts.shape[1]):
+        token, law = drafts[:, sibling, None], draft_laws[:, sibling, None]  # [B, 1], [B, 1, V]
+        there = law.gather(-1, token[..., None])[..., 0] > -torch.inf  # [B, 1]
+        if valid is not None:
+            there = there & valid[:, sibling, None]
+        probability = rule.probability(left, law, token)
+        probability = torch.where(there, probability, torch.zeros_like(probability))
+        tests.append(probability)
+        refused = token.masked_fill(~there, -1)
+        behind = residual(rule.refused_target(left, refused), law)
+        rule = rule.next_rule(probability, left, law, refused)
+        left = torch.where(there[..., None], behind, left)
+    return torch.cat(tests, 1), left[:, 0]
+
+
+def first_kept(probability: Tensor, noise: CounterNoise, slots: Tensor, round: int | Tensor) -> Tensor:
+    """Make the tests [B, K] in turn: the index of the first sibling that passes, long [B], K for none.
+
+    Args:
+        noise, slots, round: slots is long [B, 1]; sibling j takes its number from `sibling_stream(ACCEPT, j)`.
+    """
+    accept = [
+        noise.bernoulli(test, slots, sibling_stream(ACCEPT, sibling), round)
+        for sibling, test in enumerate(probability.split(1, 1))
+    ]
+    return (~torch.cat(accept, 1)).long().cumprod(1).sum(1)
+
+
+def recursive_rejection(
+    target: Tensor,
+    drafts: Tensor,
+    draft_laws: Tensor,
+    noise: CounterNoise,
+    slots: Tensor,
+    round: int | Tensor,
+    valid: Tensor | None = None,
+    rule: AcceptanceRule = EXACT,
+) -> tuple[Tensor, Tensor]:
+    """Test the siblings in turn, each against the residual that the earlier refusals left.
+
+    Recursive rejection sampling: SpecInfer (Miao et al., ASPLOS 2024, section 4.3) for independent siblings, Yang et
+    al. ("Multi-candidate speculative decoding", 2024, section 3) and Jeon et al. ("Recursive speculative decoding",
+    2024) without replacement. Given the siblings before it, each is a draft with a known law, so that one step of
+    `exact_acceptance` and `residual` hands an exact problem to the next; no other property of the laws is used.
+
+    A relaxed rule tests each sibling as a draft for the law that is left, and so the next one: what a refused sibling
+    was lent (LANTERN, `lantern_target`) is gone from that law with the sibling itself, its mass is shared out anew
+    among the rest, and a later sibling that has none left is refused for certain. Each test may then move `delta`,
+    LANTERN's bound for point drafts, so that a slot moves up to `delta` for each test that is made; bounded rules share
+    one `delta` among the siblings (`relaxed.budget_behind`).
+
+    Args:
+        target: [B, V], the target law.
+        drafts: long [B, K].
+        draft_laws: [B, K, V], the law sibling j was drawn from given siblings 0 to j - 1. A deterministic sibling has
+            a point law. May be an expanded view.
+        noise, slots, round: as in `first_kept`.
+        valid: bool [B, K], false for a sibling that is not there. One to which its law gives no mass never is. What
+            it depends on must not look at this slot's target law.
+        rule: what replaces the exact test.
+
+    Returns:
+        The index of the kept sibling, long [B], K for none; and the law of the token that takes their place when all
+        are refused, [B, V] (without meaning where one is kept).
+    """
+    probability, left = sibling_tests(target, drafts, draft_laws, valid, rule)
+    return first_kept(probability, noise, slots, round), left
+
+
+def committed_law(probability: Tensor, drafts: Tensor, left: Tensor) -> Tensor:
+    """Law of the token that tests [B, K] of siblings [B, K] commit, with `left` [B, V] behind the last: [B, V]."""
+    reached = F.pad(
+        (1 - probability).cumprod(1), (1, 0), value=1.0
+    )  # [B, K + 1], every test and what is behind
+    law = left.exp() * reached[:, -1:]
+    return law.scatter_add_(1, drafts, reached[:, :-1] * probability)
+
+
+def moved_mass(
+    target: Tensor,
+    drafts: Tensor,
+    draft_laws: Tensor | None,
+    probability: Tensor,
+    left: Tensor,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """How far the tests of a relaxed rule take a slot from the law that exact tests give it, given its siblings: [B].
+
+    Given the siblings, relaxed tests commit one law and exact ones another; this is the total variation distance (TVD)
+    between the two. Averaged over the siblings the second is the target law, so the mean of this is at least the TVD
+    between the committed token's law and the target law:
+
+    * siblings that are a function of the text (the most probable ones) leave nothing to average: then it is that TVD,
+      for every rule. Nothing is estimated but the mean over texts;
+    * of one drawn draft it is accept - exact, and its mean the TVD, for rules that keep no draft less often than the
+      exact one and replace refused drafts from the plain residual, as bounded rules do;
+    * else it is an upper bound: that a token gains when it is a sibling and loses when it is not cannot be seen from
+      one set of siblings. Under a bounded rule the mean is no more than `delta` all the same.
+
+    Args:
+        draft_laws: None for siblings that are a function of the text.
+        probability, left: what `sibling_tests` gives for the relaxed rule.
+        target, drafts, valid: as in `recursive_rejection`.
+    """
+    law = committed_law(probability, drafts, left)
+    if draft_laws is None:
+        exact = target.exp()
+    else:
+        tests, behind = sibling_tests(target, drafts, draft_laws, valid)
+        exact = committed_law(tests, drafts, behind)
+    return (law - exact).clamp_(min=0).sum(1)
+
+
+def k_seq(
+    target: Tensor, drafts: Tensor, draft_law: Tensor, noise: CounterNoise, slots: Tensor, round: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """K-SEQ for independent siblings: each is kept with probability min(1, target / (rho * draft)).
+
+    Sun et al., "SpecTr: fast speculative decoding via optimal transport", NeurIPS 2023 (arXiv 2310.15141), where it
+    is shown to accept at least 1 - (1 - 1/K)**K of what the best rule for independent siblings does.
+
+    Args:
+        target, draft_law: [B, V].
+        drafts: long [B, K], independent draws from `draft_law`.
+        noise, slots, round: as in `recursive_rejection`.
+
+    Returns:
+        As `recursive_rejection`.
+    """
+    probability, left = k_seq_tests(target, drafts, draft_law)
+    return first_kept(probability, noise, slots, round), left
+
+
+def k_seq_tests(target: Tensor, drafts: Tensor, draft_law: Tensor) -> tuple[Tensor, Tensor]:
+    """The tests of `k_seq`: probabilities [B, K], and the law behind the last, [B, V]. As `sibling_tests`."""
+    rho, tries = _k_seq_rho(target, draft_law, drafts.shape[1])  # [B, 1] each
+    at_draft = (target - rho.log()).gather(-1, drafts) - draft_law.gather(-1, drafts)  # [B, K]
+    # One test keeps x with probability min(draft, target / rho)(x), and `tries` tests are made on average.
+    kept = torch.minimum(draft_law, target - rho.log()).exp() * tries
+    left = (target.exp() - kept).clamp_(min=0)
+    mass = left.sum(-1, keepdim=True)
+    return at_draft.exp().clamp_(max=1), torch.where(mass > 0, (left / mass).log_(), target)
+
+
+def _k_seq_rho(target: Tensor, draft_law: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The least rho in [1, K] that leaves a residual without negative mass, and the mean number of tests: [B, 1] each.
+
+    With beta the acceptance of one test, the mean number of tests is the sum of (1 - beta)**j over j < K, and nowhere
+    more than the target is given out while it is at most rho. It falls with beta, and so rises with rho.
+    """
+
+    def tests(rho: Tensor) -> Tensor:
+        refuse = 1 - torch.minimum(draft_law, target - rho.log()).exp().sum(-1, keepdim=True).clamp_(max=1)
+        total = torch.ones_like(refuse)
+        for _ in range(count - 1):
+            total = total * refuse + 1
+        return total
+
+    low = target.new_ones(target.shape[0], 1)
+    high = torch.full_like(low, count)
+    # rho itself is feasible where low is; else the answer lies between. Halved until the type has no more digits.
+    for _ in range(53 if target.dtype == torch.float64 else 24):
+        middle = (low + high) / 2
+        feasible = tests(middle) <= middle
+        low, high = torch.where(feasible, low, middle), torch.where(feasible, middle, high)
+    one = torch.ones_like(high)
+    high = torch.where(tests(one) <= one, one, high)
+    return high, tests(high)
+
+
+# --------------------------------------------------------------------------------------------------- yardstick
+
+
+def optimal_acceptance(target: Tensor, draft: Tensor, count: int, replace: bool = True) -> float:
+    """The largest probability with which any exact rule can commit one of K siblings.
+
+    Committing one of the siblings is a flow from sibling sets, of which set S has Pr(S), to the tokens in them, of
+    which x takes at most target(x). The least cut of that network is the minimum, over sets H of tokens, of
+    target(H) + 1 - Pr(all siblings are in H); the best H holds the tokens of the smallest target / draft, so that V + 1
+    sets decide (Hu et al., "Towards optimal multi-draft speculative decoding", ICLR 2025, for both ways of drawing;
+    Khisti et al., "Multi-draft speculative sampling", ICLR 2025, for two independent siblings).
+
+    Args:
+        target, draft: [V] log-probabilities.
+        count: K, at least 1. Takes O(V) time, without replacement O(V K) for some hundred integration nodes.
+        replace: siblings are independent; else drawn without replacement.
+
+    Raises:
+        ValueError: laws of other shapes, or K below 1.
+    """
+    if target.dim() != 1 or target.shape != draft.shape or count < 1:
+        raise ValueError(
+            f"target {tuple(target.shape)}, draft {tuple(draft.shape)}, count={count}; "
+            "pass two laws [V] and a count of at least 1."
+        )
+    target, draft = target.double(), draft.double()
+    there = draft > -torch.inf  # a token that is never drafted only adds to target(H)
+    target, draft = target[there], draft[there]
+    order = (target - draft).argsort()
+    target, draft = target[order].exp(), draft[order].exp()
+    if replace:
+        inside = (draft.cumsum(0) / draft.sum()).clamp(max=1) ** count
+    else:
+        inside = _all_within_prefix(draft, min(count, len(draft)))
+    cut = target.cumsum(0) + 1 - inside
+    return min(1.0, float(cut.min()))  # the empty set cuts all: 1
+
+
+def _all_within_prefix(draft: Tensor, count: int) -> Tensor:
+    """Pr(the first K tokens drawn without replacement are among the first n), for every n from 1 to V: [V].
+
+    Let token x ring after an exponential time of rate draft(x): the order of ringing is an order of drawing without
+    replacement. The first K are within a prefix when K of it ring before the first token of the rest, which rings
+    after an exponential time too. What is left is an integral over that time, t. In s = log t the integrand decays
+    doubly exponentially and is analytic up to |Im s| < pi / 2, so that the trapezoidal rule of step 1/4 errs by about
+    exp(-4 pi^2), less than rounding does.
+    """
+    rest = draft.flip(0).cumsum(0).flip(0)[1:]  # [V - 1], total rate behind each prefix but the last
+    step = 0.25
+    last = math.log(45 / max(float(rest.min()), 1e-30)) if len(rest) else 0.0
+    times = torch.arange(-40, max(last, 0.0) + step, step, dtype=draft.dtype).exp()[:, None]  # [T, 1]
+    grown = draft * times  # [T, V]
+    log_odds = grown + (-torch.expm1(-grown)).log()  # of having rung by then
+    silent = -grown.cumsum(1)  # log Pr(nothing in the prefix has rung)
+    exactly = torch.zeros_like(grown)  # log of the m-th elementary symmetric polynomial of the prefix's odds
+    fewer = silent.exp()  # Pr(fewer than K have rung), summed over m
+    for size in range(count - 1):
+        empty = torch.full_like(exactly[:, :1], -torch.inf if size else 0.0)
+        exactly = (log_odds + torch.cat([empty, exactly[:, :-1]], 1)).logcumsumexp(1)
+        fewer = fewer + (silent + exactly).exp()
+    density = rest * times * (-rest * times).exp()  # [T, V - 1], per unit of s
+    inside = step * (density * (1 - fewer[:, :-1])).sum(0)
+    return torch.cat([inside.clamp(0, 1), inside.new_ones(1)])
+
+
+@dataclass(frozen=True)
+class SiblingGap:
+    """How often a rule commits one of K siblings, and how often the best rule could: means over pairs of laws.
+
+    Attributes:
+        rule: "recursive" (without replacement), "recursive, independent" or "k-seq" (independent siblings too).
+        acceptance: the mean probability that a sibling is kept.
+        error: its standard error, which is that of the drawing of siblings; the pairs are taken as given.
+        optimum: the mean of `optimal_acceptance` for siblings that are drawn in this way.
+    """
+
+    rule: str
+    acceptance: float
+    error: float
+    optimum: float
+
+    @property
+    def gap(self) -> float:
+        """What the best rule would keep more often."""
+        return self.optimum - self.acceptance
+
+
+def sibling_gaps(
+    target: Tensor, draft: Tensor, count: int, *, draws: int = 100, seed: int = 0
+) -> list[SiblingGap]:
+    """Compare the rules for K siblings with the best there can be, on given laws; for reports, not for decoding.
+
+    Siblings are drawn, `draws` times for each pair of laws, but not accepted: given siblings the probability that one
+    is kept is known.
+
+    Args:
+        target, draft: [N, V] log-probabilities, N pairs of laws.
+        count: K, at least 1.
+        draws: at least 2.
+        seed: of the siblings.
+
+    Raises:
+        ValueError: laws of other shapes, a count below 1, or fewer than two draws.
+    """
+    if target.dim() != 2 or target.shape != draft.shape or count < 1 or draws < 2:
+        raise ValueError(
+            f"target {tuple(target.shape)}, draft {tuple(draft.shape)}, count={count}, draws={draws}; pass pairs of "
+            "laws, [N, V] each, a count of at least 1 and at least 2 draws."
+        )
+    target, draft = target.double(), draft.double()
+    noise = CounterNoise(torch.arange(len(target)) + (seed << 32), target.device)
+    slots = torch.zeros(len(target), 1, dtype=torch.long, device=target.device)
+    kept: dict[str, list[Tensor]] = {"recursive": [], "recursive, independent": [], "k-seq": []}
+    for draw in range(draws):
+        different = without_replacement(draft, count, noise, slots, draw)
+        independent = with_replacement(draft, count, noise, slots, draw)
+        tests = (
+            sibling_tests(target, *different)[0],
+            sibling_tests(target, *independent)[0],
+            k_seq_tests(target, independent[0], draft)[0],
+        )
+        for found, probability in zip(kept.values(), tests, strict=True):
+            found.append(1 - (1 - probability).prod(1))  # [N]
+    gaps = []
+    for rule, found in kept.items():
+        accepted = torch.stack(found)  # [draws, N]
+        error = float((accepted.var(0) / draws).sum().sqrt()) / len(target)
+        pairs = zip(target, draft, strict=True)
+        best = [optimal_acceptance(*pair, count, replace=rule != "recursive") for pair in pairs]
+        gaps.append(SiblingGap(rule, float(accepted.mean()), error, sum(best) / len(best)))
+    return gaps

@@ -1,0 +1,119 @@
+"""How many slots the next call should score: what a wider window gains, against what it costs on this machine.
+
+A call with a window W commits 1 + S(1) + ... + S(W - 1) tokens on average, where S(j) is the chance that the first j
+drafts are all kept. The policy estimates S from the runs it saw, the cost of a call from the calls it timed, and takes
+the window with the most tokens per second. It is for samplers whose tokens do not depend on the window: a choice that
+depends on measured times would otherwise make tokens that cannot be drawn again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from visual_spec.models.core.protocol import owner_of
+from visual_spec.samplers.core.base import HostCopy
+
+AUTO = "auto"
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+_MEMORY = 0.95  # weight of a call, in the estimate of S, against that of the next
+_BELIEF = 2.0  # weight of the mean chance of a draft, in the estimate of that of one place
+_TIMINGS = 7  # calls of a width that its cost is the median of
+
+# {model: {what else matters: policy}}: the next picture need not learn again.
+_POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
+
+
+class WindowPolicy:
+    """Chooses the window of every call of one batch.
+
+    Args:
+        widths: windows to choose from, growing.
+
+    Attributes:
+        seconds: {width: seconds of past calls}.
+    """
+
+    def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
+        self.widths = tuple(widths)
+        self.seconds: dict[int, list[float]] = {}
+        self._reached = np.zeros(self.widths[-1])  # how often, lately, a draft was tested at each place
+        self._kept = np.zeros(self.widths[-1])
+
+    @classmethod
+    def of(cls, model: Any, key: Any, widths: Sequence[int] = WIDTHS) -> WindowPolicy:
+        """The policy that saw all calls of this model under `key`."""
+        known = _POLICIES.setdefault(owner_of(model), {})
+        if key not in known:
+            known[key] = cls(widths)
+        return known[key]
+
+    def saw(self, width: int, committed: np.ndarray, seconds: float) -> None:
+        """Learn from a call: its window, the tokens that each sample got, long `[B]`, and its seconds.
+
+        Samples that got none, or that were cut off by the end of the picture, are to be left out of `committed`.
+        """
+        known = self.seconds.setdefault(width, [])
+        known.append(seconds)
+        del known[:-_TIMINGS]
+        places = np.arange(
+            1, width
+        )  # a sample with n tokens kept n - 1 drafts, and refused the n-th if there is one
+        tested = committed[:, None] >= places
+        kept = committed[:, None] > places
+        # What a narrow window cannot see does not fade: drafts are refined longer in a wide one, and kept more often.
+        self._reached[: width - 1] = _MEMORY * self._reached[: width - 1] + tested.sum(0)
+        self._kept[: width - 1] = _MEMORY * self._kept[: width - 1] + kept.sum(0)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens that a call with the window 1, 2, ... is expected to commit, `[W]`."""
+        mean = (self._kept.sum() + 1) / (self._reached.sum() + 2)
+        chance = (self._kept + _BELIEF * mean) / (self._reached + _BELIEF)
+        return 1 + np.concatenate([[0.0], np.cumprod(chance)[:-1]]).cumsum()
+
+    def choose(self) -> int:
+        """The window of the next call. First each is timed twice, the widest first; the first time does not count."""
+        for width in reversed(self.widths):
+            if len(self.seconds.get(width, [])) < 2:
+                return width
+        tokens = self.tokens
+        cost = {width: median(self.seconds[width][1:]) for width in self.widths}
+        return max(self.widths, key=lambda width: tokens[width - 1] / cost[width])
+
+
+def adaptive(
+    advance: Callable[[], None],
+    state: Any,
+    policy: WindowPolicy,
+    num_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Callable[[], None]:
+    """`advance`, one step on `state`, with the window of every call chosen by a policy.
+
+    Args:
+        state: has `width`, which is set, and `lengths`, long `[B]`, which `advance` moves on.
+        num_tokens: where a picture ends.
+        clock: seconds. On CUDA a step waits for the call before it, so the time of a call is learned one call late.
+    """
+    on_host, widths = HostCopy(), deque()
+    state.width = policy.choose()
+
+    def step() -> None:
+        before, start = state.lengths.clone(), clock()  # a recorded step moves it in place
+        widths.append(state.width)
+        advance()
+        whole = state.lengths < num_tokens
+        committed = on_host((state.lengths - before) * whole)
+        if committed is not None:
+            numbers = committed.numpy()
+            policy.saw(widths.popleft(), numbers[numbers > 0], clock() - start)
+        state.width = policy.choose()
+
+    return step
