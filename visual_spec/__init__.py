@@ -7,9 +7,11 @@ Importing this package loads nothing else: names are resolved at first use (PEP 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+from visual_spec.samplers.registry import SAMPLERS
+
+if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.models.core.projections import fuse_projections
     from visual_spec.models.core.protocol import TokenGrid
     from visual_spec.pipelines.accelerate import accelerate, restore, summary
@@ -34,27 +36,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "AudioPipeline": "visual_spec.pipelines.audio",
-    "AutoregressiveSampler": "visual_spec.samplers.autoregressive",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
-    "ColumnAutoregressiveSampler": "visual_spec.samplers.columns",
-    "ColumnJacobiSampler": "visual_spec.samplers.columns_jacobi",
-    "DraftedSampler": "visual_spec.samplers.drafted",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
-    "MaskedSampler": "visual_spec.samplers.masked",
-    "MultiscaleSampler": "visual_spec.samplers.mulo",
-    "ParallelJacobiSampler": "visual_spec.samplers.parallel_jacobi",
-    "ProactiveJacobiSampler": "visual_spec.samplers.proactive",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
-    "ScaleWiseSampler": "visual_spec.samplers.scales",
-    "SpeculativeJacobiSampler": "visual_spec.samplers.jacobi",
     "Stage": "visual_spec.samplers.scales",
     "TokenGrid": "visual_spec.models.core.protocol",
     "TokenLaw": "visual_spec.samplers.core.law",
-    "TreeSampler": "visual_spec.samplers.tree",
-    "ZipARSampler": "visual_spec.samplers.zipar",
     "accelerate": "visual_spec.pipelines.accelerate",
     "code_stages": "visual_spec.samplers.scales",
     "fuse_projections": "visual_spec.models.core.projections",
@@ -62,37 +52,10 @@ _HOME = {
     "summary": "visual_spec.pipelines.accelerate",
 }
 
-__all__ = [
-    "AudioPipeline",
-    "AutoregressiveSampler",
-    "ClassImagePipeline",
-    "ColumnAutoregressiveSampler",
-    "ColumnJacobiSampler",
-    "DraftedSampler",
-    "ImagePipeline",
-    "InfinityPipeline",
-    "MaskedSampler",
-    "MultiscaleSampler",
-    "ParallelJacobiSampler",
-    "ProactiveJacobiSampler",
-    "ScaleImagePipeline",
-    "ScaleWiseSampler",
-    "SpeculativeJacobiSampler",
-    "Stage",
-    "TokenGrid",
-    "TokenLaw",
-    "TreeSampler",
-    "ZipARSampler",
-    "__version__",
-    "accelerate",
-    "code_stages",
-    "fuse_projections",
-    "restore",
-    "summary",
-]
+__all__ = [*sorted(_HOME), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'visual_spec' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(_HOME[name]), name)

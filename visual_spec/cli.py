@@ -156,21 +156,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _models(args: argparse.Namespace) -> int:
     from visual_spec.models import catalogue
+    from visual_spec.models.core.calls import RASTER_TREE_ORDER
     from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
+    from visual_spec.samplers.registry import SAMPLERS, fit
 
     facts = [describe(embedded_folder(name)) for name in embedded_models()]
     known = [
         {
             **vars(model),
             "memory_bytes": {"float32": model.memory(4), "bfloat16": model.memory(2)},
-            "samplers": {
-                sampler.name: catalogue.fits(model.calls, sampler) for sampler in catalogue.SAMPLERS
-            },
+            "samplers": {sampler.class_name: fit(model.calls, sampler) for sampler in SAMPLERS},
         }
         for model in catalogue.MODELS
     ]
     if args.json:
-        samplers = [vars(sampler) for sampler in catalogue.SAMPLERS]
+        samplers = [vars(sampler) for sampler in SAMPLERS]
         print(
             json.dumps({"embedded": facts, "models": known, "samplers": samplers, "extras": catalogue.EXTRAS})
         )
@@ -221,11 +221,8 @@ def _models(args: argparse.Namespace) -> int:
         else m.name.split(",")[0]: m.calls
         for m in catalogue.MODELS
     }
-    families |= {name.split(",")[0]: catalogue.RASTER_TREE_ORDER for name in catalogue.OTHER_MODELS}
-    lines = [
-        [s.name, s.result, *(catalogue.fits(calls, s) for calls in families.values())]
-        for s in catalogue.SAMPLERS
-    ]
+    families |= {name.split(",")[0]: RASTER_TREE_ORDER for name in catalogue.OTHER_MODELS}
+    lines = [[s.class_name, s.promise, *(fit(calls, s) for calls in families.values())] for s in SAMPLERS]
     print(format_table(["sampler", "result", *families], lines))
 
     print("\nVerified")

@@ -19,10 +19,10 @@ from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transforme
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.pipelines import embedded
-from visual_spec.pipelines.accelerate import SAMPLERS
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.registry import SAMPLERS, sampler_class
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle"
@@ -119,7 +119,7 @@ def test_traps_4_and_5_modules_are_recorded_whole_and_bind_their_base_class(fold
         assert library.startswith("visual_spec."), name
         base = "SchedulerMixin" if name == "sampler" else "ModelMixin"
         assert hasattr(sys.modules[library], base) and hasattr(sys.modules[library], class_name)
-    for sampler in SAMPLERS.values():
+    for sampler in map(sampler_class, SAMPLERS):
         assert hasattr(sys.modules[sampler.__module__], "SchedulerMixin"), sampler
     for drafter in (EagleDrafter, MultiscaleDrafter):
         assert hasattr(sys.modules[drafter.__module__], "ModelMixin"), drafter

@@ -1,4 +1,4 @@
-"""Which models run, with which samplers, how that was verified, and what memory they ask for. Plain data, no PyTorch.
+"""Which models run, how that was verified, and what memory they ask for. Plain data, no PyTorch.
 
 Sizes are those of the official weights; the tests recompute them on the meta device.
 """
@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Kinds of model calls (`visual_spec.models.core.protocol`): `NextTokenModel`, `TreeModel`, `OrderModel`, `ScaleModel`,
-# `ColumnModel`, `MaskedModel`.
-RASTER, TREE, ORDER, SCALES, COLUMNS, MASKED = "raster", "tree", "order", "scales", "columns", "masked"
-RASTER_TREE_ORDER = (RASTER, TREE, ORDER)
+from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER_TREE_ORDER, SCALES
 
 
 @dataclass(frozen=True)
@@ -52,16 +49,6 @@ class KnownModel:
         rows = batch_size * (2 if guided else 1)
         held = self.prefix + self.tokens - self.uncached
         return (self.parameters + rows * held * self.cached) * bytes_each
-
-
-@dataclass(frozen=True)
-class KnownSampler:
-    """One sampler: the kind of calls it makes, what it gives, and what else it must be given."""
-
-    name: str
-    calls: str
-    result: str
-    also: str = ""
 
 
 VERIFIED = {
@@ -226,26 +213,3 @@ PIPELINES = {
     "AudioPipeline": (COLUMNS, MASKED),
     "InfinityPipeline": (SCALES,),
 }
-
-SAMPLERS = [
-    KnownSampler("AutoregressiveSampler", RASTER, "the reference"),
-    KnownSampler("SpeculativeJacobiSampler", RASTER, "identical or lossless; grouped, relaxed: measured"),
-    KnownSampler("ProactiveJacobiSampler", TREE, "lossless"),
-    KnownSampler("DraftedSampler", RASTER, "identical or lossless", "drafter"),
-    KnownSampler("TreeSampler", TREE, "lossless; relaxed: measured", "drafter"),
-    KnownSampler("ZipARSampler", ORDER, "measured"),
-    KnownSampler("ParallelJacobiSampler", ORDER, "measured"),
-    KnownSampler("MultiscaleSampler", RASTER, "measured (the drafter is of lower resolution)", "drafter"),
-    KnownSampler("ColumnAutoregressiveSampler", COLUMNS, "the reference"),
-    KnownSampler("ColumnJacobiSampler", COLUMNS, "identical or lossless; relaxed: measured"),
-    KnownSampler("DraftedColumnSampler", COLUMNS, "identical or lossless", "drafter"),
-    KnownSampler("MaskedSampler", MASKED, "a law of its own"),
-    KnownSampler("ScaleWiseSampler", SCALES, "the reference; several models (CoDe): measured on request"),
-]
-
-
-def fits(model_calls: tuple[str, ...], sampler: KnownSampler) -> str:
-    """A cell of the matrix: "yes", "+ " and what else is needed, or "-"."""
-    if sampler.calls not in model_calls:
-        return "-"
-    return f"+ {sampler.also}" if sampler.also else "yes"

@@ -11,35 +11,7 @@ from typing import Any
 from visual_spec.pipelines import transformers_models, transformers_music
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.scale_plan import ScalePlan
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.mulo import MultiscaleSampler
-from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
-from visual_spec.samplers.proactive import ProactiveJacobiSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
-from visual_spec.samplers.tree import TreeSampler
-from visual_spec.samplers.zipar import ZipARSampler
-
-SAMPLERS = {
-    "autoregressive": AutoregressiveSampler,
-    "speculative-jacobi": SpeculativeJacobiSampler,
-    "proactive-jacobi": ProactiveJacobiSampler,
-    "drafted": DraftedSampler,
-    "tree": TreeSampler,
-    "multiscale": MultiscaleSampler,
-    "zipar": ZipARSampler,
-    "parallel-jacobi": ParallelJacobiSampler,
-    "columns": ColumnAutoregressiveSampler,
-    "column-jacobi": ColumnJacobiSampler,
-    "drafted-columns": DraftedColumnSampler,
-    "masked": MaskedSampler,
-    "scale-wise": ScaleWiseSampler,
-}
+from visual_spec.samplers.registry import by_name, sampler_class
 
 _NAMED = ("drafter", "refiner")
 _PLAIN = "_visual_spec_plain_sampler"
@@ -52,7 +24,7 @@ def make_sampler(name: str, **settings: Any) -> Any:
         ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
     """
     _check_settings(name, settings)
-    return SAMPLERS[name](**settings)
+    return sampler_class(by_name(name))(**settings)
 
 
 def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
@@ -68,9 +40,8 @@ def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
 
 
 def _check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
-    if name not in SAMPLERS:
-        raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(SAMPLERS)}.")
-    known = {*also, *(key for key in SAMPLERS[name]().config if not key.startswith("_"))}
+    kind = sampler_class(by_name(name))
+    known = {*also, *(key for key in kind().config if not key.startswith("_"))}
     unknown = sorted(set(settings) - known)
     if unknown:
         allowed = f"it takes {', '.join(sorted(known))}" if known else "it has none"
@@ -124,7 +95,8 @@ def accelerate(pipe: Any, sampler: Any = None) -> Any:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, or a
             MusicGen of transformers: see `visual_spec.pipelines.transformers_models` and `transformers_music` for what
             those get.
-        sampler: a sampler, or its name (a key of `SAMPLERS`). None: "speculative-jacobi", of music "column-jacobi".
+        sampler: a sampler, or its name (see `visual_spec.samplers.registry`). None: "speculative-jacobi", of music
+            "column-jacobi".
 
     Returns:
         The same pipeline.

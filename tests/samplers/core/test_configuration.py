@@ -5,21 +5,21 @@ from typing import Any
 
 import pytest
 
-from visual_spec.pipelines.accelerate import SAMPLERS
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.registry import by_name, names, sampler_class
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", names())
 def test_a_setting_given_by_position_is_kept(name):
-    kind = SAMPLERS[name]
-    names = list(inspect.signature(kind).parameters)
-    if not names:
+    kind = sampler_class(by_name(name))
+    settings = list(inspect.signature(kind).parameters)
+    if not settings:
         return
-    default = inspect.signature(kind).parameters[names[0]].default
+    default = inspect.signature(kind).parameters[settings[0]].default
     other = not default if isinstance(default, bool | str) else default + 1  # "auto" becomes False
     sampler = kind(other)
-    assert sampler.config[names[0]] == other
-    assert type(sampler).from_config(sampler.config).config[names[0]] == other
+    assert sampler.config[settings[0]] == other
+    assert type(sampler).from_config(sampler.config).config[settings[0]] == other
 
 
 def test_what_was_not_given_is_left_to_the_other_class():

@@ -6,7 +6,8 @@ With `--curve` it counts calls only, over windows, guidance scales and couplings
 tokens into pixels costs every sampler the same, and is given once. With `--random-weights` it times the calls of a
 model of official size, and states the acceptance instead of measuring it (`visual_spec.eval.speed.true_size`).
 Next-scale models, embedded or of official size, have rows of their own (`visual_spec.eval.speed.scale_bench`), and
-so has music (`visual_spec.eval.speed.music_bench`). On CUDA every sampler has two rows, without and with a recorded graph.
+so has music (`visual_spec.eval.speed.music_bench`). On CUDA every sampler has two rows, without and with a recorded
+graph.
 
 The last line of the output is one JSON document with the raw seconds.
 """

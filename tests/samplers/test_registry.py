@@ -1,0 +1,53 @@
+"""The one table of samplers: complete, right about each class, and enough to use it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from visual_spec.models.core.calls import RASTER, TREE
+from visual_spec.samplers import registry
+from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, fit
+
+FOLDER = Path(__file__).parents[2] / "visual_spec" / "samplers"
+
+
+def test_every_sampler_of_the_package_is_listed():
+    """From the source: the classes that are called `...Sampler`, but for those that others are made from."""
+    names, bases = set(), set()
+    for path in FOLDER.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Sampler"):
+                names.add(node.name)
+                bases |= {base.id for base in node.bases if isinstance(base, ast.Name)}
+    assert {entry.class_name for entry in SAMPLERS} == names - bases
+
+
+def test_the_matrix_says_what_is_missing():
+    tree = SamplerEntry("t", "m:T", TREE, "lossless", "drafter")
+    assert fit((RASTER,), tree) == "-"
+    assert fit((RASTER, TREE), tree) == "+ drafter"
+    assert fit((RASTER,), SAMPLERS[0]) == "yes"
+
+
+def test_names_and_classes_are_unique():
+    assert (
+        len({entry.name for entry in SAMPLERS})
+        == len({entry.class_name for entry in SAMPLERS})
+        == len(SAMPLERS)
+    )
+
+
+@pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
+def test_entries_are_found_by_name_and_by_class(entry):
+    assert registry.by_name(entry.name) is registry.by_class(entry.class_name) is entry
+    assert registry.sampler_class(entry).__name__ == entry.class_name
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(
+        ValueError, match="unknown sampler 'fast'; pass one of autoregressive, speculative-jacobi"
+    ):
+        registry.by_name("fast")
+    with pytest.raises(ValueError, match="Fast is no sampler; pass one of AutoregressiveSampler"):
+        registry.by_class("Fast")

@@ -1,0 +1,10 @@
+"""The kinds of calls that models answer and samplers make, as `protocol` defines them. Words only, no PyTorch."""
+
+RASTER = "raster"  # NextTokenModel: a window of tokens in raster order
+TREE = "tree"  # TreeModel: several continuations of one text
+ORDER = "order"  # OrderModel: positions out of raster order, each with its own view of the text
+SCALES = "scales"  # ScaleModel: all tokens of a scale at once
+COLUMNS = "columns"  # ColumnModel: columns of several codebooks
+MASKED = "masked"  # MaskedModel: all hidden tokens at once
+
+RASTER_TREE_ORDER = (RASTER, TREE, ORDER)

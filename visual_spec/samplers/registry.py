@@ -1,0 +1,161 @@
+"""Every sampler, once. Plain data, no PyTorch.
+
+Exports, the reload of saved pipelines, the command line, the tables, the settings that `bench` and `eval` measure, and
+the parametrised tests all read this table. To add a sampler, add its file and one entry here (docs/EXTENDING.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from visual_spec.models.core.calls import COLUMNS, MASKED, ORDER, RASTER, SCALES, TREE
+
+DRAFTER = "drafter"
+
+
+@dataclass(frozen=True)
+class SamplerEntry:
+    """One sampler.
+
+    Attributes:
+        name: on the command line.
+        path: "module:class".
+        calls: the kind of calls it makes of a model (`visual_spec.models.core.calls`).
+        promise: what its output is, in words, for tables.
+        needs: "drafter" where it needs a second model, else "".
+        plain: whether it is the plain decoding of its kind of calls, which others are compared with.
+        rows: the settings that `bench` and `eval` measure when none are named, as on the command line; ("",) measures
+            the defaults, and () measures nothing.
+    """
+
+    name: str
+    path: str
+    calls: str
+    promise: str
+    needs: str = ""
+    plain: bool = False
+    rows: tuple[str, ...] = ("",)
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class."""
+        return self.path.partition(":")[2]
+
+    @property
+    def module(self) -> str:
+        """Name of the module that holds the class."""
+        return self.path.partition(":")[0]
+
+
+_HERE = "visual_spec.samplers"
+SAMPLERS = (
+    SamplerEntry(
+        "autoregressive", f"{_HERE}.autoregressive:AutoregressiveSampler", RASTER, "the reference", plain=True
+    ),
+    SamplerEntry(
+        "speculative-jacobi",
+        f"{_HERE}.jacobi:SpeculativeJacobiSampler",
+        RASTER,
+        "identical or lossless; grouped, relaxed: measured",
+    ),
+    SamplerEntry("proactive-jacobi", f"{_HERE}.proactive:ProactiveJacobiSampler", TREE, "lossless", rows=()),
+    SamplerEntry(
+        "drafted", f"{_HERE}.drafted:DraftedSampler", RASTER, "identical or lossless", DRAFTER, rows=()
+    ),
+    SamplerEntry("tree", f"{_HERE}.tree:TreeSampler", TREE, "lossless; relaxed: measured", DRAFTER, rows=()),
+    SamplerEntry(
+        "multiscale",
+        f"{_HERE}.mulo:MultiscaleSampler",
+        RASTER,
+        "measured (the drafter is of lower resolution)",
+        DRAFTER,
+        rows=(),
+    ),
+    SamplerEntry("zipar", f"{_HERE}.zipar:ZipARSampler", ORDER, "measured", rows=()),
+    SamplerEntry(
+        "parallel-jacobi", f"{_HERE}.parallel_jacobi:ParallelJacobiSampler", ORDER, "measured", rows=()
+    ),
+    SamplerEntry(
+        "columns", f"{_HERE}.columns:ColumnAutoregressiveSampler", COLUMNS, "the reference", plain=True
+    ),
+    SamplerEntry(
+        "column-jacobi",
+        f"{_HERE}.columns_jacobi:ColumnJacobiSampler",
+        COLUMNS,
+        "identical or lossless; relaxed: measured",
+        rows=(
+            "",
+            "coupling=gumbel,acceptance=exact",
+            "coupling=maximal,acceptance=exact",
+            "coupling=independent,acceptance=exact",
+            "coupling=maximal,acceptance=grouped,unit=codebook",
+            "coupling=maximal,acceptance=lantern,unit=codebook",
+        ),
+    ),
+    SamplerEntry(
+        "drafted-columns",
+        f"{_HERE}.columns_drafted:DraftedColumnSampler",
+        COLUMNS,
+        "identical or lossless",
+        DRAFTER,
+        rows=("", "acceptance=identical"),
+    ),
+    SamplerEntry("masked", f"{_HERE}.masked:MaskedSampler", MASKED, "a law of its own", plain=True),
+    SamplerEntry(
+        "scale-wise",
+        f"{_HERE}.scales:ScaleWiseSampler",
+        SCALES,
+        "the reference; several models (CoDe): measured on request",
+        plain=True,
+    ),
+)
+
+
+def names() -> list[str]:
+    """Command-line names, in the order of the table."""
+    return [entry.name for entry in SAMPLERS]
+
+
+def by_name(name: str) -> SamplerEntry:
+    """The entry of a command-line name.
+
+    Raises:
+        ValueError: there is none; lists the names.
+    """
+    for entry in SAMPLERS:
+        if entry.name == name:
+            return entry
+    raise ValueError(f"unknown sampler {name!r}; pass one of {', '.join(names())}.")
+
+
+def by_class(class_name: str) -> SamplerEntry:
+    """The entry of a class.
+
+    Raises:
+        ValueError: there is none; lists the classes.
+    """
+    for entry in SAMPLERS:
+        if entry.class_name == class_name:
+            return entry
+    raise ValueError(
+        f"{class_name} is no sampler; pass one of {', '.join(entry.class_name for entry in SAMPLERS)}."
+    )
+
+
+def sampler_class(entry: SamplerEntry) -> Any:
+    """The class of an entry. Imports its module, and no other sampler's."""
+    return getattr(importlib.import_module(entry.module), entry.class_name)
+
+
+def fitting(calls: tuple[str, ...]) -> list[SamplerEntry]:
+    """The samplers that make only calls that a model answers."""
+    return [entry for entry in SAMPLERS if entry.calls in calls]
+
+
+def fit(calls: tuple[str, ...], entry: SamplerEntry) -> str:
+    """A cell of the table of samplers and models: "yes", "+ " and what else is needed, or "-"."""
+    if entry.calls not in calls:
+        return "-"
+    return f"+ {entry.needs}" if entry.needs else "yes"
