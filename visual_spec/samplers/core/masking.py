@@ -19,10 +19,10 @@ from torch import Tensor
 
 from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import fused
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise
+from visual_spec.samplers.core.verification import fits, numbers
 
 # Schedules: the share that is hidden when a decode has come `u` of its way, falling from 1 to 0.
 SCHEDULES = {
@@ -144,10 +144,10 @@ def draw_and_score(
         Tokens, long [B, L]; and scores [B, L], None without a score.
     """
     guided = law.law.guided
-    if fused.fits(logits) and score != "entropy":
-        numbers = fused.numbers(law.law, guided, logits.shape[-1])
+    if fits(logits) and score != "entropy":
+        law_numbers = numbers(law.law, guided, logits.shape[-1])
         drawn, log_probs, log_kept, finite = masked_sample(
-            logits, noise.keys, slots, numbers, stream=TOKEN, round=step
+            logits, noise.keys, slots, law_numbers, stream=TOKEN, round=step
         )
         law.remember(~finite, checked_slots)
         sure = log_probs if filtered else log_probs + log_kept

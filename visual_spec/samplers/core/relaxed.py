@@ -19,7 +19,7 @@ On a GPU each rule is one kernel (`kernels.neighbour_mass`), up to rounding; wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any
@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.draw import on_gpu
 from visual_spec.kernels.neighbour_mass import clustered_mass, grouped_mass, lantern_mass
-from visual_spec.samplers.core import fused
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
 from visual_spec.samplers.core.checks import check_count, check_flag
 
@@ -183,7 +183,7 @@ def _merge(
 
 
 def _by_kernel(target: Tensor, draft_law: Tensor) -> bool:
-    return fused.fits(target) and target.dtype == draft_law.dtype
+    return on_gpu(target) and target.dtype == draft_law.dtype != torch.float64
 
 
 def bounded_acceptance(
@@ -388,6 +388,25 @@ class Relaxation:
             )
         check_flag("bounded", self.bounded)
 
+    @classmethod
+    def of(cls, acceptance: str, settings: Mapping[str, Any] | None) -> Relaxation:
+        """The relaxation of a sampler's settings `acceptance` and `relaxation`.
+
+        Raises:
+            ValueError: an unknown acceptance or setting, or settings of an acceptance that relaxes nothing.
+        """
+        known = [field.name for field in fields(cls) if field.name != "acceptance"]
+        unknown = [name for name in settings or {} if name not in known]
+        if unknown:
+            raise ValueError(f"relaxation has no setting {', '.join(unknown)}; it takes {', '.join(known)}.")
+        found = cls(acceptance, **(settings or {}))
+        if settings and found.lossless:
+            raise ValueError(
+                f"relaxation={dict(settings)} with acceptance={acceptance!r}, which relaxes nothing; leave it out, or "
+                f"pass acceptance={' or '.join(map(repr, RELAXED))}."
+            )
+        return found
+
     @property
     def lossless(self) -> bool:
         """Whether committed tokens follow the target law exactly, whatever the laws are."""
@@ -452,27 +471,6 @@ class Relaxation:
         if self.bounded:
             return bounded_rule(probability, self.delta)
         return AcceptanceRule(probability, merge, lossless=False)
-
-
-class Relaxable:
-    """What samplers have that take the settings of `Relaxation` in their configuration."""
-
-    config: Any
-
-    @property
-    def relaxation(self) -> Relaxation:
-        """How the acceptance relaxes the exact rule, as a checked record."""
-        return Relaxation(**{field.name: self.config[field.name] for field in fields(Relaxation)})
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output law is that of autoregressive sampling."""
-        return self.relaxation.lossless
-
-    @property
-    def needs_codebook(self) -> bool:
-        """Whether a call needs `codebook`."""
-        return self.relaxation.needs_codebook
 
 
 def _between(value: object, least: float, most: float) -> bool:
