@@ -5,9 +5,10 @@ one it is for; `tests/pipelines/test_loading.py` reproduces them all, so that a 
 changes one is noticed.
 """
 
+import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +19,7 @@ from huggingface_hub import snapshot_download
 
 from visual_spec import samplers
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
+from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
@@ -47,7 +49,6 @@ class VisualPipeline(DiffusionPipeline):
     sampler: Any
     drafter: Any = None
     last_trace: Any = None
-    fast_sampler = "speculative-jacobi"  # the one that `visual_spec.accelerate` takes if it is given none
     _fitting_drafter = "an EagleDrafter trained for this model (scripts/train_drafter.py)"
 
     @classmethod
@@ -59,6 +60,75 @@ class VisualPipeline(DiffusionPipeline):
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """What a pipeline of this class is, with these settings and this sampler; every subclass says it.
+
+        Args:
+            settings: of the pipeline, as in its model_index.json.
+            sampler: the configuration of its sampler.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not say what it is; give it a method facts_of.")
+
+    @property
+    def facts(self) -> PipelineFacts:
+        """What this pipeline is, with the sampler that it has now."""
+        return self.facts_of(self.config, getattr(self.sampler, "config", {}))
+
+    @property
+    def medium(self) -> str:
+        """ "image" or "audio"."""
+        return self.facts.medium
+
+    @property
+    def unit(self) -> str:
+        """What a call commits, in the plural: "tokens", "columns" or "scales"."""
+        return self.facts.unit
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The kinds of calls that its model answers (`visual_spec.models.core.calls`)."""
+        return self.facts.calls
+
+    @property
+    def plain_sampler(self) -> str:
+        """Its plain decoding, as on the command line."""
+        return self.facts.plain_sampler
+
+    @property
+    def fast_sampler(self) -> str:
+        """What `visual_spec.accelerate` sets when no sampler is named, as on the command line."""
+        return self.facts.fast_sampler
+
+    @property
+    def comparable(self) -> bool:
+        """Whether an accelerated decoding is compared with the plain one; not of masked models, which have a law of
+        their own."""
+        return self.facts.comparable
+
+    @property
+    def stored_as(self) -> str:
+        """What keeps a sample: its token "ids", or the finished "canvas" where ids do not tell the picture."""
+        return self.facts.stored_as
+
+    def default_settings(self) -> dict[str, Any]:
+        """The law's settings where none are given: guidance_scale, top_k, top_p, and temperature where it has one."""
+        return dict(self.facts.default_settings)
+
+    @classmethod
+    def _saved_law(cls, settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        """The saved defaults of the law's settings, or those of the class where nothing was saved."""
+        usual = inspect.signature(cls.__init__).parameters
+        return {name: settings.get(f"default_{name}", usual[f"default_{name}"].default) for name in names}
+
+    def _chosen(self, **given: Any) -> dict[str, Any]:
+        """The law's settings: what is given, and the defaults in place of None."""
+        return self.default_settings() | {name: value for name, value in given.items() if value is not None}
+
+    # -- loading and moving --------------------------------------------------------------------------------------------
 
     @classmethod
     def download(cls, pretrained_model_name: str | os.PathLike, **kwargs: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
 from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, embedded_drafters, embedded_refiners
+from visual_spec.pipelines.facts import PipelineFacts
 
 _HOME = {
     "AudioPipeline": "visual_spec.pipelines.audio",
@@ -34,11 +35,15 @@ def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
     Raises:
         ValueError: there is no pipeline, or one of a class that is not ours; names those that are.
     """
-    saved_as = read_index(name, **kwargs)["_class_name"]
+    index = read_index(name, **kwargs)
+    return _pipeline_class(name, index).from_pretrained(_folder(name, **kwargs), **kwargs)
+
+
+def _pipeline_class(name: str | os.PathLike, index: dict[str, Any]) -> Any:
+    saved_as = index["_class_name"]
     if saved_as not in _HOME:
         raise ValueError(f"{name} holds a {saved_as}; pass one of {', '.join(_HOME)}.")
-    folder = _folder(name, **kwargs)
-    return getattr(importlib.import_module(_HOME[saved_as]), saved_as).from_pretrained(folder, **kwargs)
+    return getattr(importlib.import_module(_HOME[saved_as]), saved_as)
 
 
 def read_index(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
@@ -52,6 +57,21 @@ def read_index(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
     """
     refuse_no_pipeline(name)
     return json.loads((_folder(name, **kwargs) / "model_index.json").read_text())
+
+
+def read_facts(name: str | os.PathLike, **kwargs: Any) -> PipelineFacts:
+    """What a saved pipeline says about itself (its medium, its plain decoding, ...), without loading it.
+
+    Args:
+        name, kwargs: as for `load_pipeline`.
+
+    Raises:
+        ValueError: as `load_pipeline`.
+    """
+    index = read_index(name, **kwargs)
+    sampler = _folder(name, **kwargs) / "sampler" / "sampler_config.json"
+    config = json.loads(sampler.read_text()) if sampler.is_file() else {}
+    return _pipeline_class(name, index).facts_of(index, config)
 
 
 def read_config(
