@@ -27,10 +27,7 @@ from visual_spec.models.columns.musicgen import (
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.calls import COLUMNS, MASKED
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
-from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
 from visual_spec.models.next_token.llamagen import TextCondition
-
-# As in `image.py`: every class that a saved pipeline may name is imported here.
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
@@ -38,16 +35,11 @@ from visual_spec.pipelines.base import VisualPipeline, wake
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.sampler_text import saved_sampler
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
 
 OUTPUT_TYPES = ("np", "pt", "latent")
-SAMPLERS = (ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler)
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
@@ -159,7 +151,9 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        return cls(model, None, None, sampler or ColumnJacobiSampler(), tokenizer, **published | settings)
+        return cls(
+            model, None, None, sampler or make_sampler("column-jacobi"), tokenizer, **published | settings
+        )
 
     @classmethod
     def from_magnet(
@@ -186,10 +180,13 @@ class AudioPipeline(VisualPipeline):
         Raises:
             FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_magnet_codec`.
         """
+        from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+
         loaded = load_magnet(source, dtype=dtype)
         own = loaded.settings
-        sampler = MaskedSampler(
-            own.steps,
+        sampler = make_sampler(
+            "masked",
+            steps=own.steps,
             clock="magnet",
             span=own.span,
             temperature="falling",
@@ -310,22 +307,6 @@ class AudioPipeline(VisualPipeline):
         return TokenLaw(guidance_until=guidance_until, **self._chosen(**settings))
 
     # -- input ---------------------------------------------------------------------------------------------------------
-
-    def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode this model, or one that lacks its drafter.
-
-        Raises:
-            TypeError: names those that do.
-            ValueError: it drafts with a second model, and there is none.
-        """
-        fitting = (MaskedSampler,) if self.config["masked"] else SAMPLERS
-        if not isinstance(self.sampler, fitting):
-            what = "fill in hidden codes" if self.config["masked"] else "decode several codebooks"
-            raise TypeError(
-                f"sampler is {type(self.sampler).__name__}, which does not {what}; those that do: "
-                f"{', '.join(kind.__name__ for kind in fitting)}."
-            )
-        self.check_drafter()
 
     def check_inputs(
         self,

@@ -17,23 +17,11 @@ import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from huggingface_hub import snapshot_download
 
-from visual_spec import samplers
+from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
+from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
-
-# They look like the samplers of next-token models, but call theirs otherwise.
-_OF_OTHER_MODELS = (
-    ColumnAutoregressiveSampler,
-    ColumnJacobiSampler,
-    DraftedColumnSampler,
-    MaskedSampler,
-    ScaleWiseSampler,
-)
+from visual_spec.samplers import registry
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
@@ -131,6 +119,14 @@ class VisualPipeline(DiffusionPipeline):
     # -- loading and moving --------------------------------------------------------------------------------------------
 
     @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As `DiffusionPipeline.load_config`, with our classes found where they live now."""
+        loaded = super().load_config(*args, **kwargs)
+        if isinstance(loaded, tuple):  # with what else was asked for
+            return resolved(loaded[0]), *loaded[1:]
+        return resolved(loaded)
+
+    @classmethod
     def download(cls, pretrained_model_name: str | os.PathLike, **kwargs: Any) -> str:
         """Folder of an embedded model, or of a Hub repository after fetching its configuration and weights.
 
@@ -183,20 +179,13 @@ class VisualPipeline(DiffusionPipeline):
             return super().to(*args, **kwargs)
 
     def check_sampler(self) -> None:
-        """Refuse a sampler that decodes no next-token model, or one that lacks its drafter.
+        """Refuse a sampler that does not decode this model, or one that lacks its drafter.
 
         Raises:
             TypeError: `pipe.sampler` is of another kind; names those that fit.
             ValueError: it drafts with a second model, and there is none.
         """
-        strange = isinstance(self.sampler, _OF_OTHER_MODELS)
-        if strange or not (callable(self.sampler) and hasattr(self.sampler, "lossless")):
-            others = {kind.__name__ for kind in _OF_OTHER_MODELS}
-            fitting = [name for name in samplers.__all__ if name.endswith("Sampler") and name not in others]
-            raise TypeError(
-                f"sampler is {type(self.sampler).__name__}, which does not fit a next-token model; those that fit: "
-                f"{', '.join(fitting)}."
-            )
+        check_sampler(self.sampler, self.calls)
         self.check_drafter()
 
     def check_drafter(self) -> None:
@@ -210,6 +199,43 @@ class VisualPipeline(DiffusionPipeline):
                 f"{type(self.sampler).__name__} needs a drafter, and this pipeline has none; set pipe.drafter, to "
                 f"{self._fitting_drafter} or a smaller model of the same tokens."
             )
+
+
+# What a sampler should do, and how those that do it are named.
+_FITTING = {
+    RASTER: ("fit a next-token model", "those that fit: "),
+    SCALES: ("fit a next-scale model", "pass a "),
+    COLUMNS: ("decode several codebooks", "those that do: "),
+    MASKED: ("fill in hidden codes", "those that do: "),
+}
+
+
+def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
+    """Refuse a sampler that makes other calls than the model answers.
+
+    What is not in the registry fits if it is callable and says whether it is `lossless`; if it declares its `calls`, a
+    kind of `visual_spec.models.core.calls` or several, these have to be among them.
+
+    Raises:
+        TypeError: names those that fit.
+    """
+    if _calls_of(sampler) <= set(calls) and callable(sampler) and hasattr(sampler, "lossless"):
+        return
+    does, advice = _FITTING.get(calls[0], ("fit this model", "those that fit: "))
+    names = ", ".join(entry.class_name for entry in registry.fitting(calls))
+    raise TypeError(f"sampler is {type(sampler).__name__}, which does not {does}; {advice}{names}.")
+
+
+def _calls_of(sampler: Any) -> set[str]:
+    """The kinds of calls that a sampler makes: those it declares, or those of its class in the registry, if any."""
+    declared = getattr(sampler, "calls", None)
+    if declared is not None:
+        return {declared} if isinstance(declared, str) else set(declared)
+    known = {entry.path: entry.calls for entry in registry.SAMPLERS}
+    for kind in type(sampler).__mro__:  # a sampler derived from another one calls as its nearest parent
+        if (path := f"{kind.__module__}:{kind.__name__}") in known:
+            return {known[path]}
+    return set()
 
 
 def refuse_no_pipeline(name: str | os.PathLike) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-# As in `image.py`: every class that a saved pipeline may name is imported here.
 from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.core.protocol import area_of
@@ -21,7 +20,7 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.base import VisualPipeline, wake
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts, check_scale_sampler
+from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
@@ -175,14 +174,6 @@ class InfinityPipeline(VisualPipeline):
             check_budget(budget, self.transformer.scales, self.transformer.config["num_layers"])
         self.register_to_config(budget=None if budget is None else budget.to_dict())
         return self
-
-    def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode by scales.
-
-        Raises:
-            TypeError: names the one that does.
-        """
-        check_scale_sampler(self.sampler)
 
     def _check_models(self) -> None:
         model, tokenizer = self.transformer, self.vq_model

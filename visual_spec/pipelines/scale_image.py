@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-# As in `image.py`: every class that a saved pipeline may name is imported here.
 from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
@@ -16,7 +15,7 @@ from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoin
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.base import VisualPipeline, wake
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.inputs import check_generator, check_scale_sampler
+from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
@@ -294,14 +293,6 @@ class ScaleImagePipeline(VisualPipeline):
         """
         own = self.config["refiner_guidance_scale"]
         return law if own is None else replace(law, guidance_scale=own)
-
-    def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode by scales.
-
-        Raises:
-            TypeError: names the one that does.
-        """
-        check_scale_sampler(self.sampler)
 
     def _check_models(self) -> None:
         tokenizer = self.vq_model
