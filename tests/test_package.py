@@ -77,6 +77,20 @@ assert not events, events
     run_python(code)
 
 
+def test_drawing_with_one_model_imports_that_model_only():
+    code = """
+import sys, torch, visual_spec
+pipe = visual_spec.ImagePipeline.from_pretrained("shapes")
+pipe.set_progress_bar_config(disable=True)
+pipe("a red circle", generator=torch.Generator().manual_seed(0))
+others = ("musicgen", "encodec", "var", "infinity", "magnet", "tree", "columns", "masked")
+ours = [name for name in sys.modules if name.startswith("visual_spec.")]
+assert not [name for name in ours if any(word in name for word in others)], ours
+print(len(ours))
+"""
+    assert int(run_python(code)) < 60
+
+
 def test_command_line_answers_without_torch():
     code = """
 import sys

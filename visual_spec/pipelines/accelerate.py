@@ -5,85 +5,13 @@ Samplers are components, so all this does is to swap one and to remember the oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from visual_spec.pipelines import transformers_models, transformers_music
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.scale_plan import ScalePlan
-from visual_spec.samplers.registry import by_name, sampler_class
+from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler  # noqa: F401
 
-_NAMED = ("drafter", "refiner")
 _PLAIN = "_visual_spec_plain_sampler"
-
-
-def make_sampler(name: str, **settings: Any) -> Any:
-    """The sampler of a name, as the command line calls it.
-
-    Raises:
-        ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
-    """
-    _check_settings(name, settings)
-    return sampler_class(by_name(name))(**settings)
-
-
-def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
-    """The sampler of a name, and what else a row says: for `scale-wise`, who draws which scales (see `ScalePlan`).
-
-    Raises:
-        ValueError: as `make_sampler` and `ScalePlan`.
-    """
-    plans = ScalePlan.names() if name == "scale-wise" else []
-    _check_settings(name, settings, also=plans)
-    plan = ScalePlan.take(settings) if plans else ScalePlan()
-    return make_sampler(name, **settings), plan
-
-
-def _check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
-    kind = sampler_class(by_name(name))
-    known = {*also, *(key for key in kind().config if not key.startswith("_"))}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        allowed = f"it takes {', '.join(sorted(known))}" if known else "it has none"
-        raise ValueError(f"the {name} sampler has no setting {', '.join(unknown)}; {allowed}.")
-
-
-def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
-    """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
-
-    Values are whole numbers, decimal numbers, `true`, `false`, `none`, words, or several of these divided by `/`
-    (`4/2/2`; a list of one: `4/`). What names a model, `drafter` and `refiner`, is taken as it stands.
-
-    Returns:
-        The name and the settings. Neither is looked at: `make_sampler` does that.
-
-    Raises:
-        ValueError: text of another form, or a setting twice.
-    """
-    name, colon, rest = text.strip().partition(":")
-    settings: dict[str, Any] = {}
-    for part in rest.split(",") if colon else []:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (key and equals and value):
-            raise ValueError(f"{part!r} in sampler {text!r}; write name:setting=value,setting=value")
-        if key in settings:
-            raise ValueError(f"sampler {text!r} sets {key} twice")
-        settings[key] = value if key in _NAMED else _value(value)
-    return name.strip(), settings
-
-
-def _value(text: str) -> Any:
-    if "/" in text:
-        return [_value(part) for part in text.split("/") if part]
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 def accelerate(pipe: Any, sampler: Any = None) -> Any:

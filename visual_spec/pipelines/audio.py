@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -25,26 +25,21 @@ from visual_spec.models.columns.musicgen import (
     text_condition,
 )
 from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.calls import COLUMNS, MASKED
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
-from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
 from visual_spec.models.next_token.llamagen import TextCondition
-
-# As in `image.py`: every class that a saved pipeline may name is imported here.
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
 from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
 
 OUTPUT_TYPES = ("np", "pt", "latent")
-SAMPLERS = (ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler)
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
@@ -156,7 +151,9 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        return cls(model, None, None, sampler or ColumnJacobiSampler(), tokenizer, **published | settings)
+        return cls(
+            model, None, None, sampler or make_sampler("column-jacobi"), tokenizer, **published | settings
+        )
 
     @classmethod
     def from_magnet(
@@ -183,10 +180,13 @@ class AudioPipeline(VisualPipeline):
         Raises:
             FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_magnet_codec`.
         """
+        from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+
         loaded = load_magnet(source, dtype=dtype)
         own = loaded.settings
-        sampler = MaskedSampler(
-            own.steps,
+        sampler = make_sampler(
+            "masked",
+            steps=own.steps,
             clock="magnet",
             span=own.span,
             temperature="falling",
@@ -220,6 +220,24 @@ class AudioPipeline(VisualPipeline):
         super().save_pretrained(save_directory, *args, **kwargs)
 
     # -- what the parts are --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler."""
+        masked = bool(settings.get("masked"))
+        return PipelineFacts(
+            medium="audio",
+            unit="columns",
+            calls=(MASKED,) if masked else (COLUMNS,),
+            plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
+            fast_sampler="masked" if masked else "column-jacobi",
+            default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
+            comparable=not masked,
+        )
+
+    @property
+    def _fills_in(self) -> bool:
+        return MASKED in self.calls
 
     def _check_parts(self) -> None:
         modules = MusicgenModules(self._model, self.config["padding"])
@@ -277,11 +295,6 @@ class AudioPipeline(VisualPipeline):
         """Frames of the longest clip that is played in one go."""
         return round(self.config["max_audio_length_in_s"] * self.frame_rate)
 
-    @property
-    def fast_sampler(self) -> str:
-        """The name of the sampler that `visual_spec.accelerate` sets."""
-        return "masked" if self.config["masked"] else "column-jacobi"
-
     def make_law(self, guidance_until: int | None = None, **settings: float | None) -> TokenLaw:
         """The law of a code.
 
@@ -291,29 +304,9 @@ class AudioPipeline(VisualPipeline):
         Raises:
             ValueError: a value out of its range.
         """
-        values: Any = {
-            name: self.config[f"default_{name}"] if settings.get(name) is None else settings[name]
-            for name in ("guidance_scale", "temperature", "top_k", "top_p")
-        }
-        return TokenLaw(guidance_until=guidance_until, **values)
+        return TokenLaw(guidance_until=guidance_until, **self._chosen(**settings))
 
     # -- input ---------------------------------------------------------------------------------------------------------
-
-    def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode this model, or one that lacks its drafter.
-
-        Raises:
-            TypeError: names those that do.
-            ValueError: it drafts with a second model, and there is none.
-        """
-        fitting = (MaskedSampler,) if self.config["masked"] else SAMPLERS
-        if not isinstance(self.sampler, fitting):
-            what = "fill in hidden codes" if self.config["masked"] else "decode several codebooks"
-            raise TypeError(
-                f"sampler is {type(self.sampler).__name__}, which does not {what}; those that do: "
-                f"{', '.join(kind.__name__ for kind in fitting)}."
-            )
-        self.check_drafter()
 
     def check_inputs(
         self,
@@ -546,7 +539,7 @@ class AudioPipeline(VisualPipeline):
             windows,
             progress_bar=self.progress_bar,
             stream=stream,
-            streamed=callback_on_audio is not None and not self.config["masked"],
+            streamed=callback_on_audio is not None and not self._fills_in,
             listener=None if callback_on_step_end is None else listen,
             law=law,
             generator=generator,
@@ -574,7 +567,7 @@ class AudioPipeline(VisualPipeline):
         return codes.repeat_interleave(batch_size // len(codes), 0)
 
     def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
-        if self.config["masked"]:
+        if self._fills_in:
             settings = {"padding": self.config["padding"], "reach": self.config["reach"]}
             return MagnetModel(self._model, num_frames, **settings)
         return self._columns_of(self._model, num_frames, prompt_frames)

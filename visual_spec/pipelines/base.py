@@ -5,9 +5,10 @@ one it is for; `tests/pipelines/test_loading.py` reproduces them all, so that a 
 changes one is noticed.
 """
 
+import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -16,22 +17,11 @@ import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from huggingface_hub import snapshot_download
 
-from visual_spec import samplers
+from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
+from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
-
-# They look like the samplers of next-token models, but call theirs otherwise.
-_OF_OTHER_MODELS = (
-    ColumnAutoregressiveSampler,
-    ColumnJacobiSampler,
-    DraftedColumnSampler,
-    MaskedSampler,
-    ScaleWiseSampler,
-)
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.samplers import registry
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
@@ -47,7 +37,6 @@ class VisualPipeline(DiffusionPipeline):
     sampler: Any
     drafter: Any = None
     last_trace: Any = None
-    fast_sampler = "speculative-jacobi"  # the one that `visual_spec.accelerate` takes if it is given none
     _fitting_drafter = "an EagleDrafter trained for this model (scripts/train_drafter.py)"
 
     @classmethod
@@ -59,6 +48,83 @@ class VisualPipeline(DiffusionPipeline):
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """What a pipeline of this class is, with these settings and this sampler; every subclass says it.
+
+        Args:
+            settings: of the pipeline, as in its model_index.json.
+            sampler: the configuration of its sampler.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not say what it is; give it a method facts_of.")
+
+    @property
+    def facts(self) -> PipelineFacts:
+        """What this pipeline is, with the sampler that it has now."""
+        return self.facts_of(self.config, getattr(self.sampler, "config", {}))
+
+    @property
+    def medium(self) -> str:
+        """ "image" or "audio"."""
+        return self.facts.medium
+
+    @property
+    def unit(self) -> str:
+        """What a call commits, in the plural: "tokens", "columns" or "scales"."""
+        return self.facts.unit
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The kinds of calls that its model answers (`visual_spec.models.core.calls`)."""
+        return self.facts.calls
+
+    @property
+    def plain_sampler(self) -> str:
+        """Its plain decoding, as on the command line."""
+        return self.facts.plain_sampler
+
+    @property
+    def fast_sampler(self) -> str:
+        """What `visual_spec.accelerate` sets when no sampler is named, as on the command line."""
+        return self.facts.fast_sampler
+
+    @property
+    def comparable(self) -> bool:
+        """Whether an accelerated decoding is compared with the plain one; not of masked models, which have a law of
+        their own."""
+        return self.facts.comparable
+
+    @property
+    def stored_as(self) -> str:
+        """What keeps a sample: its token "ids", or the finished "canvas" where ids do not tell the picture."""
+        return self.facts.stored_as
+
+    def default_settings(self) -> dict[str, Any]:
+        """The law's settings where none are given: guidance_scale, top_k, top_p, and temperature where it has one."""
+        return dict(self.facts.default_settings)
+
+    @classmethod
+    def _saved_law(cls, settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        """The saved defaults of the law's settings, or those of the class where nothing was saved."""
+        usual = inspect.signature(cls.__init__).parameters
+        return {name: settings.get(f"default_{name}", usual[f"default_{name}"].default) for name in names}
+
+    def _chosen(self, **given: Any) -> dict[str, Any]:
+        """The law's settings: what is given, and the defaults in place of None."""
+        return self.default_settings() | {name: value for name, value in given.items() if value is not None}
+
+    # -- loading and moving --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As `DiffusionPipeline.load_config`, with our classes found where they live now."""
+        loaded = super().load_config(*args, **kwargs)
+        if isinstance(loaded, tuple):  # with what else was asked for
+            return resolved(loaded[0]), *loaded[1:]
+        return resolved(loaded)
 
     @classmethod
     def download(cls, pretrained_model_name: str | os.PathLike, **kwargs: Any) -> str:
@@ -113,20 +179,13 @@ class VisualPipeline(DiffusionPipeline):
             return super().to(*args, **kwargs)
 
     def check_sampler(self) -> None:
-        """Refuse a sampler that decodes no next-token model, or one that lacks its drafter.
+        """Refuse a sampler that does not decode this model, or one that lacks its drafter.
 
         Raises:
             TypeError: `pipe.sampler` is of another kind; names those that fit.
             ValueError: it drafts with a second model, and there is none.
         """
-        strange = isinstance(self.sampler, _OF_OTHER_MODELS)
-        if strange or not (callable(self.sampler) and hasattr(self.sampler, "lossless")):
-            others = {kind.__name__ for kind in _OF_OTHER_MODELS}
-            fitting = [name for name in samplers.__all__ if name.endswith("Sampler") and name not in others]
-            raise TypeError(
-                f"sampler is {type(self.sampler).__name__}, which does not fit a next-token model; those that fit: "
-                f"{', '.join(fitting)}."
-            )
+        check_sampler(self.sampler, self.calls)
         self.check_drafter()
 
     def check_drafter(self) -> None:
@@ -140,6 +199,43 @@ class VisualPipeline(DiffusionPipeline):
                 f"{type(self.sampler).__name__} needs a drafter, and this pipeline has none; set pipe.drafter, to "
                 f"{self._fitting_drafter} or a smaller model of the same tokens."
             )
+
+
+# What a sampler should do, and how those that do it are named.
+_FITTING = {
+    RASTER: ("fit a next-token model", "those that fit: "),
+    SCALES: ("fit a next-scale model", "pass a "),
+    COLUMNS: ("decode several codebooks", "those that do: "),
+    MASKED: ("fill in hidden codes", "those that do: "),
+}
+
+
+def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
+    """Refuse a sampler that makes other calls than the model answers.
+
+    What is not in the registry fits if it is callable and says whether it is `lossless`; if it declares its `calls`, a
+    kind of `visual_spec.models.core.calls` or several, these have to be among them.
+
+    Raises:
+        TypeError: names those that fit.
+    """
+    if _calls_of(sampler) <= set(calls) and callable(sampler) and hasattr(sampler, "lossless"):
+        return
+    does, advice = _FITTING.get(calls[0], ("fit this model", "those that fit: "))
+    names = ", ".join(entry.class_name for entry in registry.fitting(calls))
+    raise TypeError(f"sampler is {type(sampler).__name__}, which does not {does}; {advice}{names}.")
+
+
+def _calls_of(sampler: Any) -> set[str]:
+    """The kinds of calls that a sampler makes: those it declares, or those of its class in the registry, if any."""
+    declared = getattr(sampler, "calls", None)
+    if declared is not None:
+        return {declared} if isinstance(declared, str) else set(declared)
+    known = {entry.path: entry.calls for entry in registry.SAMPLERS}
+    for kind in type(sampler).__mro__:  # a sampler derived from another one calls as its nearest parent
+        if (path := f"{kind.__module__}:{kind.__name__}") in known:
+            return {known[path]}
+    return set()
 
 
 def refuse_no_pipeline(name: str | os.PathLike) -> None:

@@ -6,7 +6,6 @@ from typing import Any, Self
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-# As in `image.py`: every class that a saved pipeline may name is imported here.
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
@@ -15,17 +14,8 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
-from visual_spec.samplers import (  # noqa: F401
-    autoregressive,
-    drafted,
-    jacobi,
-    mulo,
-    parallel_jacobi,
-    proactive,
-    tree,
-    zipar,
-)
 
 
 class ClassImagePipeline(TokenImagePipeline):
@@ -99,7 +89,7 @@ class ClassImagePipeline(TokenImagePipeline):
         model, tokenizer, defaults = load_official(
             transformer, vq_model, image_size=image_size, dtype=dtype, text=False
         )
-        return cls(model, tokenizer, sampler or jacobi.SpeculativeJacobiSampler(), id2label, **defaults)
+        return cls(model, tokenizer, sampler or make_sampler("speculative-jacobi"), id2label, **defaults)
 
     @property
     def num_classes(self) -> int:

@@ -13,24 +13,12 @@ from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
-
-# diffusers finds the class of a saved component only in modules that are imported already: every class that a saved
-# pipeline may name is imported here, used below or not.
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
-from visual_spec.samplers import (  # noqa: F401
-    autoregressive,
-    drafted,
-    jacobi,
-    mulo,
-    parallel_jacobi,
-    proactive,
-    tree,
-    zipar,
-)
 
 
 class ImagePipeline(TokenImagePipeline):
@@ -118,7 +106,7 @@ class ImagePipeline(TokenImagePipeline):
                 max_words=model.prefix_length,
                 cache_folder=feature_cache,
             )
-        return cls(model, tokenizer, text_encoder, sampler or jacobi.SpeculativeJacobiSampler(), **defaults)
+        return cls(model, tokenizer, text_encoder, sampler or make_sampler("speculative-jacobi"), **defaults)
 
     def check_inputs(
         self,

@@ -7,23 +7,23 @@ from typing import Any, Self
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-# As in `image.py`: every class that a saved pipeline may name is imported here.
+from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.pipelines.base import VisualPipeline, wake
-from visual_spec.pipelines.inputs import check_generator, check_scale_sampler
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import write_sampler
+from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import CODE_LAW, VAR_LAW, ScaleWiseSampler, Stage, code_stages
-
-# Settings of a pipeline that say who draws which scales, and with what cache.
-SCHEDULE = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
 
 
 class ScaleImagePipeline(VisualPipeline):
@@ -60,7 +60,6 @@ class ScaleImagePipeline(VisualPipeline):
     _exclude_from_cpu_offload = ["vq_model", "refiner"]
     _optional_components = ["refiner"]
     _callback_tensor_inputs = ["canvas"]
-    fast_sampler = "scale-wise"
 
     transformer: Any
     vq_model: Any
@@ -150,6 +149,19 @@ class ScaleImagePipeline(VisualPipeline):
         )
 
     # -- what it is made of ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`."""
+        return PipelineFacts(
+            medium="image",
+            unit="scales",
+            calls=(SCALES,),
+            plain_sampler=write_sampler("scale-wise", ScalePlan.plain(settings).describe()),
+            fast_sampler="scale-wise",
+            default_settings=cls._saved_law(settings, "guidance_scale", "top_k", "top_p"),
+            stored_as="canvas" if sampler.get("smooth") else "ids",
+        )
 
     @property
     def num_classes(self) -> int:
@@ -270,10 +282,7 @@ class ScaleImagePipeline(VisualPipeline):
         Raises:
             ValueError: a value out of its range.
         """
-        values = dict(guidance_scale=guidance_scale, top_k=top_k, top_p=top_p)
-        chosen: dict[str, Any] = {
-            name: self.config[f"default_{name}"] if value is None else value for name, value in values.items()
-        }
+        chosen = self._chosen(guidance_scale=guidance_scale, top_k=top_k, top_p=top_p)
         return TokenLaw(temperature=temperature, **chosen)
 
     def refiner_law(self, law: TokenLaw) -> TokenLaw:
@@ -284,14 +293,6 @@ class ScaleImagePipeline(VisualPipeline):
         """
         own = self.config["refiner_guidance_scale"]
         return law if own is None else replace(law, guidance_scale=own)
-
-    def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode by scales.
-
-        Raises:
-            TypeError: names the one that does.
-        """
-        check_scale_sampler(self.sampler)
 
     def _check_models(self) -> None:
         tokenizer = self.vq_model

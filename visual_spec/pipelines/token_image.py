@@ -1,14 +1,16 @@
 """What the pipelines that draw one picture per grid of tokens share: input checks, decoding, tokens to pixels."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
+from visual_spec.models.core.calls import RASTER_TREE_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source, load_pair, official_defaults
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, wake
+from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
@@ -40,6 +42,18 @@ class TokenImagePipeline(VisualPipeline):
                 f"tokenizer decodes {side} x {side} out of {codes}; load both from the same model."
             )
 
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`."""
+        return PipelineFacts(
+            medium="image",
+            unit="tokens",
+            calls=RASTER_TREE_ORDER,
+            plain_sampler="autoregressive",
+            fast_sampler="speculative-jacobi",
+            default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},
+        )
+
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the pictures in pixels."""
@@ -54,9 +68,7 @@ class TokenImagePipeline(VisualPipeline):
         Raises:
             ValueError: a value out of its range.
         """
-        scale = self.config["default_guidance_scale"] if guidance_scale is None else guidance_scale
-        count = self.config["default_top_k"] if top_k is None else top_k
-        return TokenLaw(guidance_scale=scale, top_k=count, **settings)
+        return TokenLaw(**self._chosen(guidance_scale=guidance_scale, top_k=top_k) | settings)
 
     def _check_drawing(
         self,
@@ -129,7 +141,8 @@ class TokenImagePipeline(VisualPipeline):
         num_tokens = self.transformer.grid.num_tokens
         wake(self.transformer)
         with self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
-            progress = DecodeProgress(bar, num_tokens, listen if callback is not None else None)
+            listener = listen if callback is not None else None
+            progress = DecodeProgress(bar, num_tokens, listener, unit=self.unit)
             result = self.sampler(
                 self.transformer,
                 condition,

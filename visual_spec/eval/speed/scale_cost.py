@@ -22,7 +22,8 @@ from torch.utils.flop_counter import flop_registry
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
-from visual_spec.pipelines.scale_image import SCHEDULE, ScaleImagePipeline
+from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.pipelines.scale_plan import SCHEDULE
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage, draws_guided
 
 
