@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.draw import EVERY_SLOT, LawNumbers
+
 # Below it, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
 
@@ -78,6 +80,14 @@ class TokenLaw:
     def guided(self) -> bool:
         """True when the model must be run on unconditional rows too."""
         return self.guidance_scale > 1 and self.guidance_until != 0
+
+    def numbers(self, guided: bool, vocab_size: int) -> LawNumbers:
+        """The law in plain numbers, as `visual_spec.kernels` take it; `guided` as of a call."""
+        first, stop = self.allowed or (0, vocab_size)
+        until = EVERY_SLOT if self.guidance_until is None else self.guidance_until
+        return LawNumbers(
+            guided, self.guidance_scale, self.temperature, self.top_k, self.top_p, first, stop, until
+        )
 
     def __call__(self, logits: Tensor, guided: bool, slots: Tensor | None = None) -> Tensor:
         """The law at every slot of a window.
