@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.kernels.draw import EVERY_SLOT, LawNumbers, draw, on_gpu
+from visual_spec.kernels.draw import LawNumbers, draw, on_gpu
 from visual_spec.kernels.verify import verify
 from visual_spec.samplers.core.acceptance import identical_acceptance
 from visual_spec.samplers.core.checks import CheckedLaw
@@ -41,9 +41,7 @@ def fits(logits: Tensor) -> bool:
 
 def numbers(law: TokenLaw, guided: bool, vocab_size: int) -> LawNumbers:
     """A law as the kernels take it."""
-    first, stop = law.allowed or (0, vocab_size)
-    until = EVERY_SLOT if law.guidance_until is None else law.guidance_until
-    return LawNumbers(guided, law.guidance_scale, law.temperature, law.top_k, law.top_p, first, stop, until)
+    return law.numbers(guided, vocab_size)
 
 
 def draw_tokens(
