@@ -41,7 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return call
 
     for module, name in KERNELS:
-        monkeypatch.setattr(module, "_TILE", 64)
+        monkeypatch.setattr(module, "_TILE" if module is neighbour_mass else "TILE", 64)
         monkeypatch.setattr(module, f"{name}_reference", watched(module, name))
     monkeypatch.setattr(fused, "fits", lambda logits: logits.dtype == torch.float32)
     return names

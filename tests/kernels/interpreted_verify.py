@@ -22,7 +22,7 @@ from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small vocabularies have several."""
     for owner in (draw_module, module):
-        monkeypatch.setattr(owner, "_TILE", 64)
+        monkeypatch.setattr(owner, "TILE", 64)
 
 
 def both(here: Case) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from visual_spec.kernels.draw import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
 
 _TILE = 1024
 _WARPS = 8

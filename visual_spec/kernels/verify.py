@@ -20,31 +20,30 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from visual_spec.kernels.draw import (
-    _TILE,
-    _WARPS,
+from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.law import (
+    TILE,
+    WARPS,
     LawNumbers,
     as_round,
     check_logits,
-    compiled,
     finite_reference,
     kernel_numbers,
     kernel_switches,
     law_reference,
-    log_exponential_reference,
-    on_gpu,
-    rows_of_numbers,
     tiles,
-    triton,
 )
-from visual_spec.kernels.philox import philox_uniform_reference
+from visual_spec.kernels.philox import (
+    SCALAR_BLOCK,
+    philox_log_exponential,
+    philox_uniform,
+)
 
 # In the place of the number of a stored law.
 NO_DRAFT = -1
 POINT_LAW = -2  # all mass on the draft
 UNIFORM_LAW = -3  # over the allowed ids
 
-_SCALAR_BLOCK = 0xFFFFFFFF  # of the counter, as in `samplers.randomness`
 _NO_STREAM = -1
 
 
@@ -144,19 +143,19 @@ def verify_reference(
     label = label.masked_fill((kinds == UNIFORM_LAW) & allowed, -math.log(law.stop - law.first))
 
     ratio = (target.gather(-1, at) - label.gather(-1, at)).exp().squeeze(-1)
-    chance = philox_uniform_reference(keys, slots, 1, accept_stream, round, _SCALAR_BLOCK).squeeze(-1)
+    chance = philox_uniform(keys, slots, 1, accept_stream, round, SCALAR_BLOCK).squeeze(-1)
     accept = (chance < ratio) & (draft_laws != NO_DRAFT)
 
     difference = (target.exp() - label.exp()).clamp(min=0)
     # Without mass both laws are equal, and a draft is refused by rounding only.
     left = torch.where(difference.sum(-1, keepdim=True) > 0, difference.log(), target)
-    noise = log_exponential_reference(keys, slots, vocab_size, residual_stream, round)
+    noise = philox_log_exponential(keys, slots, vocab_size, residual_stream, round)
     replacement = (noise - left).argmin(-1).clamp(law.first, law.stop - 1)
     tokens = torch.where(accept, drafts, replacement)
 
     drawn = drafts.new_empty(slots.shape[0], 0)
     if draw_stream != _NO_STREAM:
-        noise = log_exponential_reference(keys, slots, vocab_size, draw_stream, draw_round)
+        noise = philox_log_exponential(keys, slots, vocab_size, draw_stream, draw_round)
         drawn = (noise - target).argmin(-1).clamp(law.first, law.stop - 1)
     return target, accept, tokens, drawn, finite_reference(logits, law)
 
@@ -267,10 +266,10 @@ def verify_triton(
             RESIDUAL_STREAM=residual_stream,
             DRAW_STREAM=draw_stream,
             **kernel_switches(law),
-            TILE=_TILE,
-            TILES=tiles(law, _TILE),
-            ALL_TILES=-(-vocab_size // _TILE),
-            num_warps=_WARPS,
+            TILE=TILE,
+            TILES=tiles(law, TILE),
+            ALL_TILES=-(-vocab_size // TILE),
+            num_warps=WARPS,
         )
     return outputs
 
@@ -278,13 +277,13 @@ def verify_triton(
 if triton is not None:
     import triton.language as tl
 
-    from visual_spec.kernels.draw import (
+    from visual_spec.kernels.draw import race
+    from visual_spec.kernels.law import (
         filter_law,
         guided_logits,
         is_finite,
         logits_row,
         mass_from,
-        race,
         tile_ids,
     )
     from visual_spec.kernels.philox import uniform_scalar, uniform_tile
