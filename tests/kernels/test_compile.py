@@ -117,7 +117,8 @@ def test_operators_are_known_to_tracers_of_gpu_code():
         ops.lantern_mass: (*laws(), torch.zeros(37, 5).int(), 0.1, True),
     }
     for op, arguments in calls.items():
-        expected = op(*arguments)
+        # The kernel of `verify` is the only one without a definition that runs here.
+        expected = here.expected if op is ops.verify else op(*arguments)
         with FakeTensorMode(allow_non_fake_inputs=True):
             there = [
                 torch.empty(value.shape, dtype=value.dtype, device="cuda")
