@@ -20,7 +20,7 @@ laws on a GPU, elsewhere by its definition in PyTorch. What it is and what it gu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any
@@ -325,6 +325,36 @@ class Relaxation:
                 f"factor={self.factor!r}; pass a number of at least 1 (1 lends nothing), or None to lend up to delta."
             )
         check_flag("bounded", self.bounded)
+
+    @classmethod
+    def of(cls, acceptance: str, settings: Mapping[str, Any] | None = None) -> Relaxation:
+        """The record from a name and a mapping of the other settings, as a sampler's configuration holds them.
+
+        Args:
+            acceptance: as of the class.
+            settings: values by name, such as {"delta": 0.2}; what it leaves out has its default. None: all defaults.
+
+        Raises:
+            ValueError: no mapping, a name that is no setting, any setting for an acceptance that relaxes nothing, or a
+                value out of its range.
+        """
+        if settings is None:
+            return cls(acceptance)
+        if not isinstance(settings, Mapping):
+            raise ValueError(
+                f'relaxation={settings!r}; pass settings by name, such as {{"delta": 0.2}}, or None.'
+            )
+        known = [field.name for field in fields(cls) if field.name != "acceptance"]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ValueError(f"relaxation has no setting {unknown[0]!r}; pass some of {', '.join(known)}.")
+        relaxation = cls(acceptance, **settings)
+        if settings and relaxation.lossless:
+            raise ValueError(
+                f"relaxation sets {', '.join(settings)}, but acceptance={acceptance!r} relaxes nothing; pass "
+                f"relaxation=None, or acceptance={', '.join(map(repr, RELAXED[:-1]))} or {RELAXED[-1]!r}."
+            )
+        return relaxation
 
     @property
     def lossless(self) -> bool:
