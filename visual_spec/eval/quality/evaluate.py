@@ -135,8 +135,8 @@ def evaluate(
         ValueError: sizes out of range, too few prompts, or a folder with samples of other settings or prompts.
     """
     from visual_spec.eval.files import write_atomically
-    from visual_spec.eval.quality.figures import picture_sheet, rows_of
     from visual_spec.eval.quality import samples as store
+    from visual_spec.eval.quality.figures import picture_sheet, rows_of
     from visual_spec.eval.quality.music import mel_thumbnails, plays
     from visual_spec.eval.speed.measure import environment
     from visual_spec.models.core.fingerprint import fingerprint

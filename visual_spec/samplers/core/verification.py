@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.draw import EVERY_SLOT, LawNumbers, draw, on_gpu
+from visual_spec.kernels.draw import draw
+from visual_spec.kernels.launch import on_gpu
 from visual_spec.kernels.verify import verify as verify_kernel
 from visual_spec.samplers.core.acceptance import (
     EXACT,
@@ -28,7 +29,6 @@ from visual_spec.samplers.core.acceptance import (
 )
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Draft, rows_of
-from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
 from visual_spec.samplers.core.trace import DivergenceMeter
@@ -241,22 +241,13 @@ def fits(logits: Tensor) -> bool:
     return on_gpu(logits) and logits.dtype != torch.float64
 
 
-def numbers(law: TokenLaw, guided: bool, vocab_size: int) -> LawNumbers:
-    """A law as the kernels take it."""
-    first, stop = law.allowed or (0, vocab_size)
-    until = EVERY_SLOT if law.guidance_until is None else law.guidance_until
-    return LawNumbers(guided, law.guidance_scale, law.temperature, law.top_k, law.top_p, first, stop, until)
-
-
 def draw_tokens(
     law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, stream: int = TOKEN
 ) -> Tensor:
     """`noise.categorical(law(logits, slots, guided), slots, stream)`, in one kernel where it fits: long [B, N]."""
     if not fits(logits):
         return noise.categorical(law(logits, slots, guided), slots, stream)
-    tokens, finite = draw(
-        logits, noise.keys, slots, numbers(law.law, guided, logits.shape[-1]), stream=stream
-    )
+    tokens, finite = draw(logits, noise.keys, slots, law.law.numbers(guided, logits.shape[-1]), stream=stream)
     law.remember(~finite, slots)
     return tokens
 
@@ -281,7 +272,7 @@ def _verify_by_kernel(
         draft.label.rows,
         noise.keys,
         slots,
-        numbers(law.law, guided, logits.shape[-1]),
+        law.law.numbers(guided, logits.shape[-1]),
         round=round,
         accept_stream=ACCEPT,
         residual_stream=RESIDUAL,
