@@ -21,9 +21,9 @@ from visual_spec.data.tunes import (
     NUM_FRAMES,
     SAMPLE_RATE,
     caption,
-    sample_dataset,
     sample_tunes,
 )
+from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
