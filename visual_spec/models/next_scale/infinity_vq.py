@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import register_to_config
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
@@ -35,7 +36,9 @@ _WRAPPED = re.compile(
 _CONSTANTS = ("quantizer.lfq.mask", "quantize.lfq.mask")
 
 
-class BitwiseVQModel(MultiscaleTokenizer):
+class BitwiseVQModel(
+    MultiscaleTokenizer, ModelMixin, ConfigMixin
+):  # diffusers looks for the bases in this module
     """Pictures to bits of all scales and back: a `ScaleTokenizer` with `tokens_per_place` bits a place.
 
     Tokens of a picture are bits, long `[B, L * T]`: the maps from coarse to fine, each in raster order, and the T bits

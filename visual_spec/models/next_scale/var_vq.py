@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import register_to_config
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Difference, read_checkpoint
@@ -51,7 +52,9 @@ class _Quantizer(nn.Module):
         self.quant_resi = _Smoothers(code_dim)
 
 
-class MultiscaleVQModel(MultiscaleTokenizer):
+class MultiscaleVQModel(
+    MultiscaleTokenizer, ModelMixin, ConfigMixin
+):  # diffusers looks for the bases in this module
     """Pictures to tokens of all scales and back.
 
     Tokens of a picture are `[B, L]`: the maps from coarse to fine, each in raster order, `L = sum(n * n)`. The canvas
