@@ -65,7 +65,8 @@ def classes_task(count: int, image_size: int) -> Task:
 
 def tunes_task(count: int) -> Task:
     """The captions of `tunes` that no trainer sees, those of `held_out_prompts`, and the clips they describe."""
-    from visual_spec.data.tunes import caption, sample_dataset
+    from visual_spec.data.tunes import caption
+    from visual_spec.data.tunes_synth import sample_dataset
 
     tunes, waves = sample_dataset(count, 0, held_out=True)
     return Task([caption(tune) for tune in tunes], waves)

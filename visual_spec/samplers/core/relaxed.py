@@ -31,6 +31,7 @@ from torch import Tensor
 from visual_spec.kernels.clustered_mass import clustered_mass
 from visual_spec.kernels.grouped_mass import grouped_mass, smallest
 from visual_spec.kernels.lantern_mass import lantern_mass, lending_limit, merge_neighbours
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
 from visual_spec.samplers.core.checks import check_count, check_flag
 
@@ -264,17 +265,7 @@ def _neighbour_table(content: bytes, dim: int, device: torch.device, count: int)
 def _cluster_table(content: bytes, dim: int, device: torch.device, count: int) -> Tensor:
     codes = _codes(content, dim)  # on the CPU: the same clusters for every device
     start = torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))[:count]
-    centres = codes[start]
-    clusters = torch.zeros(len(codes), dtype=torch.long)
-    for _ in range(25):
-        apart = centres.square().sum(1) - 2 * codes @ centres.T  # [V, count], but for a term of the row
-        before, clusters = clusters, apart.argmin(1)
-        if torch.equal(before, clusters):
-            break
-        sizes = torch.bincount(clusters, minlength=count)[:, None]
-        means = torch.zeros_like(centres).index_add_(0, clusters, codes) / sizes.clamp(min=1)
-        centres = torch.where(sizes > 0, means, centres)
-    return clusters.to(device)
+    return k_means(codes, codes[start], 25)[1].to(device)
 
 
 # ----------------------------------------------------------------------------------------------------- the settings
