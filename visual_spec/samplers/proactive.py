@@ -126,8 +126,8 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         initial_draft: as in `SpeculativeJacobiSampler`. A copied token has no siblings: a slot gets them once a call
             has scored it.
         sibling_rule: "recursive" (siblings that differ, tested by recursive rejection), or "k-seq" (independent
-            siblings, K-SEQ of SpecTr). Both are exact; not for acceptance "identical". `siblings.sibling_gaps` tells
-            how far each is from the best that any rule could keep.
+            siblings, K-SEQ of SpecTr). Both are exact; not for acceptance "identical". `sibling_gaps` of
+            `visual_spec.eval.quality` tells how far each is from the best that any rule could keep.
         graph: as in `SpeculativeJacobiSampler`.
 
     Raises:
@@ -218,9 +218,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         others = siblings.flatten(1).index_select(1, place)
         tokens = torch.cat([newest, draft.tokens[:, :-1], others], 1)  # [B, N]
         node_slots = (state.lengths - 1)[:, None] + levels
-        logits = run.model(
-            state.cache, tokens, node_slots, visible.expand(len(slots), -1, -1)
-        )  # [R, N, V]
+        logits = run.model(state.cache, tokens, node_slots, visible.expand(len(slots), -1, -1))  # [R, N, V]
         run.lap("model")
         target = run.law(logits, node_slots + 1, run.guided)  # [B, N, V]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -172,10 +172,10 @@ class ScaleDecodeState:
         canvas: [B, D, h, w].
         maps: [B, D, n, n] each, what models were fed so far: all that one needs to go on from another.
         parts: long [B, n * n] each, the tokens of the scales.
-        round: index of the last scale.
-        reference: the first model's state, where the sampler measures.
+        reference: the first model's state, where the sampler measures; else None.
         moved: float [B], total variation of the measured slots.
         cache_bytes: of every model so far.
+        round: index of the last scale.
     """
 
     cache: Any
@@ -189,61 +189,18 @@ class ScaleDecodeState:
 
     @property
     def tokens(self) -> Tensor:
-        """long [B, all slots so far]."""
+        """long [B, slots so far]."""
         return torch.cat(self.parts, 1)
 
     @property
     def commit_call(self) -> Tensor:
-        """The scale of each slot: long [B, slots]."""
-        sizes = torch.tensor([part.shape[1] for part in self.parts])
-        return torch.arange(len(self.parts)).repeat_interleave(sizes).repeat(len(self.canvas), 1)
+        """The scale of each slot: long [B, slots so far]."""
+        return torch.cat([torch.full_like(part, scale) for scale, part in enumerate(self.parts)], 1)
 
     @property
     def target_calls(self) -> Tensor:
         """One a scale: long [B]."""
         return torch.full((len(self.canvas),), len(self.parts))
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Who draws which scale.
-
-    Attributes:
-        stages: of every scale.
-        firsts: of every scale, whether its model takes over there.
-        starts: first slot of every scale, and the number of slots.
-        own: scales that the first model draws.
-    """
-
-    stages: list[Stage]
-    firsts: list[bool]
-    starts: list[int]
-    own: int
-
-    @classmethod
-    def of(cls, stages: Sequence[Stage], tokenizer: ScaleTokenizer) -> Schedule:
-        """The schedule of stages that follow each other. A model that follows itself goes on with its cache."""
-        # n * n tokens a scale, or n * n * T where a place has T tokens, each with its slot.
-        places = getattr(tokenizer, "tokens_per_place", 1)
-        sizes = [area_of(side) * places for side in tokenizer.scales]
-        by_scale, firsts = [], []
-        runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
-        for run in runs:
-            mine = [stage for stage in run for _ in stage.scales]
-            by_scale += mine
-            firsts += [True] + [False] * (len(mine) - 1)
-        return cls(by_scale, firsts, [0, *accumulate(sizes)], sum(len(stage.scales) for stage in runs[0]))
-
-    @property
-    def count(self) -> int:
-        """Number of scales."""
-        return len(self.stages)
-
-    def run_of(self, scale: int) -> list[Stage]:
-        """The stages of the model that takes over at a scale, one a scale."""
-        rest = [False, *self.firsts[scale + 1 :]]
-        length = rest.index(True, 1) if True in rest[1:] else len(rest)
-        return self.stages[scale : scale + length]
 
 
 class ScaleWiseSampler(Sampler):
@@ -307,16 +264,14 @@ class ScaleWiseSampler(Sampler):
             ValueError, TypeError: a request that cannot be served.
             FloatingPointError: logits that define no law.
         """
-        whole = (
-            [Stage(model, range(len(tokenizer.scales)))] if not isinstance(model, Sequence) else list(model)
-        )
+        stages = list(model) if isinstance(model, Sequence) else [Stage(model, range(len(tokenizer.scales)))]
         request: dict[str, Any] = dict(law=law, generator=generator, batch_size=batch_size, callback=callback)
-        result = super().__call__(whole, condition, tokenizer=tokenizer, **request)
+        result = super().__call__(stages, condition, tokenizer=tokenizer, **request)
         assert isinstance(result, ScaleResult)
         return result
 
     def num_slots(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
-        return Schedule.of(model, parts["tokenizer"]).starts[-1]
+        return first_slots(parts["tokenizer"])[-1]
 
     def num_calls(self, run: Run) -> int:
         return len(run.parts["tokenizer"].scales) - 1  # `prepare` draws the first
@@ -324,83 +279,75 @@ class ScaleWiseSampler(Sampler):
     def prefill(
         self, model: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
-        schedule = Schedule.of(model, parts["tokenizer"])
-        served = schedule.stages if self._measures(schedule) else schedule.run_of(0)
-        return _prefill(served, 0, condition, law, batch_size, [])
+        own = _of_one_model(model, 0)
+        served = model if self.config.measure else own  # what measures goes on with its cache to the end
+        return _prefill(served, condition, law, batch_size, [])
 
     def prepare(self, run: Run) -> ScaleDecodeState:
         """Draw the first scale, which the prefill predicts."""
-        schedule = Schedule.of(run.model, run.parts["tokenizer"])
         canvas = run.parts["tokenizer"].begin(run.batch_size, run.device, run.cache.logits.dtype)
         state = ScaleDecodeState(
             cache=run.cache,
             canvas=canvas,
             maps=[],
             parts=[],
-            reference=run.cache if self._measures(schedule) else None,
+            reference=run.cache if self.config.measure else None,
             moved=canvas.new_zeros(run.batch_size),
             cache_bytes=[run.cache.cache_bytes],
         )
-        run.lap("model")
-        self._draw(run, state, schedule, run.cache.logits)
+        self._draw(run, state, run.model[0], run.cache.logits)
         return state
 
     def step(self, run: Run, state: ScaleDecodeState) -> None:
         """Draw the next scale."""
-        schedule, scale = Schedule.of(run.model, run.parts["tokenizer"]), state.round + 1
-        stage = schedule.stages[scale]
-        if schedule.firsts[scale]:
+        scale = state.round + 1
+        number = next(number for number, stage in enumerate(run.model) if scale in stage.scales)
+        stage = run.model[number]
+        if scale == stage.scales.start and stage.model is not run.model[number - 1].model:
             state.cache = run.cache = None  # the cache of the model before: free it first
-            mine = schedule.run_of(scale)
-            state.cache = run.cache = _prefill(
-                mine, scale, run.condition, run.law_given, run.batch_size, state.maps
-            )
+            served = _of_one_model(run.model, number)
+            run.cache = _prefill(served, run.condition, run.law_given, run.batch_size, state.maps)
             run.lap("prefill")
-            state.cache_bytes.append(state.cache.cache_bytes)
-            logits = state.cache.logits
+            state.cache = run.cache
+            state.cache_bytes.append(run.cache.cache_bytes)
+            logits = run.cache.logits
         else:
             logits = stage.model(state.cache, state.maps[-1], scale)  # [R, n * n, V]
-        run.lap("model")
-        self._draw(run, state, schedule, logits)
+            run.lap("model")
+        self._draw(run, state, stage, logits)
 
-    def _draw(self, run: Run, state: ScaleDecodeState, schedule: Schedule, logits: Tensor) -> None:
+    def _draw(self, run: Run, state: ScaleDecodeState, stage: Stage, logits: Tensor) -> None:
         """Draw a scale from logits [R, n * n, V], put it on the canvas, and make the input map of the next."""
-        tokenizer = run.parts["tokenizer"]
+        tokenizer, given = run.parts["tokenizer"], run.law_given
+        count, starts = len(tokenizer.scales), first_slots(tokenizer)
         scale = state.round = state.round + 1
-        stage, given = schedule.stages[scale], run.law_given
-        ratio = scale / max(schedule.count - 1, 1)
+        ratio = scale / max(count - 1, 1)
         grown = ratio if self.config.ramp else 1.0
         run.law.law = law_at_scale(stage.law or given, grown)
-        slots = torch.arange(schedule.starts[scale], schedule.starts[scale + 1], device=run.device)
-        slots = slots.expand(run.batch_size, -1)
+        slots = torch.arange(starts[scale], starts[scale + 1], device=run.device).expand(run.batch_size, -1)
         target = _stage_law(logits, slots, run.law, stage)  # [B, n * n, V]
         if self.config.smooth:
             gumbel = run.noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
             shares, side = mixture(target, gumbel, ratio), tokenizer.scales[scale]
             state.parts.append(shares.argmax(-1))
             codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook
-            codes = codes.reshape(run.batch_size, area_of(side), -1).mT.unflatten(
-                2, shape_of(side)
-            )  # [B, D, n, n]
-            state.canvas = tokenizer.accumulate_codes(state.canvas, scale, codes)
+            codes = codes.reshape(run.batch_size, area_of(side), -1).mT  # [B, D, n * n]
+            state.canvas = tokenizer.accumulate_codes(state.canvas, scale, codes.unflatten(2, shape_of(side)))
         else:
             state.parts.append(run.noise.categorical(target, slots, TOKEN))
             state.canvas = tokenizer.accumulate(state.canvas, scale, state.parts[-1])
         run.lap("verify")
-        if state.reference is not None and scale >= schedule.own:
+        first = _of_one_model(run.model, 0)[-1]
+        if state.reference is not None and scale >= first.scales.stop:
             # A refiner that learned guided laws draws without guidance; what it stands in for is guided.
-            first = schedule.stages[schedule.own - 1]
             own = replace(stage.law or given, guidance_scale=(first.law or given).guidance_scale)
             run.law.law = law_at_scale(own, grown)
             other = first.model(state.reference, state.maps[-1], scale)
             other = _stage_law(other, slots, run.law, stage)
             state.moved = state.moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
             run.lap(MEASURE)
-        if scale + 1 < schedule.count:
+        if scale + 1 < count:
             state.maps.append(tokenizer.next_map(state.canvas, scale + 1))
-
-    def _measures(self, schedule: Schedule) -> bool:
-        return self.config.measure and sum(schedule.firsts) > 1
 
     def progress(self, run: Run, state: ScaleDecodeState) -> Tensor:
         return state.canvas
@@ -408,21 +355,20 @@ class ScaleWiseSampler(Sampler):
     def measure(
         self, run: Run, state: ScaleDecodeState, tokens: Tensor
     ) -> tuple[float | None, Tensor | None]:
-        if state.reference is None:
+        own = _of_one_model(run.model, 0)
+        if state.reference is None or len(own) == len(run.model):
             return None, None
-        schedule = Schedule.of(run.model, run.parts["tokenizer"])
-        others = schedule.starts[-1] - schedule.starts[schedule.own]  # slots behind the first model's stages
-        return float(state.moved.mean()) / others, state.moved.cpu()
+        starts = first_slots(run.parts["tokenizer"])
+        return float(state.moved.mean()) / (starts[-1] - starts[own[-1].scales.stop]), state.moved.cpu()
 
     def result(
         self, run: Run, state: ScaleDecodeState, tokens: Tensor, trace: dict[str, Any]
     ) -> SampleResult:
-        schedule = Schedule.of(run.model, run.parts["tokenizer"])
-        starts = [scale for scale, first in enumerate(schedule.firsts) if first]
+        runs = [list(stages) for _, stages in groupby(run.model, key=lambda stage: id(stage.model))]
         # A model with a compressed cache draws from a law of its own.
-        exact = len(starts) == 1 and getattr(schedule.stages[0].model, "lossless", True)
+        exact = len(runs) == 1 and getattr(run.model[0].model, "lossless", True)
         trace |= dict(lossless=self.lossless and exact, identical=self.identical and exact)
-        calls = tuple(stop - start for start, stop in pairwise([*starts, schedule.count]))
+        calls = tuple(sum(len(stage.scales) for stage in stages) for stages in runs)
         found = ScaleTrace(**trace, model_calls=calls, cache_bytes=tuple(state.cache_bytes))
         return ScaleResult(tokens, found, state.canvas)
 
@@ -450,18 +396,23 @@ class ScaleWiseSampler(Sampler):
             check_allowed(stage.law or law, stage.model.vocab_size)
 
 
+def first_slots(tokenizer: ScaleTokenizer) -> list[int]:
+    """The first slot of every scale, and the number of slots: n * n a scale, times the tokens of a place."""
+    places = getattr(tokenizer, "tokens_per_place", 1)
+    return [0, *accumulate(area_of(side) * places for side in tokenizer.scales)]
+
+
+def _of_one_model(stages: Sequence[Stage], number: int) -> list[Stage]:
+    """Stage `number`, and those behind it that the same model goes on with: it keeps its cache."""
+    return list(takewhile(lambda stage: stage.model is stages[number].model, stages[number:]))
+
+
 def _prefill(
-    stages: Sequence[Stage],
-    scale: int,
-    condition: Any,
-    law: TokenLaw,
-    batch_size: int,
-    maps: Sequence[Tensor],
+    served: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, maps: Sequence[Tensor]
 ) -> Any:
-    """Start the model of the first of these stages, one a scale from `scale` on."""
-    guided = draws_guided(stages, law.guided)
-    stop = scale + len(stages)
-    return stages[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
+    """Start the model of the first of these stages, for the scales of all of them."""
+    guided, stop = draws_guided(served, law.guided), served[-1].scales.stop
+    return served[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
 
 
 def _stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) -> Tensor:

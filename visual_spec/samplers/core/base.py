@@ -40,7 +40,7 @@ class Run:
     """One decode: what does not change from call to call.
 
     Attributes:
-        model, condition, batch_size: as given. Samples that are complete leave the batch: steps count those of the state.
+        model, condition, batch_size: as given. Complete samples leave the batch: steps count those of the state.
         cache: the model's own state, from its prefill.
         law: turns logits into laws.
         law_given: as given; methods whose law varies from call to call put the others into `law`.
