@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from einops import repeat
 from torch import Tensor
 from transformers import (
     EncodecModel,
@@ -594,5 +595,6 @@ class AudioPipeline(VisualPipeline):
         if not getattr(self.sampler, "needs_codebook", False):
             return {}
         wake(self.codec)
-        books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])  # [K, V, D]
-        return {"codebook": books.repeat_interleave(self.channels, 0)}
+        books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
+        # The channels share the codec's codebooks, and theirs of one level stand beside each other.
+        return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}
