@@ -8,6 +8,7 @@ from tests.tiny import tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline
 from tests.tiny_infinity import tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline
+from visual_spec.models.catalogue import PIPELINES
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.facts import PipelineFacts
@@ -98,6 +99,7 @@ def test_a_pipeline_says_what_it_is_loaded_and_saved(kind, tmp_path):
     make, expected = EXPECTED[kind]
     pipe = make()
     assert pipe.facts == expected
+    assert set(pipe.calls) <= set(PIPELINES[type(pipe).__name__])
     assert (pipe.medium, pipe.unit, pipe.calls) == (expected.medium, expected.unit, expected.calls)
     assert (pipe.plain_sampler, pipe.fast_sampler) == (expected.plain_sampler, expected.fast_sampler)
     assert (pipe.comparable, pipe.stored_as) == (expected.comparable, expected.stored_as)

@@ -152,9 +152,8 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        return cls(
-            model, None, None, sampler or make_sampler("column-jacobi"), tokenizer, **published | settings
-        )
+        sampler = sampler or make_sampler("column-jacobi")
+        return cls(model, None, None, sampler, tokenizer, **published | settings)
 
     @classmethod
     def from_magnet(
@@ -238,6 +237,7 @@ class AudioPipeline(VisualPipeline):
 
     @property
     def _fills_in(self) -> bool:
+        """Whether the model fills in hidden codes, rather than going on."""
         return MASKED in self.calls
 
     def _check_parts(self) -> None:
@@ -596,5 +596,5 @@ class AudioPipeline(VisualPipeline):
             return {}
         wake(self.codec)
         books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
-        # The channels share the codec's codebooks, and theirs of one level stand beside each other.
+        # Both channels of stereo use the codec's codebooks, and their codes of one level stand side by side.
         return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}
