@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from tests.kernels.relaxing import codes
-from visual_spec.kernels import draw as draw_module
-from visual_spec.kernels import masked_sample, neighbour_mass
+from visual_spec.kernels import (
+    clustered_mass,
+    draw,
+    grouped_mass,
+    lantern_mass,
+    masked_sample,
+    neighbour_mass,
+)
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
 from visual_spec.samplers.core import fused
@@ -18,11 +24,11 @@ from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
 
 KERNELS = (
-    (draw_module, "draw"),
+    (draw, "draw"),
     (masked_sample, "masked_sample"),
-    (neighbour_mass, "grouped_mass"),
-    (neighbour_mass, "clustered_mass"),
-    (neighbour_mass, "lantern_mass"),
+    (grouped_mass, "grouped_mass"),
+    (clustered_mass, "clustered_mass"),
+    (lantern_mass, "lantern_mass"),
 )
 
 
@@ -41,8 +47,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return call
 
     for module, name in KERNELS:
-        monkeypatch.setattr(module, "_TILE", 64)
-        monkeypatch.setattr(module, f"{name}_reference", watched(module, name))
+        monkeypatch.setattr(module, "TILE", 64, raising=False)
+        monkeypatch.setattr(module, f"{name}_triton", watched(module, name))
+    for module in (neighbour_mass, *(module for module, _ in KERNELS)):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(fused, "fits", lambda logits: logits.dtype == torch.float32)
     return names
 

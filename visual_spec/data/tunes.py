@@ -155,19 +155,8 @@ def sample_tune(rng: np.random.Generator) -> Tune:
     )
 
 
-def sample_dataset(count: int, seed: int, *, held_out: bool = False) -> tuple[list[Tune], np.ndarray]:
-    """Tunes and waves `[count, NUM_SAMPLES]` float32; attributes all inside or all outside the held-out tenth."""
-    from visual_spec.data.tunes_synth import render
-
-    tunes = sample_tunes(count, seed, held_out=held_out)
-    waves = np.empty((count, NUM_SAMPLES), np.float32)
-    for wave, tune in zip(waves, tunes, strict=True):
-        wave[:] = render(tune)
-    return tunes, waves
-
-
 def sample_tunes(count: int, seed: int, *, held_out: bool = False) -> list[Tune]:
-    """The tunes of `sample_dataset` alone."""
+    """Tunes with attributes all inside or all outside the held-out tenth (`is_held_out`)."""
     rng = np.random.default_rng(seed)
     tunes: list[Tune] = []
     while len(tunes) < count:

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from visual_spec.data.tunes import FRAME, INSTRUMENTS, NUM_SAMPLES, SAMPLE_RATE, Note, Tune
+from visual_spec.data.tunes import FRAME, INSTRUMENTS, NUM_SAMPLES, SAMPLE_RATE, Note, Tune, sample_tunes
 
 _LONGEST = 24_000  # samples of a kept wave; the longest note of a melody lasts 23,680 with its release
 _HIGHEST = 7_400.0  # Hz; partials above would alias or be lost in any resampling
@@ -161,6 +161,15 @@ def render(tune: Tune) -> np.ndarray:
     clip = np.fft.irfft(np.fft.rfft(clip) * _room(), _SPECTRUM)[:NUM_SAMPLES].astype(np.float32)
     clip[-_FADE:] *= _letting_go(_FADE)
     return clip * np.float32(min(1.0, 0.98 / max(float(np.abs(clip).max()), 1e-6)))
+
+
+def sample_dataset(count: int, seed: int, *, held_out: bool = False) -> tuple[list[Tune], np.ndarray]:
+    """The tunes of `sample_tunes`, and their waves `[count, NUM_SAMPLES]` float32."""
+    tunes = sample_tunes(count, seed, held_out=held_out)
+    waves = np.empty((count, NUM_SAMPLES), np.float32)
+    for wave, tune in zip(waves, tunes, strict=True):
+        wave[:] = render(tune)
+    return tunes, waves
 
 
 def _add(clip: np.ndarray, instrument: str, note: Note, level: float) -> None:

@@ -14,22 +14,20 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from visual_spec.kernels.draw import (
-    _TILE,
-    _WARPS,
+from visual_spec.kernels.draw import categorical_reference
+from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.law import (
+    TILE,
+    WARPS,
     LawNumbers,
     as_round,
     check_logits,
-    compiled,
-    draw_reference,
     finite_reference,
     kernel_numbers,
     kernel_switches,
     law_reference,
-    on_gpu,
-    rows_of_numbers,
     tiles,
-    triton,
+    unfiltered_reference,
 )
 
 
@@ -61,10 +59,11 @@ def masked_sample_reference(
     logits: Tensor, keys: Tensor, slots: Tensor, round: Tensor, stream: int, law: LawNumbers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The definition of `masked_sample`, in PyTorch, on any device."""
-    tokens, _ = draw_reference(logits, keys, slots, round, stream, law)
+    target = law_reference(logits, slots, law)  # [B, W, V]
+    tokens = categorical_reference(target, keys, slots, stream, round).clamp(law.first, law.stop - 1)
     at = tokens[..., None]
-    log_probs = law_reference(logits, slots, law).gather(-1, at).squeeze(-1)
-    whole = law_reference(logits, slots, law._replace(top_k=0, top_p=1.0, temperature=law.temperature or 1.0))
+    log_probs = target.gather(-1, at).squeeze(-1)
+    whole = unfiltered_reference(logits, slots, law, target)
     log_kept = whole.gather(-1, at).squeeze(-1) - log_probs
     return tokens, log_probs, log_kept, finite_reference(logits, law)
 
@@ -124,9 +123,9 @@ def masked_sample_triton(
             *kernel_numbers(law),
             STREAM=stream,
             **kernel_switches(law),
-            TILE=_TILE,
-            TILES=tiles(law, _TILE),
-            num_warps=_WARPS,
+            TILE=TILE,
+            TILES=tiles(law, TILE),
+            num_warps=WARPS,
         )
     return tokens, log_probs, log_kept, finite
 
@@ -134,7 +133,8 @@ def masked_sample_triton(
 if triton is not None:
     import triton.language as tl
 
-    from visual_spec.kernels.draw import filter_law, guided_logits, is_finite, logits_row, race, tile_ids
+    from visual_spec.kernels.draw import race
+    from visual_spec.kernels.law import filter_law, guided_logits, is_finite, logits_row, tile_ids
     from visual_spec.kernels.philox import uniform_tile
 
     @triton.jit

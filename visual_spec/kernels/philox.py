@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.launch import on_host
+
 try:
     import triton
     import triton.language as tl
@@ -27,6 +29,10 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+
+# Scalar draws use a block of the counter that no vocabulary reaches (it would need 2**34 tokens), so that a scalar and
+# a row of numbers of the same stream never share bits.
+SCALAR_BLOCK = 0xFFFFFFFF
 
 _DTYPES = (torch.float32, torch.float64)
 # The largest float32 below 1: the top 128 words would round to 1. float64 holds every (word + 1/2) / 2**32.
@@ -95,7 +101,7 @@ def philox_uniform(
     if slots.device.type == "cuda" and triton is not None:
         out = torch.empty((*slots.shape, count), dtype=dtype, device=slots.device)
         return philox_uniform_triton(out, keys, slots, stream, round, first_block)
-    if slots.device.type != "cpu":
+    if not on_host(slots):
         return philox_uniform_reference(keys, slots, count, stream, round, first_block, dtype)
     # NumPy, because its calls cost a quarter of PyTorch's, and a window is 100 calls on small arrays.
     blocks = np.arange(first_block, first_block + _cdiv(count, 4))[None, None]  # [1, 1, N / 4]
@@ -132,6 +138,25 @@ def philox_uniform_reference(
         _round_grid(round, slots)[:, :, None] & _MASK,
     )  # four of [B, W, N / 4]
     return _to_unit(torch.stack([word.to(dtype) for word in words], dim=-1).flatten(2)[..., :count])
+
+
+def philox_log_exponential(
+    keys: Tensor,
+    slots: Tensor,
+    count: int,
+    stream: int,
+    round: int | Tensor = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The logarithm of standard exponential noise, which is minus a Gumbel, from the numbers of `philox_uniform`.
+
+    Returns:
+        [B, W, N] of `dtype`, always finite; in PyTorch, on any device.
+    """
+    # -log(1 - u), not -log(u): small exponentials decide who wins a race, and floats are dense near u = 0. A token of
+    # probability 1e-6 would otherwise win at a rate quantised to 10%.
+    uniform = philox_uniform(keys, slots, count, stream, round, 0, dtype)
+    return uniform.neg_().log1p_().neg_().log_()
 
 
 def _to_unit(words: Tensor) -> Tensor:

@@ -9,19 +9,14 @@ from typing import Any
 
 import torch
 
-from visual_spec.models.core.checkpoints import (
-    Checkpoint,
-    load_tokenizer,
-    load_transformer,
-    read_checkpoint,
-    recognise,
-)
+from visual_spec.models.core.checkpoints import Checkpoint, read_checkpoint
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
 from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.infinity_vq import load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.var import SCALES, VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline

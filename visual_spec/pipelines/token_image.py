@@ -9,7 +9,8 @@ from diffusers.image_processor import VaeImageProcessor
 from einops import rearrange
 
 from visual_spec.models.core.calls import RASTER_TREE_ORDER
-from visual_spec.models.core.checkpoints import Checkpoint, Source, load_pair, official_defaults
+from visual_spec.models.core.checkpoints import Checkpoint, Source
+from visual_spec.models.next_token.llamagen_checkpoint import load_pair, official_defaults
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, wake
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ImagePipelineOutput
@@ -175,7 +176,7 @@ def load_official(
         text: whether the pipeline draws from captions (else from class labels).
 
     Raises:
-        ValueError, OSError: as `visual_spec.models.core.checkpoints.load_pair`; a transformer of the other kind.
+        ValueError, OSError: as `load_pair`; a transformer of the other kind.
     """
     model, tokenizer = load_pair(transformer, vq_model, image_size=image_size, dtype=dtype)
     if (model.config["caption_dim"] is not None) != text:

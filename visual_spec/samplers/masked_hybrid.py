@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ClipModel, MaskedModel
-from visual_spec.samplers.autoregressive import Callback
+from visual_spec.samplers.core.base import Callback
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.core.trace import SampleResult

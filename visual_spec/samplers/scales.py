@@ -15,16 +15,15 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
+from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult
 
 ScaleCallback = Callable[[int, Tensor], Any]
 
@@ -164,7 +163,90 @@ def mixture(log_probs: Tensor, gumbel: Tensor, ratio: float) -> Tensor:
     return (((1 + ratio) * log_probs + gumbel) / temperature).softmax(-1)
 
 
-class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
+@dataclass
+class ScaleDecodeState:
+    """A batch between two scales.
+
+    Attributes:
+        cache: the state of the model that draws.
+        canvas: [B, D, h, w].
+        maps: [B, D, n, n] each, what models were fed so far: all that one needs to go on from another.
+        parts: long [B, n * n] each, the tokens of the scales.
+        round: index of the last scale.
+        reference: the first model's state, where the sampler measures.
+        moved: float [B], total variation of the measured slots.
+        cache_bytes: of every model so far.
+    """
+
+    cache: Any
+    canvas: Tensor
+    maps: list[Tensor]
+    parts: list[Tensor]
+    reference: Any
+    moved: Tensor
+    cache_bytes: list[int]
+    round: int = -1
+
+    @property
+    def tokens(self) -> Tensor:
+        """long [B, all slots so far]."""
+        return torch.cat(self.parts, 1)
+
+    @property
+    def commit_call(self) -> Tensor:
+        """The scale of each slot: long [B, slots]."""
+        sizes = torch.tensor([part.shape[1] for part in self.parts])
+        return torch.arange(len(self.parts)).repeat_interleave(sizes).repeat(len(self.canvas), 1)
+
+    @property
+    def target_calls(self) -> Tensor:
+        """One a scale: long [B]."""
+        return torch.full((len(self.canvas),), len(self.parts))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who draws which scale.
+
+    Attributes:
+        stages: of every scale.
+        firsts: of every scale, whether its model takes over there.
+        starts: first slot of every scale, and the number of slots.
+        own: scales that the first model draws.
+    """
+
+    stages: list[Stage]
+    firsts: list[bool]
+    starts: list[int]
+    own: int
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage], tokenizer: ScaleTokenizer) -> Schedule:
+        """The schedule of stages that follow each other. A model that follows itself goes on with its cache."""
+        # n * n tokens a scale, or n * n * T where a place has T tokens, each with its slot.
+        places = getattr(tokenizer, "tokens_per_place", 1)
+        sizes = [area_of(side) * places for side in tokenizer.scales]
+        by_scale, firsts = [], []
+        runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
+        for run in runs:
+            mine = [stage for stage in run for _ in stage.scales]
+            by_scale += mine
+            firsts += [True] + [False] * (len(mine) - 1)
+        return cls(by_scale, firsts, [0, *accumulate(sizes)], sum(len(stage.scales) for stage in runs[0]))
+
+    @property
+    def count(self) -> int:
+        """Number of scales."""
+        return len(self.stages)
+
+    def run_of(self, scale: int) -> list[Stage]:
+        """The stages of the model that takes over at a scale, one a scale."""
+        rest = [False, *self.firsts[scale + 1 :]]
+        length = rest.index(True, 1) if True in rest[1:] else len(rest)
+        return self.stages[scale : scale + length]
+
+
+class ScaleWiseSampler(Sampler):
     """Draws the tokens of one scale after the other, each with its slot's own noise.
 
     Args:
@@ -180,7 +262,7 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
         ValueError: a setting that is neither True nor False.
     """
 
-    config_name = "sampler_config.json"
+    takes = ("tokenizer",)
 
     @register_to_config
     def __init__(self, ramp: bool = True, smooth: bool = False, measure: bool = False) -> None:
@@ -197,8 +279,7 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
         """As `lossless`: what this sampler draws from one model is what its autoregressive sampling is."""
         return self.lossless
 
-    @torch.no_grad()
-    def __call__(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         model: ScaleModel | Sequence[Stage],
         tokenizer: ScaleTokenizer,
@@ -226,96 +307,127 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
             ValueError, TypeError: a request that cannot be served.
             FloatingPointError: logits that define no law.
         """
-        sides = tokenizer.scales
-        count = len(sides)
-        # n * n below is n * n * T where a place has T tokens, each with its slot.
-        sizes = [area_of(side) * getattr(tokenizer, "tokens_per_place", 1) for side in sides]
-        starts = [0, *accumulate(sizes)]
-        stages = list(model) if isinstance(model, Sequence) else [Stage(model, range(count))]
-        self._check(stages, tokenizer, law, batch_size)
-        runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
-        measure = self.config["measure"] and len(runs) > 1
-        keys = draw_keys(generator, batch_size)
-        maps: list[Tensor] = []  # what models were fed so far: all that one needs to go on from another
-        parts: list[Tensor] = []
-
-        def prefill(run: list[Stage], served: list[Stage]) -> Any:
-            guided = draws_guided(served, law.guided)
-            stop = served[-1].scales.stop
-            return run[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
-
-        watch = Stopwatch()
-        state = prefill(runs[0], stages if measure else runs[0])
-        reference = state if measure else None
-        device = state.logits.device
-        watch.lap("prefill", device)
-        noise = CounterNoise(keys, device)
-        checked = CheckedLaw(law, starts[-1], deferred=device.type == "cuda")
-        canvas = tokenizer.begin(batch_size, device, state.logits.dtype)
-        cache_bytes = []
-        moved = canvas.new_zeros(batch_size)
-        for run in runs:
-            network, first = run[0].model, run[0].scales.start
-            if run is not runs[0]:
-                state = None  # the cache of the model before: free it first
-                state = prefill(run, run)
-                watch.lap("prefill", device)
-            cache_bytes.append(state.cache_bytes)
-            for stage, scale in [(part, scale) for part in run for scale in part.scales]:
-                logits = state.logits if scale == first else network(state, maps[-1], scale)  # [R, n * n, V]
-                watch.lap("model", device)
-                ratio = scale / max(count - 1, 1)
-                checked.law = law_at_scale(stage.law or law, ratio if self.config["ramp"] else 1.0)
-                slots = torch.arange(starts[scale], starts[scale + 1], device=device).expand(batch_size, -1)
-                target = _stage_law(logits, slots, checked, stage)  # [B, n * n, V]
-                if self.config["smooth"]:
-                    gumbel = noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
-                    shares = mixture(target, gumbel, ratio)
-                    parts.append(shares.argmax(-1))
-                    codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook
-                    codes = codes.reshape(batch_size, area_of(sides[scale]), -1)  # [B, n * n, D]
-                    codes = codes.mT.unflatten(2, shape_of(sides[scale]))
-                    canvas = tokenizer.accumulate_codes(canvas, scale, codes)
-                else:
-                    parts.append(noise.categorical(target, slots, TOKEN))
-                    canvas = tokenizer.accumulate(canvas, scale, parts[-1])
-                watch.lap("verify", device)
-                if measure and run is not runs[0]:
-                    # A refiner that learned guided laws draws without guidance; what it stands in for is guided.
-                    guidance = (runs[0][-1].law or law).guidance_scale
-                    own = replace(stage.law or law, guidance_scale=guidance)
-                    checked.law = law_at_scale(own, ratio if self.config["ramp"] else 1.0)
-                    other = _stage_law(runs[0][0].model(reference, maps[-1], scale), slots, checked, stage)
-                    moved = moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
-                    watch.lap(MEASURE, device)
-                if scale + 1 < count:
-                    maps.append(tokenizer.next_map(canvas, scale + 1))
-                if callback is not None:
-                    callback(scale, canvas)
-        checked.finish()
-        seconds, phase_seconds = watch.read()
-        # A model with a compressed cache draws from a law of its own.
-        exact = len(runs) == 1 and getattr(runs[0][0].model, "lossless", True)
-        others = starts[-1] - starts[runs[0][-1].scales.stop]  # slots behind the first model's stages
-        trace = ScaleTrace(
-            sampler=type(self).__name__,
-            lossless=self.lossless and exact,
-            identical=self.identical and exact,
-            target_calls=torch.full((batch_size,), count),
-            commit_call=torch.arange(count).repeat_interleave(torch.tensor(sizes)).repeat(batch_size, 1),
-            seconds=seconds,
-            phase_seconds=phase_seconds,
-            peak_memory=watch.peak_memory(device),
-            divergence=float(moved.mean()) / others if measure else None,
-            moved_mass=moved.cpu() if measure else None,
-            model_calls=tuple(sum(len(stage.scales) for stage in run) for run in runs),
-            cache_bytes=tuple(cache_bytes),
+        whole = (
+            [Stage(model, range(len(tokenizer.scales)))] if not isinstance(model, Sequence) else list(model)
         )
-        return ScaleResult(torch.cat(parts, 1), trace, canvas)
+        request: dict[str, Any] = dict(law=law, generator=generator, batch_size=batch_size, callback=callback)
+        result = super().__call__(whole, condition, tokenizer=tokenizer, **request)
+        assert isinstance(result, ScaleResult)
+        return result
 
-    def _check(
-        self, stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenLaw, batch_size: int
-    ) -> None:
+    def num_slots(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
+        return Schedule.of(model, parts["tokenizer"]).starts[-1]
+
+    def num_calls(self, run: Run) -> int:
+        return len(run.parts["tokenizer"].scales) - 1  # `prepare` draws the first
+
+    def prefill(
+        self, model: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> Any:
+        schedule = Schedule.of(model, parts["tokenizer"])
+        served = schedule.stages if self._measures(schedule) else schedule.run_of(0)
+        return _prefill(served, 0, condition, law, batch_size, [])
+
+    def prepare(self, run: Run) -> ScaleDecodeState:
+        """Draw the first scale, which the prefill predicts."""
+        schedule = Schedule.of(run.model, run.parts["tokenizer"])
+        canvas = run.parts["tokenizer"].begin(run.batch_size, run.device, run.cache.logits.dtype)
+        state = ScaleDecodeState(
+            cache=run.cache,
+            canvas=canvas,
+            maps=[],
+            parts=[],
+            reference=run.cache if self._measures(schedule) else None,
+            moved=canvas.new_zeros(run.batch_size),
+            cache_bytes=[run.cache.cache_bytes],
+        )
+        run.lap("model")
+        self._draw(run, state, schedule, run.cache.logits)
+        return state
+
+    def step(self, run: Run, state: ScaleDecodeState) -> None:
+        """Draw the next scale."""
+        schedule, scale = Schedule.of(run.model, run.parts["tokenizer"]), state.round + 1
+        stage = schedule.stages[scale]
+        if schedule.firsts[scale]:
+            state.cache = run.cache = None  # the cache of the model before: free it first
+            mine = schedule.run_of(scale)
+            state.cache = run.cache = _prefill(
+                mine, scale, run.condition, run.law_given, run.batch_size, state.maps
+            )
+            run.lap("prefill")
+            state.cache_bytes.append(state.cache.cache_bytes)
+            logits = state.cache.logits
+        else:
+            logits = stage.model(state.cache, state.maps[-1], scale)  # [R, n * n, V]
+        run.lap("model")
+        self._draw(run, state, schedule, logits)
+
+    def _draw(self, run: Run, state: ScaleDecodeState, schedule: Schedule, logits: Tensor) -> None:
+        """Draw a scale from logits [R, n * n, V], put it on the canvas, and make the input map of the next."""
+        tokenizer = run.parts["tokenizer"]
+        scale = state.round = state.round + 1
+        stage, given = schedule.stages[scale], run.law_given
+        ratio = scale / max(schedule.count - 1, 1)
+        grown = ratio if self.config.ramp else 1.0
+        run.law.law = law_at_scale(stage.law or given, grown)
+        slots = torch.arange(schedule.starts[scale], schedule.starts[scale + 1], device=run.device)
+        slots = slots.expand(run.batch_size, -1)
+        target = _stage_law(logits, slots, run.law, stage)  # [B, n * n, V]
+        if self.config.smooth:
+            gumbel = run.noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
+            shares, side = mixture(target, gumbel, ratio), tokenizer.scales[scale]
+            state.parts.append(shares.argmax(-1))
+            codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook
+            codes = codes.reshape(run.batch_size, area_of(side), -1).mT.unflatten(
+                2, shape_of(side)
+            )  # [B, D, n, n]
+            state.canvas = tokenizer.accumulate_codes(state.canvas, scale, codes)
+        else:
+            state.parts.append(run.noise.categorical(target, slots, TOKEN))
+            state.canvas = tokenizer.accumulate(state.canvas, scale, state.parts[-1])
+        run.lap("verify")
+        if state.reference is not None and scale >= schedule.own:
+            # A refiner that learned guided laws draws without guidance; what it stands in for is guided.
+            first = schedule.stages[schedule.own - 1]
+            own = replace(stage.law or given, guidance_scale=(first.law or given).guidance_scale)
+            run.law.law = law_at_scale(own, grown)
+            other = first.model(state.reference, state.maps[-1], scale)
+            other = _stage_law(other, slots, run.law, stage)
+            state.moved = state.moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
+            run.lap(MEASURE)
+        if scale + 1 < schedule.count:
+            state.maps.append(tokenizer.next_map(state.canvas, scale + 1))
+
+    def _measures(self, schedule: Schedule) -> bool:
+        return self.config.measure and sum(schedule.firsts) > 1
+
+    def progress(self, run: Run, state: ScaleDecodeState) -> Tensor:
+        return state.canvas
+
+    def measure(
+        self, run: Run, state: ScaleDecodeState, tokens: Tensor
+    ) -> tuple[float | None, Tensor | None]:
+        if state.reference is None:
+            return None, None
+        schedule = Schedule.of(run.model, run.parts["tokenizer"])
+        others = schedule.starts[-1] - schedule.starts[schedule.own]  # slots behind the first model's stages
+        return float(state.moved.mean()) / others, state.moved.cpu()
+
+    def result(
+        self, run: Run, state: ScaleDecodeState, tokens: Tensor, trace: dict[str, Any]
+    ) -> SampleResult:
+        schedule = Schedule.of(run.model, run.parts["tokenizer"])
+        starts = [scale for scale, first in enumerate(schedule.firsts) if first]
+        # A model with a compressed cache draws from a law of its own.
+        exact = len(starts) == 1 and getattr(schedule.stages[0].model, "lossless", True)
+        trace |= dict(lossless=self.lossless and exact, identical=self.identical and exact)
+        calls = tuple(stop - start for start, stop in pairwise([*starts, schedule.count]))
+        found = ScaleTrace(**trace, model_calls=calls, cache_bytes=tuple(state.cache_bytes))
+        return ScaleResult(tokens, found, state.canvas)
+
+    def check(self, model: Sequence[Stage], law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        stages, tokenizer = model, parts["tokenizer"]
         check_batch_size(batch_size)
         bounds = [(stage.scales.start, stage.scales.stop) for stage in stages]
         ends = [0, *(stop for _, stop in bounds)]
@@ -336,6 +448,20 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
                     "channels; pass models and a tokenizer that were trained together."
                 )
             check_allowed(stage.law or law, stage.model.vocab_size)
+
+
+def _prefill(
+    stages: Sequence[Stage],
+    scale: int,
+    condition: Any,
+    law: TokenLaw,
+    batch_size: int,
+    maps: Sequence[Tensor],
+) -> Any:
+    """Start the model of the first of these stages, one a scale from `scale` on."""
+    guided = draws_guided(stages, law.guided)
+    stop = scale + len(stages)
+    return stages[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
 
 
 def _stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) -> Tensor:

@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from transformers import EncodecConfig, EncodecModel
 from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
 
-from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE, sample_dataset
+from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE
 from visual_spec.data.tunes_parser import prompt_accuracy
+from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.loop import Checkpoint, Descent, write_json
 
@@ -192,7 +194,7 @@ class ResidualCodes:
         """Start each codebook as k-means of what is left of latents `[N, D]`."""
         left = latents
         for number, book in enumerate(self.books):
-            book.embed.copy_(k_means(left, len(book.embed), rng))
+            book.embed.copy_(_first_codes(left, len(book.embed), rng))
             self.averages[number] = CodeAverages(book.embed)
             left = left - book.decode(book.encode(left))
 
@@ -240,23 +242,12 @@ class ResidualCodes:
             book.embed_avg.copy_(average.total)
 
 
-@torch.no_grad()
-def k_means(vectors: Tensor, count: int, rng: np.random.Generator, rounds: int = 10) -> Tensor:
-    """Centres `[count, D]` of vectors `[N, D]`.
-
-    Raises:
-        ValueError: fewer vectors than centres.
-    """
+def _first_codes(vectors: Tensor, count: int, rng: np.random.Generator) -> Tensor:
+    """k-means of vectors `[N, D]` from `count` of them: codes `[count, D]`."""
     if len(vectors) < count:
         raise ValueError(f"{len(vectors)} latent vectors cannot start {count} codes; pass more clips.")
-    centres = vectors[torch.from_numpy(rng.permutation(len(vectors))[:count]).to(vectors.device)]
-    for _ in range(rounds):
-        closeness = [part @ centres.T - 0.5 * centres.square().sum(-1) for part in vectors.split(8192)]
-        nearest = torch.cat([part.argmax(-1) for part in closeness])
-        served = torch.bincount(nearest, minlength=count)
-        total = torch.zeros_like(centres).index_add_(0, nearest, vectors)
-        centres = torch.where(served[:, None] > 0, total / served[:, None].clamp_min(1), centres)
-    return centres
+    chosen = torch.from_numpy(rng.permutation(len(vectors))[:count]).to(vectors.device)
+    return k_means(vectors, vectors[chosen], 10)[0]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ from visual_spec.data.tunes import (
     VOCABULARY,
     Tune,
     caption,
-    sample_dataset,
 )
+from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition

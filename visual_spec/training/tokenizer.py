@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import CELL, Scene, sample_dataset
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.loop import Checkpoint, Descent, write_json
@@ -143,12 +144,8 @@ def _initialise_codebook(
     # Distinct starting points: latents of plain background outnumber all others, so farther ones are preferred.
     centre = F.normalize(latents.mean(0), dim=-1)
     weight = (1.0 - latents @ centre).clamp_min(1e-4)
-    codebook.copy_(latents[torch.multinomial(weight, len(codebook))])
-    for _ in range(8):
-        nearest = torch.cat([(part @ codebook.T).argmax(-1) for part in latents.split(8192)])
-        total = torch.zeros_like(codebook).index_add_(0, nearest, latents)
-        used = total.norm(dim=-1) > 0
-        codebook[used] = F.normalize(total[used], dim=-1)
+    start = latents[torch.multinomial(weight, len(codebook))]
+    codebook.copy_(k_means(latents, start, 8, unit=True)[0])
     averages.restart(codebook)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from visual_spec.data.shapes import caption, sample_dataset
 from visual_spec.data.shapes_parser import all_correct, score
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.codebook import CodeAverages
@@ -228,13 +229,7 @@ def _first_codes(
     codes = vectors[(-noise.clamp_min(1e-20).log() / weight).argsort()[:count]]
     if len(codes) < count:
         raise ValueError(f"{len(vectors)} latent vectors cannot start {count} codes; pass more scenes.")
-    for _ in range(8):
-        length = 0.5 * codes.square().sum(-1)
-        nearest = torch.cat([(part @ codes.T - length).argmax(-1) for part in vectors.split(8192)])
-        served = torch.bincount(nearest, minlength=count)
-        total = torch.zeros_like(codes).index_add_(0, nearest, vectors)
-        codes = torch.where(served[:, None] > 0, total / served[:, None].clamp_min(1), codes)
-    return codes
+    return k_means(vectors, codes, 8)[0]
 
 
 @torch.no_grad()

@@ -213,10 +213,10 @@ def test_configuration_survives_saving(tmp_path):
 def test_what_does_not_fit_is_refused():
     model = tiny_bits()
     with pytest.raises(
-        ValueError, match=r"tokens of shape \(1, 89\) given; .* of 3 bits a place have \[B, 90\]"
+        ValueError, match=r"tokens of shape \(1, 89\) given; .*of 3 tokens a place have \[B, 90\]"
     ):
         model.decode_tokens(torch.zeros(1, 89, dtype=torch.long))
-    with pytest.raises(ValueError, match="tokens from 0 to 2 given; allowed are the bits 0 and 1"):
+    with pytest.raises(ValueError, match="tokens from 0 to 2 given; allowed are 0 to 1"):
         model.decode_tokens(torch.arange(90)[None] % 3)
     with pytest.raises(ValueError, match=r"scale 1 has \[B, 12\]: 3 bits for each of 4 places"):
         model.accumulate(model.begin(1), 1, torch.zeros(1, 4, dtype=torch.long))

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.models.core.vq_blocks import PositionNorm
 from visual_spec.models.next_scale.var import SCALES as OFFICIAL_SCALES
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint, smoother_of_scale
-from visual_spec.models.next_token.llamagen_vq import PositionNorm
 
 SCALES = (1, 2, 3, 5, 8)  # 3 and 5 do not divide 8: bins overlap
 TINY: dict[str, Any] = dict(

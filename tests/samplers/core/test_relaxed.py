@@ -275,6 +275,51 @@ def test_refuses_settings_out_of_range(settings, message):
         SpeculativeJacobiSampler(**{"acceptance": "lantern", **settings})
 
 
+def test_settings_by_name():
+    assert Relaxation.of("lantern") == Relaxation.of("lantern", {}) == Relaxation("lantern")
+    settings = {"delta": 0.2, "neighbours": 9, "bounded": True}
+    assert Relaxation.of("lantern", settings) == Relaxation("lantern", delta=0.2, neighbours=9, bounded=True)
+    assert Relaxation.of("exact") == Relaxation.of("exact", {}) == Relaxation("exact")
+
+
+@pytest.mark.parametrize(
+    "acceptance, settings, message",
+    [
+        (
+            "lantern",
+            {"delta": 0.2, "detla": 0.3},
+            "relaxation has no setting 'detla'; pass some of group_size,",
+        ),
+        (
+            "lantern",
+            {"acceptance": "grouped"},
+            "relaxation has no setting 'acceptance'; pass some of group_size",
+        ),
+        ("lantern", {1: 2}, "relaxation has no setting 1; pass some of"),
+        ("lantern", 0.2, "relaxation=0.2; pass settings by name"),
+        ("lantern", {"delta": 2}, "delta=2; pass a probability"),
+        (
+            "loose",
+            {"delta": 0.2},
+            "acceptance='loose'; pass one of identical, exact, grouped, clustered, lantern",
+        ),
+        (
+            "exact",
+            {"delta": 0.1},
+            "relaxation sets delta, but acceptance='exact' relaxes nothing; pass relaxation=",
+        ),
+        (
+            "identical",
+            {"group_size": 4, "delta": 0.1},
+            "relaxation sets group_size, delta, but acceptance='identical'",
+        ),
+    ],
+)
+def test_refuses_settings_by_name(acceptance, settings, message):
+    with pytest.raises(ValueError, match=message):
+        Relaxation.of(acceptance, settings)
+
+
 class Untouched(TabularModel):
     """Refuses to compute."""
 

@@ -65,7 +65,8 @@ def classes_task(count: int, image_size: int) -> Task:
 
 def tunes_task(count: int) -> Task:
     """The captions of `tunes` that no trainer sees, those of `held_out_prompts`, and the clips they describe."""
-    from visual_spec.data.tunes import caption, sample_dataset
+    from visual_spec.data.tunes import caption
+    from visual_spec.data.tunes_synth import sample_dataset
 
     tunes, waves = sample_dataset(count, 0, held_out=True)
     return Task([caption(tune) for tune in tunes], waves)
@@ -135,8 +136,8 @@ def evaluate(
         ValueError: sizes out of range, too few prompts, or a folder with samples of other settings or prompts.
     """
     from visual_spec.eval.files import write_atomically
+    from visual_spec.eval.quality import samples as store
     from visual_spec.eval.quality.figures import picture_sheet, rows_of
-    from visual_spec.eval.quality.metrics import samples as store
     from visual_spec.eval.quality.music import mel_thumbnails, plays
     from visual_spec.eval.speed.measure import environment
     from visual_spec.models.core.fingerprint import fingerprint

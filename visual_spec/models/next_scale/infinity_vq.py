@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
 from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of
+from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
-from visual_spec.models.next_token.llamagen_vq import Downsample, PositionNorm, ResnetBlock, Upsample
+from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 
 # What the official files wrap each convolution and each norm in.
 _WRAPPED = re.compile(
@@ -35,81 +36,9 @@ _WRAPPED = re.compile(
 _CONSTANTS = ("quantizer.lfq.mask", "quantize.lfq.mask")
 
 
-class _Level(nn.Module):
-    """One resolution: residual blocks, then the resampler."""
-
-    def __init__(self, widths: list[int], groups: int | None, resample: str | None):
-        super().__init__()
-        self.block = nn.ModuleList(ResnetBlock(a, b, groups) for a, b in pairwise(widths))
-        if resample == "down":
-            self.downsample = Downsample(widths[-1])
-        elif resample == "up":
-            self.upsample = Upsample(widths[-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (*self.block, *(child for name, child in self.named_children() if name != "block")):
-            x = layer(x)
-        return x
-
-
-class _Middle(nn.Module):
-    def __init__(self, width: int, groups: int | None):
-        super().__init__()
-        self.block_1 = ResnetBlock(width, width, groups)
-        self.block_2 = ResnetBlock(width, width, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.block_1(x))
-
-
-def _normalise(channels: int, groups: int | None) -> nn.GroupNorm:
-    return PositionNorm(1, channels, eps=1e-6) if groups is None else nn.GroupNorm(groups, channels, eps=1e-6)
-
-
-class _Encoder(nn.Module):
-    def __init__(self, width: int, multipliers: Sequence[int], blocks: int, bits: int, groups: int | None):
-        super().__init__()
-        self.conv_in = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList()
-        current = width
-        for level, multiplier in enumerate(multipliers):
-            widths = [current] + [width * multiplier] * blocks
-            self.down.append(_Level(widths, groups, "down" if level < len(multipliers) - 1 else None))
-            current = widths[-1]
-        self.mid = _Middle(current, groups)
-        self.norm_out = _normalise(current, groups)
-        self.conv_out = nn.Conv2d(current, bits, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for level in self.down:
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
-
-
-class _Decoder(nn.Module):
-    def __init__(self, width: int, multipliers: Sequence[int], blocks: int, bits: int, groups: int | None):
-        super().__init__()
-        current = width * multipliers[-1]
-        self.conv_in = nn.Conv2d(bits, current, 3, padding=1)
-        self.mid = _Middle(current, groups)
-        levels = []
-        for level in range(len(multipliers) - 1, -1, -1):
-            widths = [current] + [width * multipliers[level]] * (blocks + 1)
-            levels.append(_Level(widths, groups, "up" if level > 0 else None))
-            current = widths[-1]
-        self.up = nn.ModuleList(reversed(levels))  # numbered from the highest resolution
-        self.norm_out = _normalise(current, groups)
-        self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(x))
-        for level in reversed(self.up):
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
-
-
-class BitwiseVQModel(ModelMixin, ConfigMixin):
+class BitwiseVQModel(
+    MultiscaleTokenizer, ModelMixin, ConfigMixin
+):  # diffusers looks for the bases in this module
     """Pictures to bits of all scales and back: a `ScaleTokenizer` with `tokens_per_place` bits a place.
 
     Tokens of a picture are bits, long `[B, L * T]`: the maps from coarse to fine, each in raster order, and the T bits
@@ -146,9 +75,8 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
         self.scales = sides_of(scales)
         check_scales(self.scales)
         self.bits, self._cell = bits, 2 if patchify else 1
-        shape = (base_channels, tuple(channel_multipliers), blocks_per_level, bits, norm_groups)
-        self.encoder = _Encoder(*shape)
-        self.decoder = _Decoder(*shape)
+        design = Design(base_channels, tuple(channel_multipliers), blocks_per_level, bits, norm_groups)
+        self.encoder, self.decoder = Encoder(design), Decoder(design)
 
     @property
     def tokens_per_place(self) -> int:
@@ -178,21 +106,11 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the pictures in pixels."""
-        height, width = shape_of(self.scales[-1])
-        return height * self.patch_size, width * self.patch_size
-
-    @property
-    def num_tokens(self) -> int:
-        """Bits of a picture, all scales together."""
-        return sum(self._sizes)
+        return self.picture_shape
 
     @property
     def _wide(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [area_of(side) * self.tokens_per_place for side in self.scales]
 
     # -- the canvas ---------------------------------------------------------------------------------------------------
 
@@ -209,9 +127,9 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
         Raises:
             ValueError: another number of bits than the scale has.
         """
-        if tokens.ndim != 2 or tokens.shape[1] != self._sizes[scale]:
+        if tokens.ndim != 2 or tokens.shape[1] != self.map_sizes[scale]:
             raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scale {scale} has [B, {self._sizes[scale]}]: "
+                f"tokens of shape {tuple(tokens.shape)} given; scale {scale} has [B, {self.map_sizes[scale]}]: "
                 f"{self.tokens_per_place} bits for each of {area_of(self.scales[scale])} places."
             )
         values = self.codebook.to(canvas.device, canvas.dtype)[tokens, 0]  # [B, n * n * T]
@@ -263,53 +181,8 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
             canvases.append(canvas)
         return tokens, canvases
 
-    def encode_tokens(self, images: Tensor) -> Tensor:
-        """Bits, long `[B, L * T]`, of pictures `[B, 3, H, W]` in [-1, 1].
-
-        Raises:
-            ValueError: pictures of another size than the scales are for.
-        """
-        if images.ndim != 4 or tuple(images.shape[1:]) != (3, *self.image_size):
-            raise ValueError(
-                f"pictures of shape {tuple(images.shape)} given; this tokenizer encodes [B, 3, {self.image_size[0]}, "
-                f"{self.image_size[1]}]; resample them first."
-            )
-        return torch.cat(self.quantise(self.encode_latents(images))[0], 1)
-
-    def maps_of(self, tokens: Tensor) -> list[Tensor]:
-        """What a model reads to predict scales 1, 2, ... of the pictures with bits `[B, L * T]`."""
-        canvas, maps = self.begin(len(tokens), tokens.device), []
-        for scale, part in enumerate(self._split(tokens)[:-1]):
-            canvas = self.accumulate(canvas, scale, part)
-            maps.append(self.next_map(canvas, scale + 1))
-        return maps
-
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of bits `[B, L * T]`.
-
-        Raises:
-            ValueError: another number of bits than the scales have, or something else than 0 and 1.
-        """
-        parts = self._split(tokens)
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high > 1:
-            raise ValueError(f"tokens from {low} to {high} given; allowed are the bits 0 and 1.")
-        canvas = self.begin(len(tokens), tokens.device)
-        for scale, part in enumerate(parts):
-            canvas = self.accumulate(canvas, scale, part)
-        return self.decode_canvas(canvas)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
-        return self.decode_tokens(self.encode_tokens(images))
-
-    def _split(self, tokens: Tensor) -> Sequence[Tensor]:
-        if tokens.ndim != 2 or tokens.shape[1] != self.num_tokens:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scales {self.scales} of {self.tokens_per_place} bits a "
-                f"place have [B, {self.num_tokens}]."
-            )
-        return tokens.split(self._sizes, 1)
+    def tokens_of(self, latents: Tensor) -> list[Tensor]:
+        return self.quantise(latents)[0]
 
     def _latent_shape(self, scale: int) -> tuple[int, int]:
         height, width = shape_of(self.scales[scale])

@@ -8,7 +8,6 @@ One class serves the embedded size and the official `vae_ch160v4096z32.pth`: mod
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +18,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Difference, read_checkpoint
+from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder, FusedAttentionBlock
+from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import SCALES
-from visual_spec.models.next_token.llamagen_vq import Downsample, PositionNorm, ResnetBlock, Upsample
 
 _SMOOTHERS = 4
 _USAGE_COUNTER = "quantize.ema_vocab_hit_SV"  # of training; decides nothing
@@ -38,112 +38,6 @@ def smoother_of_scale(scale: int, num_scales: int) -> int:
     return max(range(_SMOOTHERS), key=lambda place: (-distances[place], place))
 
 
-def _normalise(channels: int, groups: int | None) -> nn.GroupNorm:
-    return PositionNorm(1, channels, eps=1e-6) if groups is None else nn.GroupNorm(groups, channels, eps=1e-6)
-
-
-class FusedAttentionBlock(nn.Module):
-    """Single-head self-attention over all positions of a feature map, with one projection for q, k and v."""
-
-    def __init__(self, channels: int, groups: int):
-        super().__init__()
-        self.norm = _normalise(channels, groups)
-        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
-        self.proj_out = nn.Conv2d(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).flatten(2).mT[:, None].chunk(3, -1)  # [B, 1, H*W, C]
-        h = F.scaled_dot_product_attention(q, k, v)[:, 0].mT.reshape(x.shape)
-        return x + self.proj_out(h)
-
-
-class _Level(nn.Module):
-    """One resolution: residual blocks, each followed by attention at the lowest resolution, then the resampler."""
-
-    def __init__(self, widths: list[int], groups: int | None, lowest: bool, resample: str | None):
-        super().__init__()
-        pairs = list(pairwise(widths))
-        self.block = nn.ModuleList(ResnetBlock(a, b, groups) for a, b in pairs)
-        self.attn = nn.ModuleList(
-            FusedAttentionBlock(b, groups) for _, b in pairs if lowest and groups is not None
-        )
-        if resample == "down":
-            self.downsample = Downsample(widths[-1])
-        elif resample == "up":
-            self.upsample = Upsample(widths[-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.block):
-            x = block(x)
-            if len(self.attn):
-                x = self.attn[index](x)
-        if hasattr(self, "downsample"):
-            x = self.downsample(x)
-        if hasattr(self, "upsample"):
-            x = self.upsample(x)
-        return x
-
-
-class _Middle(nn.Module):
-    def __init__(self, width: int, groups: int | None):
-        super().__init__()
-        self.block_1 = ResnetBlock(width, width, groups)
-        self.attn_1 = nn.Identity() if groups is None else FusedAttentionBlock(width, groups)
-        self.block_2 = ResnetBlock(width, width, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.attn_1(self.block_1(x)))
-
-
-class _Encoder(nn.Module):
-    def __init__(
-        self, width: int, multipliers: Sequence[int], blocks: int, code_dim: int, groups: int | None
-    ):
-        super().__init__()
-        last = len(multipliers) - 1
-        self.conv_in = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList()
-        current = width
-        for level, multiplier in enumerate(multipliers):
-            widths = [current] + [width * multiplier] * blocks
-            self.down.append(_Level(widths, groups, level == last, "down" if level < last else None))
-            current = widths[-1]
-        self.mid = _Middle(current, groups)
-        self.norm_out = _normalise(current, groups)
-        self.conv_out = nn.Conv2d(current, code_dim, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for level in self.down:
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
-
-
-class _Decoder(nn.Module):
-    def __init__(
-        self, width: int, multipliers: Sequence[int], blocks: int, code_dim: int, groups: int | None
-    ):
-        super().__init__()
-        last = len(multipliers) - 1
-        current = width * multipliers[-1]
-        self.conv_in = nn.Conv2d(code_dim, current, 3, padding=1)
-        self.mid = _Middle(current, groups)
-        levels = []
-        for level in range(last, -1, -1):
-            widths = [current] + [width * multipliers[level]] * (blocks + 1)
-            levels.append(_Level(widths, groups, level == last, "up" if level > 0 else None))
-            current = widths[-1]
-        self.up = nn.ModuleList(reversed(levels))  # numbered from the highest resolution
-        self.norm_out = _normalise(current, groups)
-        self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(x))
-        for level in reversed(self.up):
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
-
-
 class _Smoothers(nn.Module):
     def __init__(self, code_dim: int):
         super().__init__()
@@ -158,7 +52,9 @@ class _Quantizer(nn.Module):
         self.quant_resi = _Smoothers(code_dim)
 
 
-class MultiscaleVQModel(ModelMixin, ConfigMixin):
+class MultiscaleVQModel(
+    MultiscaleTokenizer, ModelMixin, ConfigMixin
+):  # diffusers looks for the bases in this module
     """Pictures to tokens of all scales and back.
 
     Tokens of a picture are `[B, L]`: the maps from coarse to fine, each in raster order, `L = sum(n * n)`. The canvas
@@ -180,6 +76,9 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
         ValueError: fewer than two scales, or sides that are not ordered coarse to fine.
     """
 
+    tokens_per_place = 1
+    scales: tuple[int, ...]  # squares only
+
     @register_to_config
     def __init__(
         self,
@@ -198,9 +97,15 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
             )
         self.scales = tuple(scales)
         self.codebook_size, self.code_dim = codebook_size, code_dim
-        shape = (base_channels, tuple(channel_multipliers), blocks_per_level, code_dim, norm_groups)
-        self.encoder = _Encoder(*shape)
-        self.decoder = _Decoder(*shape)
+        design = Design(
+            base_channels,
+            tuple(channel_multipliers),
+            blocks_per_level,
+            code_dim,
+            norm_groups,
+            attention=None if norm_groups is None else FusedAttentionBlock,
+        )
+        self.encoder, self.decoder = Encoder(design), Decoder(design)
         self.quantize = _Quantizer(codebook_size, code_dim)
         self.quant_conv = nn.Conv2d(code_dim, code_dim, 3, padding=1)
         self.post_quant_conv = nn.Conv2d(code_dim, code_dim, 3, padding=1)
@@ -219,11 +124,6 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
     def image_size(self) -> int:
         """Side of the pictures in pixels."""
         return self.scales[-1] * self.patch_size
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a picture, all scales together."""
-        return sum(side * side for side in self.scales)
 
     # -- the canvas ---------------------------------------------------------------------------------------------------
 
@@ -289,54 +189,8 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
             canvases.append(self.accumulate(canvases[-1], scale, tokens[-1]))
         return wanted, tokens, canvases[1:]
 
-    def encode_tokens(self, images: Tensor) -> Tensor:
-        """Tokens, long `[B, L]`, of pictures `[B, 3, H, W]` in [-1, 1].
-
-        Raises:
-            ValueError: pictures of another size than the scales are for.
-        """
-        if images.ndim != 4 or tuple(images.shape[1:]) != (3, self.image_size, self.image_size):
-            raise ValueError(
-                f"pictures of shape {tuple(images.shape)} given; this tokenizer encodes [B, 3, {self.image_size}, "
-                f"{self.image_size}]; resample them first."
-            )
-        return torch.cat(self.quantise(self.encode_latents(images))[1], 1)
-
-    def maps_of(self, tokens: Tensor) -> list[Tensor]:
-        """What a model reads to predict scales 1, 2, ... of the pictures with tokens `[B, L]`: maps `[B, D, n, n]`."""
-        canvas, maps = self.begin(len(tokens), tokens.device), []
-        for scale, part in enumerate(self._split(tokens)[:-1]):
-            canvas = self.accumulate(canvas, scale, part)
-            maps.append(self.next_map(canvas, scale + 1))
-        return maps
-
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of tokens `[B, L]`.
-
-        Raises:
-            ValueError: if the number of tokens is not that of the scales, or an id is outside the codebook.
-        """
-        parts = self._split(tokens)
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.codebook_size:
-            raise ValueError(
-                f"token ids from {low} to {high} given; allowed are 0 to {self.codebook_size - 1}"
-            )
-        canvas = self.begin(len(tokens), tokens.device)
-        for scale, part in enumerate(parts):
-            canvas = self.accumulate(canvas, scale, part)
-        return self.decode_canvas(canvas)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
-        return self.decode_tokens(self.encode_tokens(images))
-
-    def _split(self, tokens: Tensor) -> Sequence[Tensor]:
-        if tokens.ndim != 2 or tokens.shape[1] != self.num_tokens:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scales {self.scales} have [B, {self.num_tokens}]."
-            )
-        return tokens.split([side * side for side in self.scales], 1)
+    def tokens_of(self, latents: Tensor) -> list[Tensor]:
+        return self.quantise(latents)[1]
 
     def _shrink(self, canvas: Tensor, side: int) -> Tensor:
         return F.interpolate(canvas, size=(side, side), mode="area") if side < canvas.shape[-1] else canvas

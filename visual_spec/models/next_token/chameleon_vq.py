@@ -10,67 +10,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from visual_spec.models.next_token.llamagen_vq import AttentionBlock, ResnetBlock, Upsample
+from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
-
-
-class _Middle(nn.Module):
-    def __init__(self, width: int, groups: int) -> None:
-        super().__init__()
-        self.block_1 = ResnetBlock(width, width, groups)
-        self.attn_1 = AttentionBlock(width, groups)
-        self.block_2 = ResnetBlock(width, width, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.attn_1(self.block_1(x)))
-
-
-class _Level(nn.Module):
-    """Residual blocks of one resolution, then the step to twice the resolution (not behind the highest one)."""
-
-    def __init__(self, widths: list[int], groups: int, upsample: bool) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(
-            ResnetBlock(a, b, groups) for a, b in zip(widths[:-1], widths[1:], strict=True)
-        )
-        if upsample:
-            self.upsample = Upsample(widths[-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.block:
-            x = block(x)
-        return self.upsample(x) if hasattr(self, "upsample") else x
-
-
-class _Decoder(nn.Module):
-    def __init__(
-        self, width: int, multipliers: tuple[int, ...], blocks: int, latent_channels: int, groups: int
-    ) -> None:
-        super().__init__()
-        current = width * multipliers[-1]
-        self.conv_in = nn.Conv2d(latent_channels, current, 3, padding=1)
-        self.mid = _Middle(current, groups)
-        levels = []
-        for level in reversed(range(len(multipliers))):
-            widths = [current] + [width * multipliers[level]] * (blocks + 1)
-            levels.append(_Level(widths, groups, upsample=level > 0))
-            current = widths[-1]
-        self.up = nn.ModuleList(reversed(levels))  # numbered from the highest resolution
-        self.norm_out = nn.GroupNorm(groups, current, eps=1e-6)
-        self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(x))
-        for level in reversed(self.up):
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
 
 
 class _Codebook(nn.Module):
@@ -101,8 +49,16 @@ class ChameleonVQDecoder(ModelMixin, ConfigMixin):
         norm_groups: int = 32,
     ) -> None:
         super().__init__()
-        self.decoder = _Decoder(
-            base_channels, tuple(channel_multipliers), blocks_per_level, latent_channels, norm_groups
+        self.decoder = Decoder(
+            Design(
+                base_channels,
+                tuple(channel_multipliers),
+                blocks_per_level,
+                latent_channels,
+                norm_groups,
+                attention=AttentionBlock,
+                level_attention=False,
+            )
         )
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)
         self.quantize = _Codebook(codebook_size, codebook_dim)
@@ -152,7 +108,7 @@ class ChameleonVQDecoder(ModelMixin, ConfigMixin):
     @torch.no_grad()
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Pictures [B, 3, h * f, w * f] in [-1, 1] of codes, long [B, h, w]; f is 16 in the official network."""
-        latents = self.quantize.embedding(codes.to(self.device)).permute(0, 3, 1, 2)
+        latents = rearrange(self.quantize.embedding(codes.to(self.device)), "b h w d -> b d h w")
         return self.decoder(self.post_quant_conv(latents)).clamp(-1, 1)
 
 

@@ -58,16 +58,19 @@ class AcceptanceRule:
         probability: of keeping each draft, [B, N], from target [B, N, V], draft law [B, N, V] and drafts [B, N].
         merge: a rule that lends the draft mass of other tokens moves it here: from target [B, N, V] and drafts [B, N],
             -1 where a slot has none, to the law [B, N, V] that takes the target's place in `residual`.
+        lossless: the committed token follows the target law.
         behind: a rule that gives each slot a budget makes of it the rule for the next sibling here, from the
             probability [B, N] with which this one was to be kept, and what it was made of: target, draft law, and
             drafts, -1 where a slot has none.
-        lossless: the committed token follows the target law.
+        identical: no probability decides: a draft is kept where it is the token that the slot's own noise draws. Labels
+            of drafts are not looked at.
     """
 
-    probability: Callable[[Tensor, Tensor, Tensor], Tensor]
+    probability: Callable[[Tensor, Tensor, Tensor], Tensor] = exact_acceptance
     merge: Callable[[Tensor, Tensor], Tensor] | None = None
     lossless: bool = True
     behind: Callable[[Tensor, Tensor, Tensor, Tensor], AcceptanceRule] | None = None
+    identical: bool = False
 
     def refused_target(self, target: Tensor, drafts: Tensor) -> Tensor:
         """The law whose `residual` replaces a refused draft. Arguments and result as of `merge`."""
@@ -80,9 +83,10 @@ class AcceptanceRule:
         return self if self.behind is None else self.behind(probability, target, draft_law, drafts)
 
 
-EXACT = AcceptanceRule(exact_acceptance)
+EXACT = AcceptanceRule()
+IDENTICAL = AcceptanceRule(identical=True)
 
 
 def accepted_prefix(accept: Tensor) -> Tensor:
-    """How many drafts are kept before the first refusal: BoolTensor [B, N] to long [B]."""
-    return accept.long().cumprod(1).sum(1)
+    """How many drafts are kept before the first refusal: BoolTensor [..., N] to long [...]."""
+    return accept.long().cumprod(-1).sum(-1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,31 @@ def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None
             "Use a sampler that accepts whole columns."
         )
     check_allowed(law, model.vocab_size)
+
+
+def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:
+    """Refuse what a sampler has no use for.
+
+    Raises:
+        TypeError: names what it takes.
+    """
+    unknown = [name for name in parts if name not in sampler.takes]
+    if unknown:
+        takes = ", ".join(sampler.takes) or "nothing else"
+        raise TypeError(
+            f"{type(sampler).__name__} was given {', '.join(unknown)}; beside a model, a condition and a law it takes "
+            f"{takes}."
+        )
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse a setting that is not one of the allowed names.
+
+    Raises:
+        ValueError: lists them.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}; pass one of {', '.join(allowed)}.")
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -59,25 +85,17 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}; pass True or False.")
 
 
-def check_coupled(options: object, initial_drafts: Sequence[str]) -> None:
-    """Refuse how a sampler couples, tests and begins its drafts, if there is no such way.
-
-    Args:
-        options: has `coupling`, `acceptance` and `initial_draft`.
-        initial_drafts: the beginnings it knows.
+def check_coupled(coupling: str, acceptance: str) -> None:
+    """Refuse an unknown coupling, or one that the acceptance cannot use.
 
     Raises:
         ValueError: a name that is not one of those allowed, or acceptance "identical" without coupling "gumbel".
     """
-    choices = {"coupling": COUPLINGS, "acceptance": ACCEPTANCES, "initial_draft": initial_drafts}
-    given = {name: getattr(options, name) for name in choices}
-    for name, allowed in choices.items():
-        if given[name] not in allowed:
-            raise ValueError(f"{name}={given[name]!r}; pass one of {', '.join(allowed)}.")
-    if given["acceptance"] == "identical" and given["coupling"] != "gumbel":
+    check_choice("coupling", coupling, COUPLINGS)
+    if acceptance == "identical" and coupling != "gumbel":
         raise ValueError(
             "acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
-            f"coupling='gumbel', got coupling={given['coupling']!r}. Pass coupling='gumbel', or acceptance='exact'."
+            f"coupling='gumbel', got coupling={coupling!r}. Pass coupling='gumbel', or acceptance='exact'."
         )
 
 

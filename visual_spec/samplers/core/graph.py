@@ -99,9 +99,9 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
     return True
 
 
-def can_record(cache: DecodeState) -> bool:
-    """Whether a model's state says which of its tensors last from call to call."""
-    return getattr(type(cache), "buffers", DecodeState.buffers) is not DecodeState.buffers
+def can_record(state: Any) -> bool:
+    """Whether the models' states in a sampler's state say which of their tensors last from call to call."""
+    return all(_has_buffers(cache) for cache in _caches(state))
 
 
 def recorded(
@@ -123,9 +123,10 @@ def recorded(
         RuntimeError: `strict`, and something in the step cannot be recorded.
     """
     state = parts[0]
-    if not can_record(state.cache):
-        raise TypeError(f"{type(state.cache).__name__} has no `buffers`; pass graph=False for this model.")
-    device = state.cache.logits.device
+    for cache in _caches(state):
+        if not _has_buffers(cache):
+            raise TypeError(f"{type(cache).__name__} has no `buffers`; pass graph=False for this model.")
+    device = state.lengths.device
     known = _RECORDINGS.setdefault(owner_of(model), {})
     key = (key, type(model), model.grid)
     weights = _addresses(model)
@@ -158,23 +159,24 @@ def recorded(
 
 def step_in_place(step: Step, parts: Parts) -> None:
     """A step, after which the tensors of the parts are where they were before."""
-    before = list(_places(*parts))
+    before = list(_places(parts))
     step(*parts)
-    for owner, name, fixed in before:
-        now = getattr(owner, name)
+    for path, fixed in before:
+        owner = _follow(parts, path[:-1])
+        now = getattr(owner, path[-1])
         if now is not fixed:
             fixed.copy_(now)
-            setattr(owner, name, fixed)
+            setattr(owner, path[-1], fixed)
 
 
 def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any] | None:
     """What replays a step of the recording; None where it cannot be recorded. Nothing is computed."""
-    before = list(_places(*recording.parts))
+    before = list(_places(recording.parts))
     try:
         replay, recording.memory = _capture(lambda: step_in_place(step, recording.parts), recording.memory)
     except RuntimeError as error:
-        for owner, name, fixed in before:
-            setattr(owner, name, fixed)
+        for path, fixed in before:
+            setattr(_follow(recording.parts, path[:-1]), path[-1], fixed)
         if strict:
             raise
         warnings.warn(
@@ -195,19 +197,43 @@ def _capture(run: Callable[[], None], memory: Any) -> tuple[Callable[[], Any], A
 # -- the tensors of a decode -------------------------------------------------------------------------------------------
 
 
-def _places(*parts: Any) -> Iterator[tuple[Any, str, Tensor]]:
-    """Where tensors are kept: (object, attribute, tensor)."""
-    for part in parts:
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor):
-                yield part, name, value
-        if getattr(part, "meter", None) is not None:
-            yield from _places(part.meter)
+# Where a tensor is kept: the number of a part, then attributes.
+Path = tuple[Any, ...]
+
+
+def _places(parts: Parts) -> Iterator[tuple[Path, Tensor]]:
+    """Where tensors are kept, but for those of the models' states."""
+    for number, part in enumerate(parts):
+        yield from _inside(part, (number,))
+
+
+def _inside(part: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+    for name, value in vars(part).items():
+        if isinstance(value, Tensor):
+            yield (*path, name), value
+        elif hasattr(value, "select") and not isinstance(value, DecodeState):  # a label, a meter
+            yield from _inside(value, (*path, name))
+
+
+def _follow(parts: Parts, path: Path) -> Any:
+    owner = parts[path[0]]
+    for name in path[1:]:
+        owner = getattr(owner, name)
+    return owner
+
+
+def _caches(state: Any) -> list[DecodeState]:
+    return [value for value in vars(state).values() if isinstance(value, DecodeState)]
+
+
+def _has_buffers(cache: DecodeState) -> bool:
+    return type(cache).buffers is not DecodeState.buffers
 
 
 def _tensors(parts: Parts) -> list[Tensor]:
     """All tensors that last from call to call, in one order."""
-    return [tensor for _, _, tensor in _places(*parts)] + parts[0].cache.buffers()
+    buffers = [tensor for cache in _caches(parts[0]) for tensor in cache.buffers()]
+    return [tensor for _, tensor in _places(parts)] + buffers
 
 
 def _addresses(model: Any) -> tuple[int, ...]:

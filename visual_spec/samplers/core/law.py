@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
+
+from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_finite
 
 # Below it, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
@@ -79,6 +79,14 @@ class TokenLaw:
         """True when the model must be run on unconditional rows too."""
         return self.guidance_scale > 1 and self.guidance_until != 0
 
+    def numbers(self, guided: bool, vocab_size: int) -> LawNumbers:
+        """The law in plain numbers, as `visual_spec.kernels` take it; `guided` as of a call."""
+        first, stop = self.allowed or (0, vocab_size)
+        until = EVERY_SLOT if self.guidance_until is None else self.guidance_until
+        return LawNumbers(
+            guided, self.guidance_scale, self.temperature, self.top_k, self.top_p, first, stop, until
+        )
+
     def __call__(self, logits: Tensor, guided: bool, slots: Tensor | None = None) -> Tensor:
         """The law at every slot of a window.
 
@@ -98,94 +106,22 @@ class TokenLaw:
         if logits.dim() != 3:
             raise ValueError(f"logits have shape {tuple(logits.shape)}; pass [rows, window, vocabulary].")
         vocab_size = logits.shape[-1]
-        first, stop = self.allowed or (0, vocab_size)
-        if stop > vocab_size:
+        if self.allowed is not None and self.allowed[1] > vocab_size:
             raise ValueError(
                 f"allowed={self.allowed} reaches beyond the vocabulary of {vocab_size} tokens; "
                 f"pass a range within (0, {vocab_size})."
             )
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        logits = logits[..., first:stop]
-        if guided:
-            logits = self._guide(logits, slots)
-        log_probs = self._greedy(logits) if self.temperature == 0 else self._filter(logits)
-        if self.allowed is None:
-            return log_probs
-        full = log_probs.new_full((*log_probs.shape[:-1], vocab_size), -torch.inf)
-        full[..., first:stop] = log_probs
-        return full
-
-    def _guide(self, logits: Tensor, slots: Tensor | None) -> Tensor:
-        if logits.shape[0] % 2:
+        if guided and logits.shape[0] % 2:
             raise ValueError(
                 f"guided logits have {logits.shape[0]} rows; pass an even number: "
                 "the conditional rows, then as many unconditional ones."
             )
-        conditional, unconditional = logits.chunk(2)  # [B, W, V] each
-        guided = unconditional + self.guidance_scale * (conditional - unconditional)
-        # -inf minus -inf is nan: a token that either row forbids stays forbidden. nan survives the minimum.
-        guided.masked_fill_(torch.minimum(conditional, unconditional).isneginf(), -torch.inf)
-        if self.guidance_until is None:
-            return guided
-        if slots is None:
+        if guided and self.guidance_until is not None and slots is None:
             raise ValueError(
                 f"guidance_until={self.guidance_until} depends on the slot, but no slots were given; pass the slots "
                 "[B, W] that the logits predict, or guidance_until=None."
             )
-        # The conditional logits themselves: scale 1 would round them, and let the other row forbid tokens.
-        return torch.where((slots < self.guidance_until)[..., None], guided, conditional)
-
-    def _greedy(self, logits: Tensor) -> Tensor:
-        best = logits.argmax(-1, keepdim=True)  # the first of equal ones
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
-
-    def _filter(self, logits: Tensor) -> Tensor:
-        if self.temperature != 1:
-            logits = logits / self.temperature
-        count = logits.shape[-1]
-        top_k = min(self.top_k, count) or count
-        if self.top_p < 1:
-            least = _least_in_top_p(logits, top_k, self.top_p)
-        elif top_k < count:
-            least = _kth_largest(logits, top_k)
-        else:
-            return logits.log_softmax(-1)
-        # By value, not by index: equal logits share their fate, whatever order a sort leaves them in.
-        return logits.masked_fill(logits < least, -torch.inf).log_softmax(-1)
-
-
-def _least_in_top_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The smallest logit that top-k and then top-p keep: [..., 1]."""
-    ordered = _descending(logits)
-    ordered = ordered.masked_fill(ordered < ordered[..., top_k - 1, None], -torch.inf)
-    mass = ordered.softmax(-1).cumsum(-1)
-    # A token is in the set when the mass before it falls short of top_p.
-    last = (mass[..., :-1] < top_p).sum(-1, keepdim=True)
-    # Rounding can leave the whole sum below a top_p near 1: then all that top-k left is kept, and no more.
-    last = last.clamp(max=top_k - 1)
-    return ordered.gather(-1, last)
-
-
-def _descending(logits: Tensor) -> Tensor:
-    # NumPy selects and sorts with vector instructions: 6 to 30 times as fast as PyTorch on the CPU.
-    if logits.device.type == "cpu":
-        return torch.from_numpy(np.sort(logits.detach().numpy(), axis=-1)).flip(-1)
-    return logits.sort(-1, descending=True).values
-
-
-def _kth_largest(logits: Tensor, k: int) -> Tensor:
-    """The k-th largest logit: [..., 1]."""
-    if logits.device.type == "cpu":
-        place = logits.shape[-1] - k
-        return torch.from_numpy(np.partition(logits.detach().numpy(), place, axis=-1)[..., place, None])
-    return logits.topk(k, sorted=False).values.amin(-1, keepdim=True)
-
-
-def non_finite(logits: Tensor) -> Tensor:
-    """Where logits [R, W, V] define no law (nan, +inf, or all -inf): BoolTensor [R, W]. No host sync."""
-    # The maximum shows all three: nan propagates, +inf wins, and -inf is left when there is nothing else.
-    return ~logits.amax(-1).isfinite()
+        return law_reference(logits, slots, self.numbers(guided, vocab_size))
 
 
 def check_finite(

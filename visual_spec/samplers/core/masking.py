@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.kernels.law import unfiltered_reference
 from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import fused
 from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise
+from visual_spec.samplers.core.verification import fits
 
 # Schedules: the share that is hidden when a decode has come `u` of its way, falling from 1 to 0.
 SCHEDULES = {
@@ -144,8 +144,8 @@ def draw_and_score(
         Tokens, long [B, L]; and scores [B, L], None without a score.
     """
     guided = law.law.guided
-    if fused.fits(logits) and score != "entropy":
-        numbers = fused.numbers(law.law, guided, logits.shape[-1])
+    numbers = law.law.numbers(guided, logits.shape[-1])
+    if fits(logits) and score != "entropy":
         drawn, log_probs, log_kept, finite = masked_sample(
             logits, noise.keys, slots, numbers, stream=TOKEN, round=step
         )
@@ -156,14 +156,8 @@ def draw_and_score(
     drawn = noise.categorical(target, slots, TOKEN, step)
     if score is None:
         return drawn, None
-    return drawn, confidence(score, target if filtered else _unfiltered(law.law, target, logits), drawn)
-
-
-def _unfiltered(law: TokenLaw, target: Tensor, logits: Tensor) -> Tensor:
-    """`target` [B, L, V] as it is before top-k and top-p, at temperature 1 if it is greedy."""
-    if not (law.top_k or law.top_p < 1 or not law.temperature):
-        return target
-    return replace(law, top_k=0, top_p=1.0, temperature=law.temperature or 1.0)(logits, law.guided)
+    scored = target if filtered else unfiltered_reference(logits, checked_slots, numbers, target)
+    return drawn, confidence(score, scored, drawn)
 
 
 def confidence(score: str, log_probs: Tensor, drawn: Tensor) -> Tensor:

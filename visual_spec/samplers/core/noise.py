@@ -13,7 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.philox import philox_uniform
+from visual_spec.kernels.draw import categorical_reference
+from visual_spec.kernels.philox import SCALAR_BLOCK, philox_log_exponential, philox_uniform
 
 # What a draw is for. Two draws of one sample and slot are independent when stream or round differ.
 TOKEN: Final = 0  # the slot's own noise: shared by plain AR, Gumbel coupling and the identical mode
@@ -23,10 +24,6 @@ RESIDUAL: Final = 3  # the replacement of a rejected draft
 PROPOSAL: Final = 4  # tries at the residual of a whole column (`product_residual`)
 MIXTURE: Final = 5  # and what each try is drawn from
 CHOICE: Final = 6  # which tokens of a masked decode are kept
-
-# Scalar draws use a block of the counter that no vocabulary reaches (it would need 2**34 tokens), so that a
-# uniform and a Gumbel row of the same stream never share bits.
-_SCALAR_BLOCK: Final = 0xFFFFFFFF
 
 
 def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:
@@ -104,7 +101,7 @@ class CounterNoise:
         self, slots: Tensor, stream: int, round: int | Tensor = 0, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Uniform numbers in (0, 1), both ends excluded: [B, W]."""
-        return philox_uniform(self.keys, slots, 1, stream, round, _SCALAR_BLOCK, dtype).squeeze(-1)
+        return philox_uniform(self.keys, slots, 1, stream, round, SCALAR_BLOCK, dtype).squeeze(-1)
 
     def gumbel(
         self,
@@ -115,7 +112,7 @@ class CounterNoise:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Standard Gumbel noise for every token id: [B, W, V], always finite."""
-        return self._log_exponential(slots, vocab_size, stream, round, dtype).neg_()
+        return philox_log_exponential(self.keys, slots, vocab_size, stream, round, dtype).neg_()
 
     def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
         """Tokens drawn from laws by the Gumbel-max rule: argmax(log_probs + gumbel), LongTensor [B, W].
@@ -124,8 +121,7 @@ class CounterNoise:
             log_probs: [B, W, V] float32 or float64, -inf outside the support; need not be normalised. The
                 noise of the two types agrees up to rounding.
         """
-        noise = self._log_exponential(slots, log_probs.shape[-1], stream, round, log_probs.dtype)
-        return noise.sub_(log_probs).argmin(-1)
+        return categorical_reference(log_probs, self.keys, slots, stream, round)
 
     def ranking(
         self, log_probs: Tensor, slots: Tensor, count: int, stream: int, round: int | Tensor = 0
@@ -135,18 +131,9 @@ class CounterNoise:
         They are the largest of log_probs + gumbel, in descending order; the first is what `categorical` draws. Tokens
         outside the support, in any order, follow when it holds fewer than `count`.
         """
-        noise = self._log_exponential(slots, log_probs.shape[-1], stream, round, log_probs.dtype)
+        noise = philox_log_exponential(self.keys, slots, log_probs.shape[-1], stream, round, log_probs.dtype)
         return noise.sub_(log_probs).topk(count, largest=False, sorted=True).indices
 
     def bernoulli(self, probability: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
         """True with the given probability: BoolTensor [B, W]. 0 is never and 1 always true."""
         return self.uniform(slots, stream, round, probability.dtype) < probability
-
-    def _log_exponential(
-        self, slots: Tensor, vocab_size: int, stream: int, round: int | Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """The logarithm of standard exponential noise, which is minus a Gumbel: [B, W, V]."""
-        # -log(1 - u), not -log(u): small exponentials decide who wins, and floats are dense near u = 0. A
-        # token of probability 1e-6 would otherwise win at a rate quantised to 10%.
-        uniform = philox_uniform(self.keys, slots, vocab_size, stream, round, 0, dtype)
-        return uniform.neg_().log1p_().neg_().log_()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import accepted_prefix
-from visual_spec.samplers.core.base import columns_of
+from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.noise import MIXTURE, PROPOSAL, CounterNoise
 
 
@@ -81,7 +81,7 @@ def draw_product_residual(
     source = torch.where(codebook < lead, 1, torch.where(codebook == lead, 2, 0))  # [B, T, K]
     laws = torch.stack([target, draft_law, excess.log().to(target.dtype)], 1).flatten(1, 2)  # [B, 3 K, V]
     tokens = noise.categorical(
-        columns_of(laws, (source * codebooks + codebook).flatten(1)),
+        rows_of(laws, (source * codebooks + codebook).flatten(1)),
         entries.repeat(1, tries),
         PROPOSAL,
         attempts.repeat_interleave(codebooks).expand(batch_size, -1),
@@ -101,7 +101,7 @@ def draw_product_residual(
     keep = torch.where(equal, 1, keep.nan_to_num(nan=0.0))
     kept = noise.bernoulli(keep, first, PROPOSAL, attempts.expand(batch_size, -1))  # [B, T]
     chosen = accepted_prefix(~kept).clamp(max=tries - 1)[:, None]  # the first that is kept
-    return columns_of(tokens, chosen)[:, 0], kept.any(1)
+    return rows_of(tokens, chosen)[:, 0], kept.any(1)
 
 
 def _masses(log_probs: Tensor) -> Tensor:

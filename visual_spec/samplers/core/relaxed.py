@@ -13,13 +13,14 @@ decode measures its own `moved` (`trace.DivergenceMeter`).
 
 No rule keeps a draft that the target law forbids, whatever its kin.
 
-On a GPU each rule is one kernel (`kernels.neighbour_mass`), up to rounding; what it computes is written out here.
+Each rule is computed in `kernels` (`grouped_mass`, `clustered_mass`, `lantern_mass`): by one Triton kernel for float32
+laws on a GPU, elsewhere by its definition in PyTorch. What it is and what it guarantees is said here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any
@@ -27,8 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.neighbour_mass import clustered_mass, grouped_mass, lantern_mass
-from visual_spec.samplers.core import fused
+from visual_spec.kernels.clustered_mass import clustered_mass
+from visual_spec.kernels.grouped_mass import grouped_mass, smallest
+from visual_spec.kernels.lantern_mass import lantern_mass, lending_limit, merge_neighbours
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
 from visual_spec.samplers.core.checks import check_count, check_flag
 
@@ -78,28 +81,7 @@ def grouped_acceptance(
     Returns:
         [B, N], of the laws' dtype.
     """
-    if _by_kernel(target, draft_law):
-        return grouped_mass(
-            target, draft_law, drafts, size=size, gap=gap, distance=distance, codebook=codebook
-        )
-    at = drafts[..., None]  # [B, N, 1]
-    own = target.gather(-1, at)
-    ids = torch.arange(target.shape[-1], device=target.device)
-    after = (target > own) | ((target == own) & (ids > at))  # [B, N, V]
-    before = (target < own) | ((target == own) & (ids < at))
-    # Going down, equal ones come by falling id: the flip turns the ids round, and back. Forbidden tokens are at +inf.
-    less, below = smallest((-target).masked_fill(~before, torch.inf).flip(-1), size // 2)
-    more, above = smallest(target.masked_fill(~after, torch.inf), (size - 1) // 2)
-    group = torch.cat([ids[-1] - below, at, above], -1)  # [B, N, size]
-    member = torch.cat([less, torch.zeros_like(own), more], -1) < torch.inf
-    inside = target.gather(-1, group).exp_()
-    member &= (inside - own.exp()).abs_() < gap
-    if distance is not None:
-        assert codebook is not None
-        member &= (codebook[group] - codebook[at]).square().sum(-1) < distance
-    member[..., below.shape[-1]].fill_(True)  # x itself, also when gap or distance is 0
-    ratio = (inside * member).sum(-1) / (draft_law.gather(-1, group).exp_() * member).sum(-1)
-    return ratio.clamp_(max=1).masked_fill_(own.squeeze(-1).isneginf(), 0)
+    return grouped_mass(target, draft_law, drafts, size=size, gap=gap, distance=distance, codebook=codebook)
 
 
 def clustered_acceptance(target: Tensor, draft_law: Tensor, drafts: Tensor, *, clusters: Tensor) -> Tensor:
@@ -108,12 +90,7 @@ def clustered_acceptance(target: Tensor, draft_law: Tensor, drafts: Tensor, *, c
     Args:
         clusters: long [V], the cluster of every token, from `cluster_table`.
     """
-    if _by_kernel(target, draft_law):
-        return clustered_mass(target, draft_law, drafts, clusters=clusters)
-    together = clusters == clusters[drafts][..., None]  # [B, N, V]
-    masses = [law.masked_fill(~together, -torch.inf).exp().sum(-1) for law in (target, draft_law)]
-    own = target.gather(-1, drafts[..., None]).squeeze(-1)
-    return (masses[0] / masses[1]).clamp_(max=1).masked_fill_(own.isneginf(), 0)
+    return clustered_mass(target, draft_law, drafts, clusters=clusters)
 
 
 def lantern_acceptance(
@@ -150,10 +127,7 @@ def lantern_acceptance(
     Returns:
         [B, N], of the laws' dtype.
     """
-    if _by_kernel(target, draft_law):
-        return lantern_mass(target, draft_law, drafts, neighbours=neighbours, delta=delta, factor=factor)
-    _, _, merged = _merge(target, drafts, neighbours, delta, factor)
-    return (merged / draft_law.gather(-1, drafts[..., None]).exp_()).clamp_(max=1).squeeze(-1)
+    return lantern_mass(target, draft_law, drafts, neighbours=neighbours, delta=delta, factor=factor)
 
 
 def lantern_target(
@@ -164,26 +138,10 @@ def lantern_target(
     Its residual replaces a refused draft. A slot without a draft, drafts = -1, keeps its target.
     """
     at = drafts.clamp(min=0)
-    near, lent, merged = _merge(target, at, neighbours, delta, factor)
+    near, lent, merged = merge_neighbours(target, at, neighbours, *lending_limit(delta, factor))
     law = target.scatter(-1, near, target.gather(-1, near).masked_fill_(lent, -torch.inf))
     law.scatter_(-1, at[..., None], merged.log())
     return torch.where(drafts[..., None] < 0, target, law)
-
-
-def _merge(
-    target: Tensor, drafts: Tensor, neighbours: Tensor, delta: float, factor: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The nearest codes [B, N, K], whether each lends its mass, and the mass of the draft with theirs [B, N, 1]."""
-    own = target.gather(-1, drafts[..., None]).exp_()
-    near = neighbours[drafts].long()
-    mass = target.gather(-1, near).exp_()
-    lent = mass.cumsum(-1) <= (delta if factor is None else (factor - 1) * own)
-    lent &= own > 0  # a forbidden token stays forbidden
-    return near, lent, own + (mass * lent).sum(-1, keepdim=True)
-
-
-def _by_kernel(target: Tensor, draft_law: Tensor) -> bool:
-    return fused.fits(target) and target.dtype == draft_law.dtype
 
 
 def bounded_acceptance(
@@ -264,25 +222,6 @@ def bounded_rule(
 # ------------------------------------------------------------------------------------------------------- the tables
 
 
-def smallest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` smallest values [..., V] in rising order, and their places; of equal ones the first place first.
-
-    Found by selection, not by a sort of V; and the same on all devices, which break ties of `topk` as they like.
-    """
-    size = values.shape[-1]
-    count = min(count, size)
-    if count == 0:
-        return values[..., :0], torch.zeros_like(values[..., :0], dtype=torch.long)
-    limit = values.topk(count, largest=False).values[..., -1:]
-    places = torch.arange(size, device=values.device)
-    # Below the limit all are in; of those at the limit, as many as there is room for, the first places first.
-    rank = torch.where(values == limit, places, 2 * size)
-    rank = torch.where(values < limit, places - size, rank)
-    chosen = rank.topk(count, largest=False, sorted=True).indices
-    found, order = values.gather(-1, chosen).sort(dim=-1, stable=True)
-    return found, chosen.gather(-1, order)
-
-
 def neighbour_table(codebook: Tensor, count: int, device: torch.device | str | None = None) -> Tensor:
     """The nearest codes of every code, itself excluded, the nearest first: int32 [V, count].
 
@@ -326,17 +265,7 @@ def _neighbour_table(content: bytes, dim: int, device: torch.device, count: int)
 def _cluster_table(content: bytes, dim: int, device: torch.device, count: int) -> Tensor:
     codes = _codes(content, dim)  # on the CPU: the same clusters for every device
     start = torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))[:count]
-    centres = codes[start]
-    clusters = torch.zeros(len(codes), dtype=torch.long)
-    for _ in range(25):
-        apart = centres.square().sum(1) - 2 * codes @ centres.T  # [V, count], but for a term of the row
-        before, clusters = clusters, apart.argmin(1)
-        if torch.equal(before, clusters):
-            break
-        sizes = torch.bincount(clusters, minlength=count)[:, None]
-        means = torch.zeros_like(centres).index_add_(0, clusters, codes) / sizes.clamp(min=1)
-        centres = torch.where(sizes > 0, means, centres)
-    return clusters.to(device)
+    return k_means(codes, codes[start], 25)[1].to(device)
 
 
 # ----------------------------------------------------------------------------------------------------- the settings
@@ -387,6 +316,36 @@ class Relaxation:
                 f"factor={self.factor!r}; pass a number of at least 1 (1 lends nothing), or None to lend up to delta."
             )
         check_flag("bounded", self.bounded)
+
+    @classmethod
+    def of(cls, acceptance: str, settings: Mapping[str, Any] | None = None) -> Relaxation:
+        """The record from a name and a mapping of the other settings, as a sampler's configuration holds them.
+
+        Args:
+            acceptance: as of the class.
+            settings: values by name, such as {"delta": 0.2}; what it leaves out has its default. None: all defaults.
+
+        Raises:
+            ValueError: no mapping, a name that is no setting, any setting for an acceptance that relaxes nothing, or a
+                value out of its range.
+        """
+        if settings is None:
+            return cls(acceptance)
+        if not isinstance(settings, Mapping):
+            raise ValueError(
+                f'relaxation={settings!r}; pass settings by name, such as {{"delta": 0.2}}, or None.'
+            )
+        known = [field.name for field in fields(cls) if field.name != "acceptance"]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ValueError(f"relaxation has no setting {unknown[0]!r}; pass some of {', '.join(known)}.")
+        relaxation = cls(acceptance, **settings)
+        if settings and relaxation.lossless:
+            raise ValueError(
+                f"relaxation sets {', '.join(settings)}, but acceptance={acceptance!r} relaxes nothing; pass "
+                f"relaxation=None, or acceptance={', '.join(map(repr, RELAXED[:-1]))} or {RELAXED[-1]!r}."
+            )
+        return relaxation
 
     @property
     def lossless(self) -> bool:
@@ -452,27 +411,6 @@ class Relaxation:
         if self.bounded:
             return bounded_rule(probability, self.delta)
         return AcceptanceRule(probability, merge, lossless=False)
-
-
-class Relaxable:
-    """What samplers have that take the settings of `Relaxation` in their configuration."""
-
-    config: Any
-
-    @property
-    def relaxation(self) -> Relaxation:
-        """How the acceptance relaxes the exact rule, as a checked record."""
-        return Relaxation(**{field.name: self.config[field.name] for field in fields(Relaxation)})
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output law is that of autoregressive sampling."""
-        return self.relaxation.lossless
-
-    @property
-    def needs_codebook(self) -> bool:
-        """Whether a call needs `codebook`."""
-        return self.relaxation.needs_codebook
 
 
 def _between(value: object, least: float, most: float) -> bool:

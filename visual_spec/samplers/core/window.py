@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from visual_spec.models.core.protocol import owner_of
-from visual_spec.samplers.core.base import HostCopy
+from visual_spec.samplers.core.checks import check_count
+from visual_spec.samplers.core.host import HostCopy
 
 AUTO = "auto"
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -28,6 +29,28 @@ _TIMINGS = 7  # calls of a width that its cost is the median of
 
 # {model: {what else matters: policy}}: the next picture need not learn again.
 _POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
+
+
+def check_window(window: object, acceptance: str) -> None:
+    """Refuse a window that is neither a number nor "auto", and "auto" where tokens would depend on it.
+
+    Raises:
+        ValueError: so.
+    """
+    if isinstance(window, str) and window != AUTO:
+        raise ValueError(f"window={window!r}; pass an integer of at least 1, or {AUTO!r}.")
+    if window != AUTO:
+        check_count("window", window, " (1 is one token a call)")
+    elif acceptance != "identical":
+        raise ValueError(
+            f"window='auto' with acceptance={acceptance!r}: the window would depend on measured times, and with it the "
+            "tokens of a seed. Pass acceptance='identical', or a number."
+        )
+
+
+def widest(window: int | str) -> int:
+    """The most slots that a call scores."""
+    return WIDTHS[-1] if isinstance(window, str) else window
 
 
 class WindowPolicy:

@@ -1,0 +1,283 @@
+"""The one test of drafts: which are kept, what replaces the first refused one, and what may be drafted next.
+
+    identical   a draft is kept where it is the token that the slot's own noise draws from the target law.
+    exact       a draft x is kept with probability min(1, target(x) / draft(x)), and the first refused one is replaced
+                from (target - draft)+, normalised (Leviathan et al. 2023, algorithm 1).
+    relaxed     as exact, with the probability of a relaxed rule (`relaxed`).
+
+`verify` is called by every sampler that tests chains of drafts: one chain a sample, several (rows of a picture), or
+chains of columns, whose K tokens stand or fall together. `verify_siblings` tests several drafts of one slot in turn.
+On a GPU one kernel does what follows the model, where the rule allows; samplers need not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visual_spec.kernels.draw import draw
+from visual_spec.kernels.launch import on_gpu
+from visual_spec.kernels.verify import verify as verify_kernel
+from visual_spec.samplers.core.acceptance import (
+    EXACT,
+    AcceptanceRule,
+    accepted_prefix,
+    exact_acceptance,
+    residual,
+)
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.drafts import Draft, rows_of
+from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
+from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
+from visual_spec.samplers.core.trace import DivergenceMeter
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a call says about its drafts.
+
+    Attributes:
+        tokens: long [B, N]. Kept drafts, then the replacement of the first refused one. Behind it every position of a
+            chain holds a draft of its slot: under acceptance "identical" what the slot's noise draws, when `coupled` a
+            draw from the target law that differs from the draft as seldom as can be, else the draft as it was.
+        kept: long [B], drafts (columns) before the first refusal; [B, chains] of several chains.
+        laws: [B, N, V] log-probabilities, the target's; None where a kernel had no use for them.
+        drawn: long [B, N], a draw from the target law at every position, where a kernel made one; else None.
+    """
+
+    tokens: Tensor
+    kept: Tensor
+    laws: Tensor | None
+    drawn: Tensor | None = None
+
+
+def verify(
+    law: CheckedLaw,
+    noise: CounterNoise,
+    logits: Tensor,
+    slots: Tensor,
+    draft: Draft,
+    guided: bool,
+    *,
+    rule: AcceptanceRule = EXACT,
+    round: int | Tensor = 0,
+    coupled: bool = False,
+    redraw: tuple[int, int | Tensor] | None = None,
+    meter: DivergenceMeter | None = None,
+    needs_laws: bool = False,
+) -> Verdict:
+    """Test the drafts of a window: one chain a sample.
+
+    Args:
+        logits: [R, N, V], which predict `slots`, long [B, N].
+        draft: of all these slots; the last one has none.
+        rule: `IDENTICAL`, `EXACT`, or a relaxed one.
+        round: of the test and the replacement.
+        coupled: behind the refusal keep or replace the other drafts too: the drafts of the next call (SCD / MC-SJD).
+        redraw: stream and round of the noise with which the sampler will draw its next drafts from the laws. A kernel
+            makes these draws on the way (`Verdict.drawn`).
+        meter: counts what a lossy rule moves.
+        needs_laws: the sampler reads `Verdict.laws` whatever the rule.
+    """
+    if fits(logits) and rule.identical and not needs_laws:
+        tokens = draw_tokens(law, noise, logits, slots, guided)
+        return Verdict(tokens, accepted_prefix(tokens == draft.tokens), None)
+    if fits(logits) and rule is EXACT:
+        return _verify_by_kernel(law, noise, logits, slots, draft, guided, round, redraw)
+    target = law(logits, slots, guided)  # [B, N, V]
+    return verify_laws(
+        target,
+        noise,
+        slots,
+        draft,
+        rule=rule,
+        round=round,
+        coupled=coupled,
+        meter=meter,
+        inside=slots < law.num_tokens,
+    )
+
+
+def verify_laws(
+    target: Tensor,
+    noise: CounterNoise,
+    slots: Tensor,
+    draft: Draft,
+    *,
+    rule: AcceptanceRule,
+    round: int | Tensor,
+    coupled: bool = False,
+    meter: DivergenceMeter | None = None,
+    inside: Tensor | None = None,
+    chains: int = 1,
+    group: int = 1,
+) -> Verdict:
+    """`verify` where the target laws are known. N = chains * positions * group.
+
+    Args:
+        target: [B, N, V] log-probabilities.
+        slots: long [B, N], the counter slots of the noise.
+        draft: in every chain the last position has none.
+        inside: bool [B, N], what the meter may count.
+        chains: tested independently of each other.
+        group: tokens of a position (codebooks of a column), which are kept together or not at all. In the first refused
+            position the tokens that pass their own tests stay, and the others are replaced.
+    """
+    drafts = draft.tokens
+    if rule.identical:
+        tokens = noise.categorical(target, slots, TOKEN)
+        kept, _ = _first_refusals(tokens == drafts, chains, group)
+        return Verdict(tokens, kept, target)
+    assert draft.label is not None
+    there, at = drafts >= 0, drafts.clamp(min=0)
+    label = draft.label.dense(drafts)  # [B, N, V], -inf where there is no draft
+    # What a rule says of a missing draft may be anything, even nan.
+    probability = rule.probability(target, label, at).masked_fill(~there, 0)
+    accept = keep = noise.bernoulli(probability, slots, ACCEPT, round)
+    kept, ahead = _first_refusals(accept, chains, group)  # ahead: positions up to the first refused one
+    if meter is not None:
+        exact = exact_acceptance(target, label, at).masked_fill(~there, 0)
+        meter.add(probability, exact, ahead & there if inside is None else ahead & there & inside)
+        if coupled:
+            # A draft for the next call must follow the target law, its label: there the exact rule decides.
+            keep = torch.where(ahead, accept, noise.bernoulli(exact, slots, RESIDUAL, round))
+    if coupled:
+        # Keep-or-replace is itself a draw from the target law, as close to the draft as can be.
+        refused = ahead & ~_before(kept, drafts.shape[1], group)
+        left = residual(rule.refused_target(target, drafts.masked_fill(~refused, -1)), label)
+        return Verdict(
+            torch.where(keep, drafts, noise.categorical(left, slots, RESIDUAL, round)), kept, target
+        )
+    where = _positions(kept, drafts.shape[1], group)  # long [B, chains * group], the first refused ones
+    left = rule.refused_target(rows_of(target, where), drafts.gather(1, where))
+    left = residual(left, rows_of(label, where))
+    replacement = noise.categorical(left, slots.gather(1, where), RESIDUAL, round)
+    replacement = torch.where(accept.gather(1, where), drafts.gather(1, where), replacement)
+    return Verdict(at.scatter(1, where, replacement), kept, target)
+
+
+def verify_siblings(
+    target: Tensor,
+    siblings: Tensor,
+    labels: Tensor | None,
+    noise: CounterNoise,
+    slots: Tensor,
+    *,
+    rule: AcceptanceRule,
+    round: int | Tensor,
+    there: Tensor | None = None,
+    independent: bool = False,
+    meter: DivergenceMeter | None = None,
+    drawn: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Test the siblings of one slot in turn: which is kept, and the law of what takes their place if none is.
+
+    Args:
+        target: [B, V] log-probabilities.
+        siblings: long [B, K].
+        labels: [B, K, V], the law of each sibling given those before it; not needed under acceptance "identical".
+        slots: long [B, 1].
+        there: bool [B, K], false for a sibling that is not there.
+        independent: test by K-SEQ; the siblings are independent draws from one law. Else by recursive rejection.
+        meter: counts what a lossy rule moves.
+        drawn: whether the siblings were drawn; false where they are a function of the text.
+
+    Returns:
+        kept: long [B], the index of the sibling that is kept, K for none.
+        left: [B, V], the law to draw from where none is kept, with noise `final_noise(rule, round)`.
+    """
+    count = siblings.shape[1]
+    if rule.identical:
+        same = siblings == noise.categorical(target[:, None], slots, TOKEN)  # [B, K]
+        same = same if there is None else same & there
+        return torch.where(same.any(1), same.long().argmax(1), count), target
+    assert labels is not None
+    if independent:
+        return k_seq(target, siblings, labels[:, 0], noise, slots, round)
+    probability, left = sibling_tests(target, siblings, labels, there, rule)
+    if meter is not None:
+        moved = moved_mass(target, siblings, labels if drawn else None, probability, left, there)
+        tested = torch.ones_like(slots, dtype=torch.bool) if there is None else there.any(1, keepdim=True)
+        meter.count(moved[:, None], tested)
+    return first_kept(probability, noise, slots, round), left
+
+
+def final_noise(rule: AcceptanceRule, round: int | Tensor) -> tuple[int, int | Tensor]:
+    """Stream and round of the noise that draws the token behind the kept drafts."""
+    return (TOKEN, 0) if rule.identical else (RESIDUAL, round)
+
+
+# -- positions -------------------------------------------------------------------------------------------------------
+
+
+def _first_refusals(accept: Tensor, chains: int, group: int) -> tuple[Tensor, Tensor]:
+    """Kept positions of each chain, long [B] or [B, chains]; and bool [B, N], up to the first refused position."""
+    kept = accepted_prefix(accept.view(len(accept), chains, -1, group).all(-1))  # [B, chains]
+    ahead = _before(kept + 1, accept.shape[1], group)
+    return (kept[:, 0] if chains == 1 else kept), ahead
+
+
+def _before(count: Tensor, size: int, group: int) -> Tensor:
+    """The first `count` positions of every chain: long [B] or [B, chains] to bool [B, size]."""
+    count = count.view(len(count), -1)
+    position = torch.arange(size // count.shape[1] // group, device=count.device)
+    return (position < count[..., None])[..., None].expand(-1, -1, -1, group).flatten(1)
+
+
+def _positions(kept: Tensor, size: int, group: int) -> Tensor:
+    """Where the first refused position of every chain lies: long [B, chains * group]."""
+    kept = kept.view(len(kept), -1)  # [B, chains]
+    first = torch.arange(0, size, size // kept.shape[1], device=kept.device) + kept * group
+    return (first[..., None] + torch.arange(group, device=kept.device)).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def fits(logits: Tensor) -> bool:
+    """Whether the kernels take these logits. They compute in float32."""
+    return on_gpu(logits) and logits.dtype != torch.float64
+
+
+def draw_tokens(
+    law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, stream: int = TOKEN
+) -> Tensor:
+    """`noise.categorical(law(logits, slots, guided), slots, stream)`, in one kernel where it fits: long [B, N]."""
+    if not fits(logits):
+        return noise.categorical(law(logits, slots, guided), slots, stream)
+    tokens, finite = draw(logits, noise.keys, slots, law.law.numbers(guided, logits.shape[-1]), stream=stream)
+    law.remember(~finite, slots)
+    return tokens
+
+
+def _verify_by_kernel(
+    law: CheckedLaw,
+    noise: CounterNoise,
+    logits: Tensor,
+    slots: Tensor,
+    draft: Draft,
+    guided: bool,
+    round: int | Tensor,
+    redraw: tuple[int, int | Tensor] | None,
+) -> Verdict:
+    """`verify` by the exact rule. The kernel replaces every refused draft, so `coupled` makes no difference."""
+    assert draft.label is not None
+    stream, draw_round = redraw or (None, 0)
+    laws, accept, tokens, drawn, finite = verify_kernel(
+        logits,
+        draft.tokens.clamp(min=0),
+        draft.label.laws,
+        draft.label.rows,
+        noise.keys,
+        slots,
+        law.law.numbers(guided, logits.shape[-1]),
+        round=round,
+        accept_stream=ACCEPT,
+        residual_stream=RESIDUAL,
+        draw_stream=stream,
+        draw_round=draw_round,
+    )
+    law.remember(~finite, slots)
+    return Verdict(tokens, accepted_prefix(accept), laws, None if stream is None else drawn)
