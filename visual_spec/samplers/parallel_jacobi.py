@@ -175,7 +175,7 @@ class ParallelJacobiSampler(RowSampler):
             initial = self._copied(state, order, held_row, length, column).flatten(1)
         state.tokens.scatter_(1, slots, drafts.where(reached, initial))
         if not self.own_noise:
-            rows = rows.where(reached, kind).view(run.batch_size, order.windows, order.drafts)
+            rows = rows.where(reached, kind).view(-1, order.windows, order.drafts)
             # The last position of a window predicts no draft.
             rows = torch.cat([rows, torch.full_like(rows[..., :1], NO_DRAFT)], 2)
             state.label = Label(target, rows.flatten(1), allowed)

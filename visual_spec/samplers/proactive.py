@@ -219,7 +219,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         tokens = torch.cat([newest, draft.tokens[:, :-1], others], 1)  # [B, N]
         node_slots = (state.lengths - 1)[:, None] + levels
         logits = run.model(
-            state.cache, tokens, node_slots, visible.expand(run.batch_size, -1, -1)
+            state.cache, tokens, node_slots, visible.expand(len(slots), -1, -1)
         )  # [R, N, V]
         run.lap("model")
         target = run.law(logits, node_slots + 1, run.guided)  # [B, N, V]
@@ -264,7 +264,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         )
         kept = kept + torch.where(walking & (path == 0), chain.kept, 0)
 
-        rest = torch.arange(depth + 1, window, device=run.device).expand(run.batch_size, -1)
+        rest = torch.arange(depth + 1, window, device=run.device).expand(len(slots), -1)
         run.model.keep(state.cache, torch.cat([*nodes, rest], 1), slots - 1)
         state.tokens.scatter_(1, slots, torch.cat([*chosen, chain.tokens], 1))
         state.commit(slots, kept + 1, run.num_tokens)

@@ -40,7 +40,7 @@ class Run:
     """One decode: what does not change from call to call.
 
     Attributes:
-        model, condition, batch_size: as given.
+        model, condition, batch_size: as given. Samples that are complete leave the batch: steps count those of the state.
         cache: the model's own state, from its prefill.
         law: turns logits into laws.
         law_given: as given; methods whose law varies from call to call put the others into `law`.
@@ -214,9 +214,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
         """What drafts are tested by, with its tables."""
-        if self.identical:
+        if "acceptance" not in self.config or self.config.acceptance == "exact":
+            return EXACT
+        if self.config.acceptance == "identical":
             return IDENTICAL
-        return EXACT if self.lossless else self.relaxation.rule(parts.get("codebook"), device)
+        return self.relaxation.rule(parts.get("codebook"), device)
 
     def prefill(
         self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
@@ -271,9 +273,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         watch.lap("prefill", device)
         checked = CheckedLaw(law, self.num_slots(model, parts), deferred=device.type == "cuda")
         rule = self.rule(model, parts, device)
-        return Run(
-            model, condition, len(keys), cache, checked, CounterNoise(keys, device), watch, rule, parts
-        )
+        noise = CounterNoise(keys, device)
+        return Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
 
     @torch.no_grad()
     def __call__(
