@@ -10,8 +10,8 @@ from visual_spec.samplers.core.trace import DecodeTrace
 
 def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
     """One trace of the decodes of several grids, one after the other."""
-    first, *others = traces
-    for trace in others:
+    first: Any = traces[0]
+    for trace in traces[1:]:
         # Of the batch: no sample begins a grid before all end the last one.
         calls = int(first.commit_call.max()) + 1
         phases = {

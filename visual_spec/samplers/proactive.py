@@ -218,9 +218,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         others = siblings.flatten(1).index_select(1, place)
         tokens = torch.cat([newest, draft.tokens[:, :-1], others], 1)  # [B, N]
         node_slots = (state.lengths - 1)[:, None] + levels
-        logits = run.model(
-            state.cache, tokens, node_slots, visible.expand(len(slots), -1, -1)
-        )  # [R, N, V]
+        logits = run.model(state.cache, tokens, node_slots, visible.expand(len(slots), -1, -1))  # [R, N, V]
         run.lap("model")
         target = run.law(logits, node_slots + 1, run.guided)  # [B, N, V]
 
