@@ -86,9 +86,9 @@ pipe("a red circle", generator=torch.Generator().manual_seed(0))
 others = ("musicgen", "encodec", "var", "infinity", "magnet", "tree", "columns", "masked")
 ours = [name for name in sys.modules if name.startswith("visual_spec.")]
 assert not [name for name in ours if any(word in name for word in others)], ours
-print(len(ours))
+assert pipe.last_trace is not None
 """
-    assert int(run_python(code)) < 60
+    run_python(code)
 
 
 def test_command_line_answers_without_torch():

@@ -8,7 +8,9 @@ from tests.tiny import tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline
 from tests.tiny_infinity import tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline
+from visual_spec.models.catalogue import PIPELINES
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
@@ -97,6 +99,7 @@ def test_a_pipeline_says_what_it_is_loaded_and_saved(kind, tmp_path):
     make, expected = EXPECTED[kind]
     pipe = make()
     assert pipe.facts == expected
+    assert set(pipe.calls) <= set(PIPELINES[type(pipe).__name__])
     assert (pipe.medium, pipe.unit, pipe.calls) == (expected.medium, expected.unit, expected.calls)
     assert (pipe.plain_sampler, pipe.fast_sampler) == (expected.plain_sampler, expected.fast_sampler)
     assert (pipe.comparable, pipe.stored_as) == (expected.comparable, expected.stored_as)
@@ -148,3 +151,12 @@ def test_numbers_of_relaxed_acceptance_reach_the_sampler():
     sampler = make_sampler("speculative-jacobi", coupling="maximal", acceptance="lantern", delta=0.2)
     held = dict(sampler.config)
     assert (held.get("relaxation") or held)["delta"] == 0.2
+
+
+def test_accelerating_a_pipeline_without_a_faster_sampler_keeps_its_own():
+    for pipe in (
+        masked_pipeline(),
+        infinity_pipeline(),
+    ):  # the settings of their samplers belong to their laws
+        own = pipe.sampler
+        assert accelerate(pipe).sampler is own and restore(pipe).sampler is own

@@ -312,6 +312,42 @@ def test_accelerate_refuses_what_it_cannot_speed_up(pipe):
     assert isinstance(pipe.sampler, AutoregressiveSampler)
 
 
+class Unready(AutoregressiveSampler):
+    """A sampler that cannot be asked what it needs."""
+
+    @property
+    def needs_drafter(self):
+        raise RuntimeError("not yet")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "error", "message"),
+    [
+        ("tree", ValueError, "TreeSampler needs a drafter, and this pipeline has none"),
+        ("scale-wise", TypeError, "ScaleWiseSampler, which does not fit"),
+        (Unready(), RuntimeError, "not yet"),
+    ],
+)
+def test_a_refused_sampler_changes_nothing(pipe, sampler, error, message):
+    plain = pipe.sampler
+    with pytest.raises(error, match=message):
+        visual_spec.accelerate(pipe, sampler)
+    assert pipe.sampler is plain and pipe.config["sampler"][1] == "AutoregressiveSampler"
+    assert visual_spec.restore(pipe).sampler is plain
+    fast = visual_spec.accelerate(pipe).sampler
+    with pytest.raises(error, match=message):
+        visual_spec.accelerate(pipe, sampler)
+    assert pipe.sampler is fast
+    assert visual_spec.restore(pipe).sampler is plain
+
+
+def test_accelerate_takes_text_and_keeps_a_fast_sampler_as_it_is(pipe):
+    assert visual_spec.accelerate(pipe, "speculative-jacobi:window=3").sampler.config["window"] == 3
+    fast = pipe.sampler
+    assert visual_spec.accelerate(pipe).sampler is fast
+    assert isinstance(visual_spec.restore(pipe).sampler, AutoregressiveSampler)
+
+
 def test_samplers_swap_as_diffusers_schedulers_do(pipe):
     swapped: Any = SpeculativeJacobiSampler.from_config(pipe.sampler.config, window=4)
     pipe.sampler = swapped

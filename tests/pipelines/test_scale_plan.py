@@ -60,7 +60,7 @@ def test_a_row_is_a_sampler_and_a_plan():
             "scale-wise:window=3",
             "has no setting window; it takes cache_share, measure, num_draft_scales, num_drafters, ramp",
         ),
-        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it has none"),
+        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes graph"),
         ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes graph"),
     ],
 )

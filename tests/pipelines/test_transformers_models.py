@@ -18,6 +18,7 @@ from tests.tiny import seeded
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 from visual_spec.pipelines.transformers_models import accelerate, law_of, restore, summary
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -271,8 +272,9 @@ def test_other_objects_and_samplers_are_refused():
         TypeError, match=f"cannot accelerate a Linear; .*{supported}, JanusForConditionalGeneration"
     ):
         accelerate(torch.nn.Linear(2, 2), AutoregressiveSampler())
-    with pytest.raises(TypeError, match="sampler is str; pass a sampler of next-token models"):
-        accelerate(MODELS["janus"], "jacobi")
+    for sampler in ("jacobi", ColumnJacobiSampler()):
+        with pytest.raises(TypeError, match="which does not fit a next-token model; those that fit: Autoreg"):
+            accelerate(MODELS["janus"], sampler)
     assert "generate_images" not in vars(MODELS["janus"])
 
 

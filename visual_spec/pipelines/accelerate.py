@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from visual_spec.pipelines import transformers_models, transformers_music
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler  # noqa: F401
+from visual_spec.samplers.registry import by_name, sampler_class
 
 _PLAIN = "_visual_spec_plain_sampler"
 
@@ -17,49 +17,48 @@ _PLAIN = "_visual_spec_plain_sampler"
 def accelerate(pipe: Any, sampler: Any = None) -> Any:
     """Make a pipeline decode with another sampler; by default the one that returns the same tokens in fewer calls.
 
-    Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first.
+    Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
+    refused changes nothing.
 
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, or a
             MusicGen of transformers: see `visual_spec.pipelines.transformers_models` and `transformers_music` for what
             those get.
-        sampler: a sampler, or its name (see `visual_spec.samplers.registry`). None: "speculative-jacobi", of music
-            "column-jacobi".
+        sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
+            "speculative-jacobi" or, of music, "column-jacobi"; a pipeline that has a sampler of this class keeps it.
 
     Returns:
         The same pipeline.
 
     Raises:
         TypeError: `pipe` has no sampler to swap, or `sampler` does not fit it.
-        ValueError: an unknown sampler name.
+        ValueError: an unknown sampler name, or a sampler that drafts with a model that the pipeline does not have.
     """
-    plays = transformers_music.is_music_model(pipe)
+    adapter = _adapter(pipe)
     if sampler is None:
-        fast = pipe.fast_sampler if isinstance(pipe, VisualPipeline) else "speculative-jacobi"
-        sampler = "column-jacobi" if plays else fast
-    sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
-    if plays:
-        return transformers_music.accelerate(pipe, sampler)
-    if not isinstance(pipe, VisualPipeline):
-        return transformers_models.accelerate(pipe, sampler)
-    plain = pipe.sampler
-    pipe.sampler = sampler
+        sampler = _fast_sampler(pipe) if adapter is None else adapter.FAST_SAMPLER
+    if isinstance(sampler, str):
+        name, settings = parse_sampler(sampler)
+        sampler = make_sampler(name, **settings)
+    if adapter is not None:
+        return adapter.accelerate(pipe, sampler)
+    before = pipe.sampler
     try:
+        pipe.sampler = sampler
         pipe.check_sampler()
-    except TypeError:
-        pipe.sampler = plain
+    except BaseException:
+        pipe.sampler = before
         raise
     if not hasattr(pipe, _PLAIN):
-        setattr(pipe, _PLAIN, plain)
+        setattr(pipe, _PLAIN, before)
     return pipe
 
 
 def restore(pipe: Any) -> Any:
     """Undo `accelerate`; a pipeline that was not accelerated is left as it is. Returns the same pipeline."""
-    if transformers_music.is_music_model(pipe):
-        return transformers_music.restore(pipe)
-    if not isinstance(pipe, VisualPipeline):
-        return transformers_models.restore(pipe)
+    adapter = _adapter(pipe)
+    if adapter is not None:
+        return adapter.restore(pipe)
     if hasattr(pipe, _PLAIN):
         pipe.sampler = getattr(pipe, _PLAIN)
         delattr(pipe, _PLAIN)
@@ -68,9 +67,23 @@ def restore(pipe: Any) -> Any:
 
 def summary(pipe: Any) -> str:
     """One line on what the last pictures or clips of a pipeline cost: tokens, calls, tokens per call, seconds."""
-    if transformers_music.is_music_model(pipe):
-        return transformers_music.summary(pipe)
-    if not isinstance(pipe, VisualPipeline):
-        return transformers_models.summary(pipe)
+    adapter = _adapter(pipe)
+    if adapter is not None:
+        return adapter.summary(pipe)
     trace = getattr(pipe, "last_trace", None)
     return trace.summary() if trace is not None else f"{type(pipe.sampler).__name__}: nothing decoded yet"
+
+
+def _adapter(thing: Any) -> Any:
+    """The module that accelerates a model of transformers, or what holds one; None for a pipeline of ours."""
+    if isinstance(thing, VisualPipeline):
+        return None
+    from visual_spec.pipelines import transformers_models, transformers_music
+
+    return transformers_music if transformers_music.is_music_model(thing) else transformers_models
+
+
+def _fast_sampler(pipe: VisualPipeline) -> Any:
+    # Its own settings may belong to its law: how guidance grows, the steps of a masked model.
+    name, _ = parse_sampler(pipe.fast_sampler)
+    return pipe.sampler if type(pipe.sampler) is sampler_class(by_name(name)) else pipe.fast_sampler

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from einops import repeat
 from torch import Tensor
 from transformers import (
     EncodecModel,
@@ -151,9 +152,8 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        return cls(
-            model, None, None, sampler or make_sampler("column-jacobi"), tokenizer, **published | settings
-        )
+        sampler = sampler or make_sampler("column-jacobi")
+        return cls(model, None, None, sampler, tokenizer, **published | settings)
 
     @classmethod
     def from_magnet(
@@ -237,6 +237,7 @@ class AudioPipeline(VisualPipeline):
 
     @property
     def _fills_in(self) -> bool:
+        """Whether the model fills in hidden codes, rather than going on."""
         return MASKED in self.calls
 
     def _check_parts(self) -> None:
@@ -594,5 +595,6 @@ class AudioPipeline(VisualPipeline):
         if not getattr(self.sampler, "needs_codebook", False):
             return {}
         wake(self.codec)
-        books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])  # [K, V, D]
-        return {"codebook": books.repeat_interleave(self.channels, 0)}
+        books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
+        # Both channels of stereo use the codec's codebooks, and their codes of one level stand side by side.
+        return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}

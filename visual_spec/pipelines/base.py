@@ -68,7 +68,7 @@ class VisualPipeline(DiffusionPipeline):
 
     @property
     def medium(self) -> str:
-        """ "image" or "audio"."""
+        """What it makes: "image" or "audio"."""
         return self.facts.medium
 
     @property
@@ -93,8 +93,7 @@ class VisualPipeline(DiffusionPipeline):
 
     @property
     def comparable(self) -> bool:
-        """Whether an accelerated decoding is compared with the plain one; not of masked models, which have a law of
-        their own."""
+        """Whether an accelerated decoding is compared with the plain one; a masked model has a law of its own."""
         return self.facts.comparable
 
     @property

@@ -111,7 +111,7 @@ class ScalePlan:
             ValueError: a pipeline of another kind, a plan that asks for a refiner where there is none, more scales than
                 there are, or a share too small for the model.
         """
-        if not set(SCHEDULE) <= set(pipe.config):
+        if not set(SCHEDULE) <= set(pipe.config):  # no `ScaleImagePipeline`
             if self.describe():
                 raise ValueError(
                     f"{', '.join(self.describe())} given, which a {type(pipe).__name__} does not have; pass the "

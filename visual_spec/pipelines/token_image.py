@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from einops import rearrange
 
 from visual_spec.models.core.calls import RASTER_TREE_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source
@@ -114,8 +115,7 @@ class TokenImagePipeline(VisualPipeline):
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
         """Pictures of tokens [B, h * w] in the form `output_type` asks for (see `ImagePipelineOutput`)."""
         if output_type == "latent":
-            grid = self.transformer.grid
-            return tokens.view(-1, grid.height, grid.width)
+            return rearrange(tokens, "b (h w) -> b h w", h=self.transformer.grid.height)
         wake(self.vq_model)
         return self.image_processor.postprocess(self.vq_model.decode_tokens(tokens), output_type=output_type)
 

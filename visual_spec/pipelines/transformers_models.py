@@ -13,7 +13,6 @@ does, and returns the ids that `generate` returns. Where `generate` itself draws
 """
 
 import copy
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -23,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.calls import RASTER_TREE_ORDER
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
-from visual_spec.pipelines.base import wake
+from visual_spec.pipelines.base import check_sampler, wake
+from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.trace import DecodeTrace
-from visual_spec.samplers.masked import MaskedTrace
 
 FAMILIES = {
     "ChameleonForConditionalGeneration": ("visual_spec.models.next_token.chameleon", "ChameleonImageModel"),
@@ -36,6 +35,9 @@ FAMILIES = {
     "GlmImageForConditionalGeneration": ("visual_spec.models.next_token.glm_image", "GlmImageStage"),
     "JanusForConditionalGeneration": ("visual_spec.models.next_token.janus", "JanusImageModel"),
 }
+
+CALLS = RASTER_TREE_ORDER  # that these models answer
+FAST_SAMPLER = "speculative-jacobi"
 
 # What is hung on an accelerated model.
 _NAMES = ("sampler", "last_trace", "generate_images", "decode_images", "generate")
@@ -99,7 +101,7 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
         The same object.
 
     Raises:
-        TypeError: no model of a supported class, or no sampler; names those that fit.
+        TypeError: no model of a supported class, or a sampler that does not fit; names those that do.
     """
     models = _models_of(model_or_pipeline)
     if not models:
@@ -108,11 +110,7 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
             f"transformers' {', '.join(FAMILIES)}, or a diffusers pipeline that holds one of them; or a "
             "MusicgenForConditionalGeneration."
         )
-    if not (callable(sampler) and hasattr(sampler, "lossless")):
-        raise TypeError(
-            f"sampler is {type(sampler).__name__}; pass a sampler of next-token models, such as "
-            "SpeculativeJacobiSampler or AutoregressiveSampler."
-        )
+    check_sampler(sampler, CALLS)
     for model in models:
         keep_plain(model, _NAMES)
         own = model.__dict__
@@ -336,33 +334,3 @@ def _prompt(ids: Tensor, mask: Tensor | None, pad: int | None) -> Prompt:
             raise ValueError("input_ids start with padding; pass the processor's attention_mask too.")
         mask = torch.ones_like(ids)
     return Prompt(ids, mask.to(ids.device))
-
-
-def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
-    """One trace of the decodes of several grids, one after the other."""
-    first, *others = traces
-    for trace in others:
-        # Of the batch: no sample begins a grid before all end the last one.
-        calls = int(first.commit_call.max()) + 1
-        phases = {
-            name: first.phase_seconds.get(name, 0.0) + trace.phase_seconds.get(name, 0.0)
-            for name in {**first.phase_seconds, **trace.phase_seconds}
-        }
-        merged: dict[str, Any] = dict(
-            target_calls=first.target_calls + trace.target_calls,
-            commit_call=torch.cat([first.commit_call, trace.commit_call + calls], 1),
-            seconds=first.seconds + trace.seconds,
-            phase_seconds=phases,
-        )
-        if first.peak_memory is not None and trace.peak_memory is not None:
-            merged["peak_memory"] = max(first.peak_memory, trace.peak_memory)
-        if first.divergence is not None and trace.divergence is not None:
-            sizes = first.commit_call.shape[1], trace.commit_call.shape[1]
-            merged["divergence"] = (first.divergence * sizes[0] + trace.divergence * sizes[1]) / sum(sizes)
-        if first.moved_mass is not None and trace.moved_mass is not None:
-            merged["moved_mass"] = first.moved_mass + trace.moved_mass
-        if isinstance(first, MaskedTrace) and isinstance(trace, MaskedTrace):
-            later = torch.where(trace.entry_call < 0, -1, trace.entry_call + calls)
-            merged["entry_call"] = torch.cat([first.entry_call, later], 1)
-        first = dataclasses.replace(first, **merged)
-    return first

@@ -15,19 +15,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel, text_condition
+from visual_spec.models.core.calls import COLUMNS
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.pipelines.base import wake
+from visual_spec.pipelines.base import check_sampler, wake
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 
 MODELS = ("MusicgenForConditionalGeneration",)
+CALLS = (COLUMNS,)  # that they answer
+FAST_SAMPLER = "column-jacobi"
 
 # What is hung on an accelerated model.
 _NAMES = ("sampler", "last_trace", "last_codes", "generate_audio", "generate")
@@ -59,11 +60,7 @@ def accelerate(model: Any, sampler: Any) -> Any:
             else ""
         )
         raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {MODELS[0]}.{why}")
-    if not isinstance(sampler, (ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler)):
-        raise TypeError(
-            f"sampler is {type(sampler).__name__}, which does not decode several codebooks; those that do: "
-            "ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler."
-        )
+    check_sampler(sampler, CALLS)
     MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
     keep_plain(model, _NAMES)
     own = model.__dict__
@@ -192,7 +189,7 @@ def _given_codes(
                 f"decoder_input_ids {tuple(codes.shape)} given; pass [{batch * books}, P]: {books} codebooks of each "
                 "clip."
             )
-        by_clip = codes.view(batch, books, -1)
+        by_clip = rearrange(codes, "(b k) p -> b k p", k=books)
         special = model.decoder.config.vocab_size
         return by_clip[..., 1:] if bool((by_clip[..., 0] == special).all()) else by_clip
     if waves is None:
