@@ -140,6 +140,13 @@ def test_samplers_know_the_protocol_and_no_concrete_model():
         assert strangers <= {"visual_spec.models"}, f"{path.relative_to(ROOT)} imports {strangers}"
 
 
+def test_what_models_share_knows_no_concrete_model():
+    for path in sorted((PACKAGE / "models" / "core").rglob("*.py")):
+        models = {name for name in imported_modules(path) if name.startswith("visual_spec.models")}
+        strangers = {name for name in models if not f"{name}.".startswith("visual_spec.models.core.")}
+        assert strangers <= {"visual_spec.models"}, f"{path.relative_to(ROOT)} imports {strangers}"
+
+
 def test_kernels_is_no_regular_package():
     # Hugging Face publishes a package called `kernels`; a regular folder of that name at the root would hide it.
     assert not (PACKAGE / "kernels" / "__init__.py").exists()

@@ -324,7 +324,7 @@ def test_official_files(tmp_path, monkeypatch):
     )
     assert (one.config["default_top_k"], two.config["default_top_k"]) == (900, 600)
     assert one.config["default_guidance_scale"] == two.config["default_guidance_scale"] == 2.5
-    with pytest.raises(ValueError, match=r"is not VAR's tokenizer of this size"):
+    with pytest.raises(ValueError, match="is not VAR's tokenizer"):
         ScaleImagePipeline.from_official(paths[0], paths[2])
 
 

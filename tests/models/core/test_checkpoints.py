@@ -1,6 +1,11 @@
 """Files of any kind: what is read, what is refused, and what becomes of the tensors in them."""
 
+import ast
+import os
 import pickle
+import random
+import shlex
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.official import CLASS_SHAPES, random_weights
-from visual_spec.models.core.checkpoints import read_checkpoint
+from visual_spec.models.core.checkpoints import check_values, fill, read_checkpoint
 
 
 def write(path: Path, content: Any) -> Path:
@@ -92,3 +97,172 @@ def test_other_kinds_of_files_are_named(tmp_path):
 def test_files_without_weights_are_told(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         read_checkpoint(write(tmp_path / "weights.pt", content))
+
+
+def test_the_line_for_the_shell_keeps_the_name_of_the_file_to_itself(tmp_path):
+    """A name may hold quotes and commands: the shell must hand it to Python as it is."""
+    name = "we'ights \"$(touch ran)`touch ran`.pt"
+    path = write(tmp_path / name, {"model": random_weights(CLASS_SHAPES), "other": Bomb(tmp_path / "ran")})
+    with pytest.raises(ValueError, match="it is refused") as error:
+        read_checkpoint(path)
+    line = str(error.value).split("pass the new file: ")[1]
+    shown = subprocess.run(
+        ["sh", "-c", line.replace("python -c", "printf %s", 1)], capture_output=True, text=True
+    )
+    assert not (tmp_path / "ran").exists() and not Path("ran").exists()
+    program = shown.stdout
+    assert shlex.split(line) == ["python", "-c", program]
+    strings = [node.value for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Constant)]
+    assert str(path) in strings
+
+
+@pytest.mark.parametrize("container", ["zip", "legacy", "safetensors"])
+def test_damaged_files_are_refused_by_one_line_that_names_them(tmp_path, container):
+    """Bytes changed, cut and doubled anywhere: whatever the reader stumbles over comes out as one kind of error."""
+    rng = random.Random(container)
+    weights = {f"layers.{i}.weight": torch.ones(2, 3) for i in range(3)}
+    whole = tmp_path / "whole"
+    if container == "safetensors":
+        save_file(weights, whole)
+    else:
+        content = {"model": weights, "steps": 3, "args": {"lr": 0.1}}
+        torch.save(content, whole, _use_new_zipfile_serialization=container == "zip")
+    start, refused = whole.read_bytes(), 0
+    path = tmp_path / "weights.pt"
+    for _ in range(250):
+        data = bytearray(start)
+        for _ in range(rng.choice([1, 3, 20])):
+            place = rng.randrange(len(data))
+            data[place] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del data[rng.randrange(len(data)) :]
+        path.write_bytes(data)
+        try:
+            read_checkpoint(path)
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+    assert refused > 50
+
+
+def test_errors_of_the_unpickler_that_are_no_unpickling_errors(tmp_path):
+    """A stack that is empty, an opcode cut in half, a key that is a list."""
+    for number, code in enumerate(
+        [b"a.", b"J\x01", b"}(]K\x01u.", b"K\x01K\x02s.", b"]K\x01b.", b"X\xff\xff"]
+    ):
+        path = damaged(tmp_path / f"{number}.pt", b"\x80\x02" + code)
+        with pytest.raises(ValueError, match=rf"{number}.pt is truncated or damaged"):
+            read_checkpoint(path)
+
+
+def test_pipes_and_devices_are_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    for path in (tmp_path / "pipe.pt", Path("/dev/zero")):
+        with pytest.raises(ValueError, match=f"{path} is no regular file"):
+            read_checkpoint(path)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_of_wrappers_are_left_out(tmp_path):
+    plain = {"blocks.0.weight": torch.ones(2), "module.bias": torch.zeros(1)}
+    for prefix in ("module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."):
+        wrapped = {prefix + key: value for key, value in plain.items()}
+        assert read_checkpoint(write(tmp_path / "w.pt", {"model": wrapped})).weights.keys() == plain.keys()
+    # A compiled layer inside; and a prefix that not all keys have is part of a name.
+    compiled = {"blocks.0._orig_mod.weight": torch.ones(2), "module.bias": torch.zeros(1)}
+    assert read_checkpoint(write(tmp_path / "w.pt", compiled)).weights.keys() == plain.keys()
+    twice = {**plain, "blocks.0._orig_mod.weight": torch.ones(2)}
+    with pytest.raises(ValueError, match="w.pt has blocks.0.weight twice"):
+        read_checkpoint(write(tmp_path / "w.pt", twice))
+
+
+def test_weights_of_the_training_of_var_are_found(tmp_path):
+    weights = {"pos_start": torch.ones(1, 1, 4)}
+    path = write(
+        tmp_path / "ar-ckpt-last.pth", {"epoch": 3, "trainer": {"config": {}, "var_wo_ddp": weights}}
+    )
+    assert read_checkpoint(path).weights.keys() == weights.keys()
+
+
+def test_tensors_that_share_memory_are_told_apart(tmp_path):
+    table = torch.arange(6.0).reshape(2, 3)
+    content = {
+        "embed": table,
+        "head": table,
+        "row": table[1],
+        "wide": torch.ones(1, 3).expand(2, 3),
+        "t": table.T,
+    }
+    found = read_checkpoint(write(tmp_path / "tied.pt", content)).weights
+    assert all(torch.equal(found[key], value) for key, value in content.items())
+    places = [tensor.untyped_storage().data_ptr() for tensor in found.values()]
+    assert len(set(places)) == len(places) and all(tensor.is_contiguous() for tensor in found.values())
+    save_file(found, tmp_path / "apart.safetensors")
+
+
+STRANGE = {
+    "sparse": (torch.eye(3).to_sparse(), r"embed is sparse \(torch.sparse_coo\)"),
+    "quantised": (
+        torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
+        r"embed is quantised \(torch.qint8\)",
+    ),
+    "meta": (torch.eye(3, device="meta"), "meta tensors: embed"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", STRANGE)
+def test_tensors_without_dense_values_are_named(tmp_path, name):
+    tensor, message = STRANGE[name]
+    with pytest.raises(ValueError, match=f"w.pt.*{message}|w.pt.*damaged"):
+        read_checkpoint(write(tmp_path / "w.pt", {"embed": tensor}))
+
+
+def test_keys_that_are_no_strings_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"w.pt has keys that are no strings \(3, None\)"):
+        read_checkpoint(
+            write(tmp_path / "w.pt", {"model": {"a": torch.ones(1), 3: torch.ones(1), None: torch.ones(1)}})
+        )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_weights_of_other_dtypes_are_not_cast_silently(dtype):
+    with pytest.raises(
+        ValueError, match=f"file: head is of {dtype}; weights are of float16, bfloat16, float32"
+    ):
+        check_values({"body": torch.ones(2), "head": torch.ones(2).to(dtype)}, "file")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_weights_that_are_not_finite_are_counted(bad, dtype):
+    values = torch.full((5, 7), torch.finfo(dtype).max, dtype=dtype)  # whose sum overflows
+    check_values({"head": values}, "file")
+    values[2, 3] = values[0, 1] = bad
+    with pytest.raises(ValueError, match="file is damaged: 2 of 35 values of head are nan or infinite"):
+        check_values({"head": values}, "file")
+
+
+def test_a_model_is_filled_whole_or_not_at_all():
+    with torch.device("meta"):
+        model = torch.nn.Linear(3, 2)
+    weights = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    for wrong, message in [
+        ({"bias": None}, "file does not fit Linear: 1 missing: bias"),
+        ({"more": torch.ones(1)}, "1 unexpected: more"),
+        ({"bias": torch.ones(3)}, r"1 of another shape: bias \[3\] instead of \[2\]"),
+        ({"bias": torch.full((2,), torch.nan)}, "file is damaged: 2 of 2 values of bias"),
+        ({"zero": torch.ones(4)}, "file: zero is a constant, and has other values"),
+        ({"zero": torch.zeros(3)}, r"1 of another shape: zero \[3\] instead of \[4\]"),
+    ]:
+        given = {key: value for key, value in {**weights, **wrong}.items() if value is not None}
+        with pytest.raises(ValueError, match=message):
+            fill(model, given, "file", constants={"zero": torch.zeros(4)})
+        assert model.weight.is_meta
+    filled = fill(model, {**weights, "zero": torch.zeros(4)}, "file", constants={"zero": torch.zeros(4)})
+    assert torch.equal(filled(torch.ones(1, 3)), torch.full((1, 2), 4.0)) and not filled.training
+    assert fill(model, weights, "file", dtype=torch.bfloat16).weight.dtype == torch.bfloat16

@@ -364,3 +364,14 @@ def test_every_wrong_key_is_named():
     assert "1 of another shape: quantize.lfq.mask [31] instead of [32]" in text
     with pytest.raises(ValueError, match="is no tokenizer of Infinity: it lacks encoder.conv_in.weight"):
         load_infinity_vq_checkpoint({"quantize.embedding.weight": torch.zeros(3, 2)})
+
+
+def test_powers_of_two_are_looked_at():
+    model = tiny_bits(dtype=torch.float32, norm_groups=2)
+    weights, settings = model.state_dict(), dict[str, Any](scales=SIDES, norm_groups=2)
+    rising = 2 ** torch.arange(model.bits)
+    for powers in (rising, rising.flip(0), rising.float()):
+        load_infinity_vq_checkpoint({**weights, "quantize.lfq.mask": powers}, **settings)
+    for powers in (rising + 1, rising * 2, torch.zeros(model.bits), rising[torch.arange(model.bits) // 2]):
+        with pytest.raises(ValueError, match="quantize.lfq.mask is a constant, and has other values"):
+            load_infinity_vq_checkpoint({**weights, "quantize.lfq.mask": powers}, **settings)

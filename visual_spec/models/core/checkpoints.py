@@ -7,6 +7,7 @@ written beside each model.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import re
@@ -104,7 +105,7 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     return _unpack(path, read_content(path))
 
 
-def read_content(path: Path, keep: str = "{'model': c['model']}") -> Any:
+def read_content(path: Path, keep: str = '{"model": c["model"]}') -> Any:
     """What a file holds, read without running anything that is in it.
 
     Args:
@@ -156,9 +157,11 @@ def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
         asked = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|GLOBAL) ([\w.]+)", reason)
         if isinstance(error, pickle.UnpicklingError) and (asked or "Unsupported operand" in reason):
             what = f"the Python object {asked[1]}" if asked else "Python objects other than tensors"
+            # Double quotes inside, because the shell's are single ones.
+            literal = json.dumps(str(path), ensure_ascii=False)
             program = (
-                f"import torch; c = torch.load({str(path)!r}, map_location='cpu', weights_only=False); "
-                f"torch.save({keep}, 'weights.pt')"
+                f'import torch; c = torch.load({literal}, map_location="cpu", weights_only=False); '
+                f'torch.save({keep}, "weights.pt")'
             )
             raise ValueError(
                 f"{path} holds {what}, so reading it would need pickle, which can run any code; it is refused. If you "
@@ -288,41 +291,42 @@ def check_values(weights: Mapping[str, Tensor], name: str, source: str = "the or
             )
 
 
-def check_constants(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str) -> None:
-    """Refuse a file whose constants are not those that our models compute with.
-
-    Args:
-        given: tensors of the file, those that are not expected among them.
-        expected: by key, of the same shapes; one that the file lacks is no error.
-        name: of the file.
-
-    Raises:
-        ValueError: another value; names the key.
-    """
-    for key, constant in expected.items():
-        found = given.get(key)
-        if found is not None and not found.is_meta and not torch.equal(found.double(), constant.double()):
-            raise ValueError(
-                f"{name}: {key} is a constant with other values than usual, which this library does not compute with; "
-                "pass the official file."
-            )
-
-
-def fill(model: M, weights: Mapping[str, Tensor], name: str, *, dtype: torch.dtype | None = None) -> M:
+def fill(
+    model: M,
+    weights: Mapping[str, Tensor],
+    name: str,
+    *,
+    what: str = "",
+    constants: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> M:
     """Give a model that was built on the meta device its weights; they stay mapped to the file unless cast.
 
     Args:
-        weights: exactly those of its state dict.
+        weights: those of its state dict and no others, but for constants.
         name: of where they are from, for errors.
-        dtype: to cast them to; None keeps theirs.
+        what: what they are to fit, for errors; the model's class if empty.
+        constants: buffers of official files that the model computes itself. They may be missing; they may not differ.
+        dtype: to cast the weights to; None keeps theirs.
 
     Raises:
-        ValueError: missing, unexpected or mis-shaped keys, which are listed; as `check_values`.
+        ValueError: missing, unexpected or mis-shaped keys, which are listed; a constant of another value; as
+            `check_values`.
     """
-    if difference := Difference.between(weights, shapes_of(model)):
-        raise ValueError(f"{name} does not fit {type(model).__name__}: {difference}.")
+    constants = {key: value for key, value in (constants or {}).items() if key in weights}
+    shapes = shapes_of(model) | {key: tuple(value.shape) for key, value in constants.items()}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(f"{name} does not fit {what or type(model).__name__}: {difference}.")
+    for key, constant in constants.items():
+        found = weights[key]
+        if not found.is_meta and not torch.equal(found.double(), constant.double()):
+            raise ValueError(
+                f"{name}: {key} is a constant, and has other values than this library computes with; pass the "
+                "official file."
+            )
+    weights = {key: value for key, value in weights.items() if key not in constants}
     check_values(weights, name)
-    model.load_state_dict(dict(weights), assign=True)
+    model.load_state_dict(weights, assign=True)
     assert not any(buffer.is_meta for key, buffer in model.named_buffers() if key not in weights)
     if dtype is not None:
         nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
-from torch import Tensor, nn
+from torch import Tensor
 
-from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
 from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
@@ -230,7 +230,7 @@ def load_infinity_vq_checkpoint(
             keys, which are listed.
     """
     if isinstance(source, Mapping):
-        given, name = dict(source), "the state dict"
+        given, name = plain_weights(source, "the state dict"), "the state dict"
     else:
         checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(os.fspath(source))
         given, name = dict(checkpoint.weights), str(checkpoint.path)
@@ -242,16 +242,16 @@ def load_infinity_vq_checkpoint(
     config = {**_read_config(weights, name), **config}
     with torch.device("meta"):
         model = BitwiseVQModel(**config)
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    for key in _CONSTANTS:
-        if key in given:
-            weights[key], shapes[key] = given[key], (model.bits,)
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(f"{name} does not fit Infinity's tokenizer of {config}: {difference}.")
-    model.load_state_dict({key: weights[key] for key in model.state_dict()}, assign=True)
-    if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
-    return model.eval()
+    powers, constants = (
+        2 ** torch.arange(model.bits),
+        {},
+    )  # of 64 bits the last one is negative, in their code too
+    for key in given.keys() & set(_CONSTANTS):
+        weights[key] = given[key]
+        first = given[key].flatten()[:1]
+        constants[key] = powers if first.is_meta or first.eq(1).all() else powers.flip(0)
+    what = f"Infinity's tokenizer of {config}"
+    return fill(model, weights, name, what=what, constants=constants, dtype=dtype)
 
 
 def _read_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:

@@ -20,7 +20,13 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
+from visual_spec.models.core.checkpoints import (
+    Checkpoint,
+    Source,
+    fill,
+    plain_weights,
+    read_checkpoint,
+)
 from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
@@ -425,28 +431,24 @@ def load_var_checkpoint(
             which are listed; scales that are not told or do not fit.
     """
     if isinstance(source, Mapping):
-        weights, name = dict(source), "the state dict"
+        weights, name = plain_weights(source, "the state dict"), "the state dict"
     else:
         checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
         weights, name = dict(checkpoint.weights), str(checkpoint.path)
     config = _read_config(weights, name, scales)
     with torch.device("meta"):
         model = VARTransformer(**config)
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    shapes |= {key: shape for key, shape in _constants(model).items() if key in weights}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(f"{name} does not fit VAR of {config}: {difference}.")
-    model.load_state_dict({key: weights[key] for key in model.state_dict()}, assign=True)
-    if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
-    return model.eval()
+    return fill(model, weights, name, what=f"VAR of {config}", constants=_constants(model), dtype=dtype)
 
 
-def _constants(model: VARTransformer) -> dict[str, tuple[int, ...]]:
-    """Shapes of the buffers of the official files that no model of ours has."""
+def _constants(model: VARTransformer) -> dict[str, Tensor]:
+    """The buffers of the official files that no model of ours has."""
     length, dim = model.pos_1LC.shape[1:]
-    biases = {f"blocks.{index}.attn.zero_k_bias": (dim,) for index in range(len(model.blocks))}
-    return {"lvl_1L": (1, length), "attn_bias_for_masking": (1, 1, length, length), **biases}
+    sizes = torch.tensor([side * side for side in model.scales])
+    levels = torch.arange(len(sizes)).repeat_interleave(sizes)  # [L]
+    mask = torch.zeros(length, length).masked_fill(levels[:, None] < levels, -torch.inf)
+    biases = {f"blocks.{index}.attn.zero_k_bias": torch.zeros(dim) for index in range(len(model.blocks))}
+    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **biases}
 
 
 def _read_config(weights: Mapping[str, Tensor], name: str, scales: Sequence[int] | None) -> dict[str, Any]:
@@ -483,7 +485,8 @@ def _read_scales(
     """The scales that were asked for, or that the level of each slot tells, or the official ones of this length."""
     held = None
     if "lvl_1L" in weights:
-        slots = weights["lvl_1L"].flatten().bincount(minlength=count).tolist()
+        levels = weights["lvl_1L"].flatten().tolist()
+        slots = [levels.count(level) for level in range(count)]
         held = tuple(math.isqrt(number) for number in slots)
     else:
         fitting = [known for known in SCALES.values() if sum(side * side for side in known) == length]

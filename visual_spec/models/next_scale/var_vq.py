@@ -8,6 +8,7 @@ One class serves the embedded size and the official `vae_ch160v4096z32.pth`: mod
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Difference, read_checkpoint
+from visual_spec.models.core.checkpoints import fill, read_checkpoint
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder, FusedAttentionBlock
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import SCALES
@@ -208,30 +209,50 @@ class MultiscaleVQModel(
 def load_var_vq_checkpoint(
     path: str | os.PathLike, *, dtype: torch.dtype | None = None, **config: Any
 ) -> MultiscaleVQModel:
-    """The tokenizer of an official file, `vae_ch160v4096z32.pth`.
+    """The tokenizer of an official file, `vae_ch160v4096z32.pth`. Sizes are read off the weights.
 
     Args:
         path: of the file. Nothing that is in it is run (`weights_only`).
         dtype: of the weights; None keeps that of the file.
-        config: constructor arguments of `MultiscaleVQModel` that differ from the official size for 256 pixels, e.g.
-            `scales=SCALES[512]` of `visual_spec.models.next_scale.var`: one file
-            serves both picture sizes.
+        config: what no weight tells: constructor arguments of `MultiscaleVQModel` such as `scales=SCALES[512]` of
+            `visual_spec.models.next_scale.var`: one file serves both picture sizes.
 
     Raises:
         ValueError, OSError: as `visual_spec.models.core.checkpoints.read_checkpoint`; and a file whose keys or
             shapes are not those of the architecture, with the missing, unexpected and mis-shaped ones.
     """
     checkpoint = read_checkpoint(path)
+    name = str(checkpoint.path)
     weights = {key: value for key, value in checkpoint.weights.items() if key != _USAGE_COUNTER}
-    with torch.device("meta"):
-        model = MultiscaleVQModel(**config)
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(
-            f"{checkpoint.path} is not VAR's tokenizer of this size: {difference}. Pass vae_ch160v4096z32.pth, or the "
-            "constructor arguments that the file was made with."
-        )
-    model.load_state_dict(weights, assign=True)
-    if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
-    return model.eval()
+    settings = {**_read_config(weights, name), **config}
+    try:
+        with torch.device("meta"):
+            model = MultiscaleVQModel(**settings)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} makes no tokenizer of {settings}: {error}") from error
+    return fill(model, weights, name, what=f"VAR's tokenizer of {settings}", dtype=dtype)
+
+
+def _read_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    def rows(key: str, dims: int) -> int:
+        value = weights.get(key)
+        if value is None or value.ndim != dims:
+            raise ValueError(
+                f"{name} is not VAR's tokenizer: it lacks {key}, or has it in another shape; pass "
+                "vae_ch160v4096z32.pth."
+            )
+        return value.shape[0]
+
+    base = rows("encoder.conv_in.weight", 4)
+    levels, blocks = (
+        len({key.split(".")[place] for key in weights if key.startswith(prefix)})
+        for place, prefix in ((2, "encoder.down."), (4, "encoder.down.0.block."))
+    )
+    widths = [rows(f"encoder.down.{level}.block.0.conv1.weight", 4) for level in range(levels)]
+    return {
+        "base_channels": base,
+        "channel_multipliers": tuple(width // base for width in widths),
+        "blocks_per_level": blocks,
+        "codebook_size": rows("quantize.embedding.weight", 2),
+        "code_dim": rows("quant_conv.weight", 4),
+    }

@@ -16,6 +16,7 @@ from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from visual_spec.models.core.checkpoints import fill, read_checkpoint
 from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
@@ -87,23 +88,9 @@ class ChameleonVQDecoder(ModelMixin, ConfigMixin):
                 codebook_size=config.num_embeddings,
                 codebook_dim=config.embed_dim,
             )
-        model = cls(**sizes)
-        tensors = _read(Path(path))
-        wanted = model.state_dict()
-        missing = sorted(set(wanted) - set(tensors))
-        misshaped = sorted(
-            name for name in set(wanted) & set(tensors) if wanted[name].shape != tensors[name].shape
-        )
-        unexpected = sorted(set(tensors) - set(wanted))
-        if missing or misshaped or unexpected:
-            raise ValueError(
-                f"{path} is no decoder of this size: missing {missing[:5]} ({len(missing)}), other shape "
-                f"{misshaped[:5]} ({len(misshaped)}), unexpected {unexpected[:5]} ({len(unexpected)})."
-            )
-        model.load_state_dict(tensors)
-        kept = next(iter(tensors.values())).dtype
-        nn.Module.to(model, dtype=dtype or kept)
-        return model.eval()
+        with torch.device("meta"):
+            model = cls(**sizes)
+        return fill(model, _read(Path(path)), str(path), what="a decoder of this size", dtype=dtype)
 
     @torch.no_grad()
     def decode_codes(self, codes: Tensor) -> Tensor:
@@ -120,26 +107,12 @@ def _read(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in files:
         if file.suffix == ".safetensors":
+            # One at a time: beside the decoder such files hold a language model.
             with safe_open(file, framework="pt") as tensors:
-                found |= {
-                    name: tensors.get_tensor(key)
-                    for key in tensors.keys()  # noqa: SIM118
-                    if (name := _official(key)) is not None
-                }
+                held = {key: tensors.get_tensor(key) for key in tensors.keys() if _official(key)}  # noqa: SIM118
         else:
-            try:
-                loaded = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:
-                raise ValueError(
-                    f"{file} cannot be read as plain tensors ({error.__class__.__name__}); pass a vqgan.ckpt or a "
-                    ".safetensors file. Files that need pickle can run code, and are refused."
-                ) from error
-            tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
-            found |= {
-                name: value
-                for key, value in tensors.items()
-                if isinstance(value, Tensor) and (name := _official(key)) is not None
-            }
+            held = read_checkpoint(file).weights
+        found |= {name: value for key, value in held.items() if (name := _official(key)) is not None}
     return found
 
 
