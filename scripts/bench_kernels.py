@@ -19,7 +19,6 @@ from visual_spec.kernels.draw import draw
 from visual_spec.kernels.verify import verify
 from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
 from visual_spec.samplers.core.base import columns_of
-from visual_spec.samplers.core.fused import numbers
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 
@@ -54,7 +53,7 @@ def measure(
     logits = 3 * torch.randn(2 * batch_size, window, vocab_size, dtype=torch.bfloat16, device=DEVICE)
     slots = torch.arange(window, device=DEVICE).repeat(batch_size, 1)
     noise = CounterNoise(torch.randint(2**62, (batch_size,)), DEVICE)
-    plain, size = numbers(law, True, vocab_size), logits.numel() * logits.element_size()
+    plain, size = law.numbers(True, vocab_size), logits.numel() * logits.element_size()
     if op == "draw":
         fast = milliseconds(lambda: draw(logits, noise.keys, slots, plain, stream=TOKEN))
         slow = milliseconds(lambda: noise.categorical(law(logits, True, slots), slots, TOKEN))

@@ -5,6 +5,8 @@ The papers' rules in plain Python are in tests/exactness/test_relaxed_rules.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,11 +61,12 @@ def test_laws_that_no_kernel_takes_go_by_the_definitions(monkeypatch, dtypes):
     target, draft_law, drafts = laws()
     given = target.to(dtypes[0]), draft_law.to(dtypes[1]), drafts
     near = neighbour_table(codes(), 4)
-    for mass, settings in (
+    rules: list[tuple[Any, dict[str, Any]]] = [
         (grouped_mass, dict(size=5, gap=0.2)),
         (clustered_mass, dict(clusters=torch.arange(37) % 4)),
         (lantern_mass, dict(neighbours=near, delta=0.2)),
-    ):
+    ]
+    for mass, settings in rules:
         found = mass(*given, **settings)
         assert found.dtype == torch.float64
         monkeypatch.undo()

@@ -67,7 +67,7 @@ def clustered_mass_triton(target: Tensor, draft_law: Tensor, drafts: Tensor, clu
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
     from visual_spec.kernels.neighbour_mass import keep
 

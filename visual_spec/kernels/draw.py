@@ -139,7 +139,7 @@ def draw_triton(
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
     from visual_spec.kernels.law import filter_law, guided_logits, is_finite, logits_row, tile_ids
     from visual_spec.kernels.philox import log_exponential, uniform_tile

@@ -103,7 +103,7 @@ def lantern_mass_triton(
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
     from visual_spec.kernels.neighbour_mass import keep
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
+# Of no type: to a type checker a kernel is a function that nobody may call.
+triton: Any
 try:
-    import triton
-    import triton.language as tl
+    triton = import_module("triton")
 except ModuleNotFoundError:  # CPU-only builds of PyTorch come without Triton, and need none
     triton = None
-if triton is not None and not hasattr(tl, "tuple"):  # before 3.3 (PyTorch 2.7), kernels know no tuples
+# Before 3.3 (PyTorch 2.7), kernels know no tuples.
+if triton is not None and not hasattr(triton.language, "tuple"):
     triton = None
 
 

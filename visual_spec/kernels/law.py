@@ -224,7 +224,7 @@ def kernel_switches(law: LawNumbers) -> dict[str, bool]:
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
     # A row of logits travels through the functions below as one tuple: the conditional and the unconditional logits
     # (pointers), the allowed ids, scale, 1 / temperature, and whether this slot is guided.
@@ -372,7 +372,7 @@ if triton is not None:
         peak = 0.0
         best = 0
         if GREEDY or TOP_K or TOP_P or PEAK:
-            least, peak, best = extent(row, GUIDED, TILE, TILES)  # pyright: ignore[reportGeneralTypeIssues]
+            least, peak, best = extent(row, GUIDED, TILE, TILES)
             if TOP_K:
                 least = least_kept(row, least, peak, top_k, False, GUIDED, TILE, TILES)
             if TOP_P:

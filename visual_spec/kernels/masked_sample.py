@@ -131,7 +131,7 @@ def masked_sample_triton(
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
     from visual_spec.kernels.draw import race
     from visual_spec.kernels.law import filter_law, guided_logits, is_finite, logits_row, tile_ids

@@ -63,7 +63,7 @@ def power_of_two(count: int) -> int:
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
     @triton.jit
     def keep(target_mass, draft_mass, own):

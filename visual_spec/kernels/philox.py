@@ -4,11 +4,13 @@ A counter-based generator is a pure function of (key, counter): nothing is advan
 not depend on batch size, window, device or the order of work. The definition is in PyTorch; NumPy (for
 tensors on the CPU) and Triton (for CUDA) give the same bits.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+Sources: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3; for normal
+numbers Box, Muller, "A note on the generation of random normal deviates", Annals of Mathematical Statistics 29, 1958.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import numpy as np
@@ -159,6 +161,44 @@ def philox_log_exponential(
     return uniform.neg_().log1p_().neg_().log_()
 
 
+def philox_normal(
+    keys: Tensor,
+    slots: Tensor,
+    count: int,
+    stream: int,
+    round: int | Tensor = 0,
+    first_block: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Standard normal numbers, `count` for every slot of a window: `box_muller` of the numbers of `philox_uniform`.
+
+    They take the place of those uniform numbers: no stream may serve both. Arguments and errors are those of
+    `philox_uniform`.
+
+    Returns:
+        [B, W, N], computed in float64 and rounded to `dtype`; at most 6.77 in size, so always finite. PyTorch and
+        Triton agree to a few units in the last place of float64: their logarithms and cosines are not the same.
+    """
+    _check_arguments(keys, slots, round, count, dtype)
+    if slots.device.type == "cuda" and triton is not None:
+        out = torch.empty((*slots.shape, count), dtype=dtype, device=slots.device)
+        return philox_normal_triton(out, keys, slots, stream, round, first_block)
+    uniform = philox_uniform(keys, slots, count + count % 2, stream, round, first_block, torch.float64)
+    return box_muller(uniform)[..., :count].to(dtype)
+
+
+def box_muller(uniform: Tensor) -> Tensor:
+    """Independent normal numbers from as many uniform ones in (0, 1): float64 [..., 2 N] both.
+
+    The first number of a pair gives the radius, the second one the angle. In float64, because float32 has no number
+    between 1 - 2**-24 and 1: the smallest radii would all be one.
+    """
+    pairs = uniform.unflatten(-1, (-1, 2))
+    radius = pairs[..., 0].log().mul_(-2).sqrt_()
+    angle = pairs[..., 1] * (2 * math.pi)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2)
+
+
 def _to_unit(words: Tensor) -> Tensor:
     """Words in [0, 2**32) as floats, to (0, 1), in place."""
     unit = words.add_(0.5).mul_(2.0**-32)
@@ -198,8 +238,17 @@ def _check_arguments(
 if triton is not None:
 
     @triton.jit
-    def _philox_uniform_kernel(
-        out, keys, slots, rounds, stream, first_block, window, count, BLOCK: tl.constexpr
+    def _philox_kernel(
+        out,
+        keys,
+        slots,
+        rounds,
+        stream,
+        first_block,
+        window,
+        count,
+        NORMAL: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         place = tl.program_id(0).to(tl.int64)  # row * window + column
         block = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -213,13 +262,19 @@ if triton is not None:
             (zero + stream).to(tl.int32),
             (zero + tl.load(rounds + place)).to(tl.int32),
         )
+        if NORMAL:
+            value0, value1 = normal_pair(word0, word1)
+            value2, value3 = normal_pair(word2, word3)
+        else:
+            value0, value1 = _unit(word0, out.dtype.element_ty), _unit(word1, out.dtype.element_ty)
+            value2, value3 = _unit(word2, out.dtype.element_ty), _unit(word3, out.dtype.element_ty)
         first = block.to(tl.int64) * 4
         base = out + place * count + first
         # Spelled out four times: Triton has no loop over a tuple of tensors, and a join would cost a shuffle.
-        tl.store(base, _unit(word0, out.dtype.element_ty), mask=first < count)
-        tl.store(base + 1, _unit(word1, out.dtype.element_ty), mask=first + 1 < count)
-        tl.store(base + 2, _unit(word2, out.dtype.element_ty), mask=first + 2 < count)
-        tl.store(base + 3, _unit(word3, out.dtype.element_ty), mask=first + 3 < count)
+        tl.store(base, value0, mask=first < count)
+        tl.store(base + 1, value1, mask=first + 1 < count)
+        tl.store(base + 2, value2, mask=first + 2 < count)
+        tl.store(base + 3, value3, mask=first + 3 < count)
 
     @triton.jit
     def _unit(word, dtype: tl.constexpr):
@@ -228,6 +283,14 @@ if triton is not None:
         if dtype == tl.float32:
             value = tl.minimum(value, 0.999999940395355224609375)
         return value
+
+    @triton.jit
+    def normal_pair(word0, word1):
+        """Two normal numbers of two words, in float64: `box_muller`."""
+        radius = tl.sqrt(-2.0 * tl.log(_unit(word0, tl.float64)))
+        # A literal could be taken for a float32.
+        angle = _unit(word1, tl.float64) * tl.full([1], 6.283185307179586, tl.float64)
+        return radius * tl.cos(angle), radius * tl.sin(angle)
 
     @triton.jit
     def uniform_tile(key, slot, round, start, STREAM: tl.constexpr, BLOCKS: tl.constexpr):
@@ -272,12 +335,32 @@ def philox_uniform_triton(
     out: Tensor, keys: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0, first_block: int = 0
 ) -> Tensor:
     """`philox_uniform` by the Triton kernel. Fills and returns `out` [B, W, N], contiguous."""
+    return _fill(out, keys, slots, stream, round, first_block, normal=False)
+
+
+def philox_normal_triton(
+    out: Tensor, keys: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0, first_block: int = 0
+) -> Tensor:
+    """`philox_normal` by the Triton kernel. Fills and returns `out` [B, W, N], contiguous."""
+    return _fill(out, keys, slots, stream, round, first_block, normal=True)
+
+
+def _fill(
+    out: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    stream: int,
+    round: int | Tensor,
+    first_block: int,
+    *,
+    normal: bool,
+) -> Tensor:
     batch_size, window, count = out.shape
     if out.numel() == 0:  # a window of one slot has no drafts to test
         return out
     rounds = _round_grid(round, slots).expand(batch_size, window).contiguous()
     grid = (batch_size * window, _cdiv(_cdiv(count, 4), _BLOCK))
-    kernel: Any = _philox_uniform_kernel
+    kernel: Any = _philox_kernel
     with torch.cuda.device_of(out):
         kernel[grid](
             out,
@@ -288,6 +371,7 @@ def philox_uniform_triton(
             first_block,
             window,
             count,
+            NORMAL=normal,
             BLOCK=_BLOCK,
         )
     return out

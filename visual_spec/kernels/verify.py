@@ -230,7 +230,7 @@ def verify_triton(
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
     from visual_spec.kernels.draw import race
     from visual_spec.kernels.law import (

@@ -1,4 +1,4 @@
-"""Randomness that is a function of (sample key, slot, token id, stream, round), and of nothing else.
+"""Noise that is a function of (sample key, slot, token id or element, stream, round), and of nothing else.
 
 Every sample gets one 64-bit key, drawn from its `torch.Generator`. All noise of that sample comes from a
 counter-based generator (`visual_spec.kernels.philox`) under that key, so a sample does not depend on the
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.draw import categorical_reference
-from visual_spec.kernels.philox import SCALAR_BLOCK, philox_log_exponential, philox_uniform
+from visual_spec.kernels.philox import SCALAR_BLOCK, philox_log_exponential, philox_normal, philox_uniform
 
 # What a draw is for. Two draws of one sample and slot are independent when stream or round differ.
 TOKEN: Final = 0  # the slot's own noise: shared by plain AR, Gumbel coupling and the identical mode
@@ -24,6 +24,9 @@ RESIDUAL: Final = 3  # the replacement of a rejected draft
 PROPOSAL: Final = 4  # tries at the residual of a whole column (`product_residual`)
 MIXTURE: Final = 5  # and what each try is drawn from
 CHOICE: Final = 6  # which tokens of a masked decode are kept
+# The normal noise of a continuous token; the level of its chain goes to `round`, which may differ from slot to slot and
+# is no constant of a kernel. A second chain of the slot, such as a draft's own, takes a stream of its own.
+CHAIN: Final = 7
 
 
 def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:
@@ -113,6 +116,21 @@ class CounterNoise:
     ) -> Tensor:
         """Standard Gumbel noise for every token id: [B, W, V], always finite."""
         return philox_log_exponential(self.keys, slots, vocab_size, stream, round, dtype).neg_()
+
+    def normal(
+        self,
+        slots: Tensor,
+        dim: int,
+        stream: int,
+        round: int | Tensor = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Standard normal noise for every element of a continuous token: [B, W, dim], always finite.
+
+        Element i does not depend on `dim`. float32 noise is float64 noise, rounded. It takes the numbers that `gumbel`
+        and `categorical` of the same stream and round take, so a stream serves either these or normal noise.
+        """
+        return philox_normal(self.keys, slots, dim, stream, round, 0, dtype)
 
     def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
         """Tokens drawn from laws by the Gumbel-max rule: argmax(log_probs + gumbel), LongTensor [B, W].

@@ -17,7 +17,7 @@ from torch import Tensor
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, CounterNoise
 
-# The low half of a stream number says what a draw is for (the constants of `randomness`, all far below 2**16), the
+# The low half of a stream number says what a draw is for (the constants of `noise`, all far below 2**16), the
 # high half which sibling it belongs to: no two pairs share a number, so no two siblings of a slot share bits. Sibling
 # 0 has the plain stream, so that a slot with one draft meets the very noise it would meet without siblings.
 _SIBLING_SHIFT = 16
