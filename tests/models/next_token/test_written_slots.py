@@ -105,7 +105,7 @@ def poison(state: Any, call: int) -> None:
                 state.tokens[row, slot] = int(torch.randint(0, 3, ()))
                 continue
             prefix = state.prefix_mask.shape[1]
-            for cache in (state.keys, state.values):
+            for cache in state.cache.buffers():
                 cache[:, row::2, :, prefix + slot] = 50 * torch.randn_like(cache[:, row::2, :, prefix + slot])
 
 

@@ -21,11 +21,12 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
+from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, modulated
 from visual_spec.models.next_token.llamagen import RMSNorm, TextCondition, rotary_table
 
@@ -71,7 +72,7 @@ class InfinityState(ScaleState):
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values of maps that are held from call to call, at most. `text_bytes` come on top."""
-        return self.cache.num_bytes
+        return self.cache.most_bytes
 
     @property
     def text_bytes(self) -> int:
@@ -413,7 +414,7 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
             heads = self.config["num_heads"]
             size = self.offsets[stop - 1] if more else 0
             shape = (len(self.blocks), len(pooled), heads, size, self.config["dim"] // heads)
-            cache = StaticCache(hidden.new_empty(shape), hidden.new_empty(shape), self.offsets)
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets)
         state = InfinityState(
             logits=hidden,  # until there are
             guided=guided,

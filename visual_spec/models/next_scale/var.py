@@ -20,10 +20,11 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
 from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
+from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_token.llamagen import rotate
 
 # Tokens per side of each map, by picture size in pixels.
@@ -68,7 +69,7 @@ class VARState(ScaleState):
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that are held from call to call, at most."""
-        return self.cache.num_bytes
+        return self.cache.most_bytes
 
 
 class Attention(nn.Module):
@@ -343,7 +344,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
             heads = self.config["num_heads"]
             size = self.offsets[stop - 1] if more else 0
             shape = (len(self.blocks), len(classes), heads, size, self.config["dim"] // heads)
-            cache = StaticCache(hidden.new_empty(shape), hidden.new_empty(shape), self.offsets)
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets)
         known = range(len(maps) + 1)
         for index, block in enumerate(self.blocks):
             hidden = block(hidden, modulations[index], partial(cache.attend, index, known))

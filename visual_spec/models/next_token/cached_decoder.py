@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
@@ -59,11 +60,6 @@ def consecutive(ids: list[int]) -> slice | Tensor:
     if ids == list(range(ids[0], ids[0] + len(ids))):
         return slice(ids[0], ids[0] + len(ids))
     return torch.tensor(ids)
-
-
-def _on_host(tensor: Tensor) -> bool:
-    """Whether values can be read without stalling a device; if not, shapes are fixed instead, and rows fed in vain."""
-    return tensor.device.type == "cpu"
 
 
 class CachedDecoder:
@@ -272,7 +268,7 @@ class CachedDecoder:
         if self.row_end is not None:
             first_row = slots[:, :1] // self.grid.width  # [R, 1]
             count = -(-width // self.grid.width)  # so many rows can end in a window
-            if _on_host(slots):  # the true number
+            if on_host(slots):  # the true number
                 count = int(((slots[:, -1:] + 1) // self.grid.width - first_row).max())
             if count:
                 rows = first_row + torch.arange(count, device=slots.device)
@@ -285,10 +281,7 @@ class CachedDecoder:
                 )
                 offsets = torch.cat([offsets, ends.clamp_max(self.length + 2 * state.window)], 1)
                 embeddings = torch.cat([embeddings, self._end_embedding(len(slots), count)], 1)
-        size = self.length + 2 * state.window + 1
-        if _on_host(offsets):  # without the unused tail
-            size = int(offsets.max()) + 1
-        seen = torch.arange(size, device=offsets.device) <= offsets[..., None]  # [R, W + E, S - T]
+        seen = seen_up_to(offsets, self.length + 2 * state.window + 1)  # [R, W + E, S - T]
         hidden = self._picture_forward(state, embeddings, offsets, offsets, seen)
         if answers is None:
             return hidden
@@ -309,12 +302,9 @@ class CachedDecoder:
             )
             offsets = torch.cat([offsets, offsets + 1], 1)
             embeddings = torch.cat([embeddings, self._end_embedding(len(slots), size)], 1)
-        columns = torch.arange(self.length + offsets.shape[1], device=slots.device)
-        places = columns[self.length :].expand_as(offsets)
-        committed = (columns[: self.length] < offsets[:, :1, None]).expand(-1, offsets.shape[1], -1)
-        hidden = self._picture_forward(
-            state, embeddings, offsets, places, torch.cat([committed, visible], -1)
-        )
+        places = self.length + torch.arange(offsets.shape[1], device=slots.device).expand_as(offsets)
+        seen = seen_in_tree(offsets, visible, self.length)
+        hidden = self._picture_forward(state, embeddings, offsets, places, seen)
         return torch.where(last[..., None], hidden[:, size:], hidden[:, :size]) if state.tree_size else hidden
 
     def _ordered(self, state: CachedState, tokens: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
@@ -325,7 +315,7 @@ class CachedDecoder:
         if self.row_end is not None:
             by_row = seen.unflatten(-1, (self.grid.height, -1))
             seen = torch.cat([by_row, by_row[..., -1:]], -1).flatten(2)  # [R, W, length]
-        seen = F.pad(seen, (0, scratch)).scatter(2, offsets[..., None], True)
+        seen = seen_in_order(offsets, seen, scratch)
         last = self._ends_row(slots)
         if not self._feeds_ends(last):
             return self._picture_forward(state, embeddings, offsets, offsets, seen)
@@ -376,7 +366,7 @@ class CachedDecoder:
 
     def _feeds_ends(self, last: Tensor) -> bool:
         """Whether columns for row ends are needed; `last` [R, W] says which columns are the last of their row."""
-        return self.row_end is not None and (not _on_host(last) or bool(last.any()))
+        return self.row_end is not None and (not on_host(last) or bool(last.any()))
 
     def _end_embedding(self, rows: int, count: int) -> Tensor:
         assert self.row_end is not None
@@ -400,7 +390,7 @@ class CachedDecoder:
                 f"{' and '.join(map(str, counts))} prompts for a batch of {batch_size}; pass one a sample."
             )
         longest = max(part.ids.shape[1] for part in parts)
-        if not _on_host(
+        if not on_host(
             parts[0].ids.to(self.device)
         ):  # few lengths, so that recordings fit the next prompts, too
             longest = -(-longest // _PROMPT_STEP) * _PROMPT_STEP
