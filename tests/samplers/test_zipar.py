@@ -368,9 +368,9 @@ class Poisoned(LlamaGenTransformer):
         assert seen is not None
         unseen = ~seen.any(1)  # [B, L]
         prefix = state.prefix_mask.shape[1]
-        for row in range(len(state.keys[0])):
+        for row in range(len(state.prefix_mask)):
             at = prefix + unseen[row % len(unseen)].nonzero()[:, 0]
-            for cache in (state.keys, state.values):
+            for cache in state.cache.buffers():
                 cache[:, row, :, at] = 30 * torch.randn_like(cache[:, row, :, at])
         return super().forward(state, tokens, slots, visible, seen)
 
