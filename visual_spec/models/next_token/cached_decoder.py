@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
 from visual_spec.models.core.memory import check_cache_fits
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 
 _PROMPT_STEP = 32  # prompts are padded to multiples of it where shapes are fixed
@@ -230,12 +230,17 @@ class CachedDecoder:
         slots: Tensor,
         visible: Tensor | None = None,
         seen: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
-        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
+        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
-        See `NextTokenModel.__call__`; with `visible` the columns are a tree, see `TreeModel`; with `seen` slots come in
-        any order, see `OrderModel`. A row end is seen by those that see the last token of its row.
+        See `NextTokenModel.__call__`; with `visible` tokens are nodes of a tree, see `TreeModel`; with `seen` slots
+        come in any order, see `OrderModel`. A row end is seen by those that see the last token of its row.
+
+        Raises:
+            ValueError: as `check_raster`.
         """
+        check_raster(slots, predicted, self.grid.num_tokens)
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)

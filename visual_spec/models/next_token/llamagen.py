@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.memory import check_cache_fits
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -358,12 +358,17 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         slots: Tensor,
         visible: Tensor | None = None,
         seen: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
         """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
         `visible` tokens are nodes of a tree, see `TreeModel`; with `seen` slots come in any order, see `OrderModel`.
+
+        Raises:
+            ValueError: as `check_raster`.
         """
+        check_raster(slots, predicted, self.grid.num_tokens)
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
