@@ -143,7 +143,8 @@ class TabularModel(nn.Module):
             path = F.pad(state.tokens, (0, 1))[:, None].repeat(1, slots.shape[1], 1)
             path.scatter_(2, spare, tokens[:, None].expand_as(spare))
         following = slots + 1 if predicted is None else predicted
-        context = torch.zeros_like(slots)  # [B, W], the last tokens in base V, the newest least significant
+        # [B, W], the last tokens in base V, the newest least significant
+        context = torch.zeros_like(slots)
         for back in reversed(range(self.order)):
             earlier = following - 1 - back
             token = path.gather(2, earlier.clamp(min=0)[..., None])[..., 0].masked_fill(earlier < 0, 0)
@@ -282,9 +283,8 @@ class TabularColumnModel(nn.Module):
     def forward(self, state: TabularColumnState, tokens: Tensor, steps: Tensor) -> Tensor:
         """Logits [R, W, K, V] of the steps after `steps`; see `ColumnModel.__call__`."""
         state.tokens.scatter_(1, steps[..., None].expand_as(tokens), tokens)
-        context = torch.zeros_like(
-            steps
-        )  # [B, W], the last columns in base V + 1, the newest least significant
+        # [B, W], the last columns in base V + 1, the newest least significant
+        context = torch.zeros_like(steps)
         for back in reversed(range(self.order)):
             earlier = steps - back
             at = earlier.clamp(min=0)[..., None].expand_as(tokens)
@@ -397,9 +397,8 @@ class TabularMaskedModel(nn.Module):
 
     def forward(self, state: TabularMaskedState, tokens: Tensor, stage: int) -> Tensor:
         """Logits [R, L, V] of codebook `stage`, given tokens [B, L, K]; see `MaskedModel.__call__`."""
-        context = torch.zeros_like(
-            tokens[:, 0, 0]
-        )  # [B], all entries in base V + 1, the first most significant
+        # [B], all entries in base V + 1, the first most significant
+        context = torch.zeros_like(tokens[:, 0, 0])
         for entry in tokens.flatten(1).unbind(1):
             context = context * (self.vocab_size + 1) + entry
         repeats = len(state.tables) // len(tokens)

@@ -23,7 +23,7 @@ class Prompt:
 
     Raises:
         TypeError: ids that are no integers.
-        ValueError: shapes that differ, or a row whose last column is masked.
+        ValueError: shapes that differ, or a row whose last position is masked.
     """
 
     ids: Tensor
@@ -44,7 +44,7 @@ class Prompt:
         self.ids, self.mask = self.ids.long(), self.mask.bool()
         if not self.mask[:, -1].all():
             raise ValueError(
-                "the last column of a prompt is masked; pad prompts on the left, and leave none empty."
+                "the last position of a prompt is masked; pad prompts on the left, and leave none empty."
             )
 
     @property

@@ -310,11 +310,11 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         return self.text_proj_for_sos["ca"](text, mask), self.text_proj_for_ca(text), mask
 
     def _words(self, condition: TextCondition) -> tuple[Tensor, Tensor]:
-        """Features and mask without the columns in which no caption has a word."""
+        """Features and mask without the positions at which no caption has a word."""
         device, dtype = self.cfg_uncond.device, self.cfg_uncond.dtype
         mask = condition.mask.to(device, torch.bool)
-        columns = mask.any(0)
-        features, mask = condition.features.to(device, dtype)[:, columns], mask[:, columns]
+        used = mask.any(0)
+        features, mask = condition.features.to(device, dtype)[:, used], mask[:, used]
         return features.masked_fill(~mask[..., None], 0), mask
 
     def _null_words(self, mask: Tensor) -> Tensor:

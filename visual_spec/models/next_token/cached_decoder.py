@@ -6,7 +6,7 @@ prompt, then image tokens in raster order, in some models with a forced token be
 ids, and how a prompt without the caption looks.
 
 Forced row ends are no slots. Samplers see height x width image tokens. Where a call feeds the last token of a row, the
-row end is fed beside it, in a column of its own, and answers for the first token of the next row. That is what the
+row end is fed beside it, at a position of its own, and answers for the first token of the next row. That is what the
 model's own loop computes, one call shorter for every row.
 """
 
@@ -32,7 +32,7 @@ class CachedState(DecodeState):
     """One batch in the course of decoding.
 
     Attributes:
-        cache: places of a row: the T columns of the prompt, the tokens of the picture (row ends included), scratch.
+        cache: places of a row: the T positions of the prompt, the tokens of the picture (row ends included), scratch.
         prompt_mask: bool [R, T].
         start: long [R], the position of the picture's first token.
         features: [R, W, dim], what the head read in the last call (prefill: W = 1).
@@ -199,7 +199,7 @@ class CachedDecoder:
         prompt = self._rows(condition, batch_size, guided)
         rows, length = prompt.ids.shape
         positions, start = prompt.where
-        # Slots run up to num_tokens + window - 1, at most one row end to a slot; a tree holds two columns a node.
+        # Slots run up to num_tokens + window - 1, at most one row end to a slot; a tree holds two places a node.
         config, num_places = self.decoder.config, length + self.length + 2 * window + 1
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * num_places
@@ -208,7 +208,7 @@ class CachedDecoder:
         cache = SlotCache(config.num_hidden_layers, num_places)
         places = torch.arange(length, device=self.device).expand(rows, -1)
         causal = places[0] <= places[0][:, None]  # [T, T]
-        # A padding column sees itself, because a column that sees nothing is nan.
+        # Padding sees itself, because a position that sees nothing is nan.
         visible = (causal & prompt.mask[:, None]) | torch.eye(length, dtype=torch.bool, device=self.device)
         hidden = self._forward(cache, self.table(prompt.ids), positions, places, visible)
         features = hidden[:, -1:]
@@ -254,12 +254,12 @@ class CachedDecoder:
         return self._logits(state.features)
 
     @torch.no_grad()
-    def keep(self, state: CachedState, columns: Tensor, slots: Tensor) -> None:
-        """Copy what the last tree call computed for `columns [B, D]` to the cache at `slots [B, D]`."""
+    def keep(self, state: CachedState, nodes: Tensor, slots: Tensor) -> None:
+        """Copy what the last tree call computed for `nodes [B, D]` to the cache at `slots [B, D]`."""
         if state.guided:
-            columns, slots = columns.repeat(2, 1), slots.repeat(2, 1)
+            nodes, slots = nodes.repeat(2, 1), slots.repeat(2, 1)
         prompt = state.prompt_mask.shape[1]
-        sources, targets = prompt + self.length + columns, prompt + self._offsets(slots)
+        sources, targets = prompt + self.length + nodes, prompt + self._offsets(slots)
         state.cache.copy(sources, targets)
         if state.tree_size:
             last = self._ends_row(slots)
@@ -277,9 +277,9 @@ class CachedDecoder:
                 count = int(((slots[:, -1:] + 1) // self.grid.width - first_row).max())
             if count:
                 rows = first_row + torch.arange(count, device=slots.device)
-                # [R, E]; where fewer rows end, the others write what no column here sees.
+                # [R, E]; where fewer rows end, the others write what nothing here sees.
                 ends = rows * (self.grid.width + 1) + self.grid.width
-                # The last column of a picture row is answered by the row end behind it.
+                # The last token of a picture row is answered by the row end behind it.
                 answers = torch.arange(width, device=slots.device).expand_as(slots)
                 answers = torch.where(
                     self._ends_row(slots), width + slots // self.grid.width - first_row, answers
@@ -298,7 +298,7 @@ class CachedDecoder:
         embeddings = self.embed(tokens)
         last = self._ends_row(slots)
         state.tree_size = 0
-        if self._feeds_ends(last):  # a column for each node's row end, which what follows the node sees
+        if self._feeds_ends(last):  # a place for each node's row end, which what follows the node sees
             state.tree_size = size
             itself = torch.eye(size, dtype=torch.bool, device=slots.device)
             passed = visible & ~itself & last[:, None]  # [R, N, N], [n, m]: a row ended at m, on the way to n
@@ -344,7 +344,7 @@ class CachedDecoder:
     def _forward(
         self, cache: SlotCache, embeddings: Tensor, positions: Tensor, places: Tensor, visible: Tensor
     ) -> Tensor:
-        """Output [R, W, dim] of the decoder; bool `visible [R, W, S]` says which places each column sees."""
+        """Output [R, W, dim] of the decoder; bool `visible [R, W, S]` says which places each position sees."""
         cache.at(places, visible.shape[-1])
         mask = visible[:, None]
         if self._attention == "eager":  # which adds the mask
@@ -370,7 +370,7 @@ class CachedDecoder:
         return slots % self.grid.width == self.grid.width - 1
 
     def _feeds_ends(self, last: Tensor) -> bool:
-        """Whether columns for row ends are needed; `last` [R, W] says which columns are the last of their row."""
+        """Whether row ends are fed; `last` [R, W] says which tokens are the last of their row."""
         return self.row_end is not None and (not on_host(last) or bool(last.any()))
 
     def _end_embedding(self, rows: int, count: int) -> Tensor:

@@ -438,8 +438,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             unrotated[..., 0] = 1.0
         table = torch.cat([unrotated.expand(prefix, -1, -1), table[:length]])[None].to(tokens.device)
         causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
-        columns = F.pad(prefix_mask, (0, length), value=True)
-        mask = (causal & columns[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
+        words = F.pad(prefix_mask, (0, length), value=True)
+        mask = (causal & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
         for block in self.layers:
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden))
