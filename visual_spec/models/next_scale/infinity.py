@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
@@ -103,8 +104,8 @@ class _TextAttention(nn.Module):
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[R, H, T, D]` of words `[R, T, source_dim]`."""
         bias = torch.cat([torch.zeros_like(self.v_bias), self.v_bias])
-        both = F.linear(text, self.mat_kv.weight, bias).unflatten(-1, (2, self.heads, -1))
-        k, v = both.permute(2, 0, 3, 1, 4)
+        both = F.linear(text, self.mat_kv.weight, bias)
+        k, v = rearrange(both, "r t (two h d) -> two r h t d", two=2, h=self.heads)
         return k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -343,7 +344,7 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
 
     def _embed_map(self, map: Tensor, scale: int) -> Tensor:
         """`[B, n * n, dim]` of an input map `[B, bits, n, n]`."""
-        words = self.word_embed(map.flatten(2).transpose(1, 2).to(self.word_embed.weight.dtype))
+        words = self.word_embed(rearrange(map, "b c h w -> b (h w) c").to(self.word_embed.weight.dtype))
         return words + self.lvl_embed.weight[scale]
 
     def _embed(self, pooled: Tensor, maps: Sequence[Tensor]) -> Tensor:
@@ -370,9 +371,8 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
     def _logits(self, hidden: Tensor, modulation: Tensor) -> Tensor:
         """`[R, places * bits, 2]`."""
         logits = self.head(modulated(hidden, *modulation.unbind(1)))
-        return (
-            logits.unflatten(-1, (-1, 2)).flatten(1, 2).to(torch.promote_types(logits.dtype, torch.float32))
-        )
+        logits = rearrange(logits, "r place (bit two) -> r (place bit) two", two=2)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
@@ -273,7 +274,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
 
     def _embed_map(self, map: Tensor, scale: int) -> Tensor:
         """`[B, n * n, dim]` of an input map `[B, D, n, n]`."""
-        words = self.word_embed(map.flatten(2).transpose(1, 2).to(self.word_embed.weight.dtype))
+        words = self.word_embed(rearrange(map, "b c h w -> b (h w) c").to(self.word_embed.weight.dtype))
         return words + self._places(scale)
 
     def _places(self, scale: int) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
@@ -185,7 +186,8 @@ class CachedDecoder:
         ids = self.ids(tokens)
         if self.row_end is None:
             return ids
-        return F.pad(ids.unflatten(-1, (self.grid.height, -1)), (0, 1), value=self.row_end).flatten(1)
+        by_row = rearrange(ids, "b (h w) -> b h w", h=self.grid.height)
+        return rearrange(F.pad(by_row, (0, 1), value=self.row_end), "b h w -> b (h w)")
 
     @torch.no_grad()
     def prefill(self, condition: ImagePrompt, *, batch_size: int, guided: bool, window: int) -> CachedState:
