@@ -160,8 +160,8 @@ class WindowCache:
     overwrite only what no query sees any more, and a rejected one is written again. Each place keeps its position
     beside it, -1 while it is empty; a query at p sees the sink and the positions above p - `window`, up to p.
 
-    Keys may be rotated before they are stored, or when they are read, by `positions` or by positions of the model's own
-    making, such as a sink that moves along with the window.
+    A prompt belongs to the sink, in front. Keys may be rotated before they are stored, or when they are read: by
+    `positions`, or by others that the model derives from them, such as those of a sink that follows the window.
 
     Args:
         held: its S places are sink + window + width - 1 (`WindowCache.allocate`).
@@ -263,8 +263,8 @@ class KeyValues:
         keys, values: [R, H, S, D].
         positions: long [R, G, S, A], G = H, or 1 where all heads hold the same keys; A axes (1 of a text, 3 of a clip:
             frame, row, column). With them keys are stored as they are *before* the rotary embedding, and turned when
-            they are read: giving a key another position is then exact, where turning a stored key once more, again and
-            again, drifts in half precision. None: nothing will ask for positions.
+            they are read: writing another position beside a key is then exact, where turning the stored key itself,
+            again and again, drifts in half precision. None: nothing will ask for positions.
     """
 
     keys: Tensor
