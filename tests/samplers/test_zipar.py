@@ -364,15 +364,15 @@ def test_a_sample_does_not_depend_on_its_batch(model, condition, sampler):
 class Poisoned(LlamaGenTransformer):
     """Before every call fills the slots that no column sees with garbage."""
 
-    def forward(self, state, tokens, slots, visible=None, seen=None):
+    def forward(self, state, tokens, slots, visible=None, seen=None, predicted=None):
         assert seen is not None
         unseen = ~seen.any(1)  # [B, L]
         prefix = state.prefix_mask.shape[1]
-        for row in range(len(state.keys[0])):
+        for row in range(len(state.prefix_mask)):
             at = prefix + unseen[row % len(unseen)].nonzero()[:, 0]
-            for cache in (state.keys, state.values):
+            for cache in state.cache.buffers():
                 cache[:, row, :, at] = 30 * torch.randn_like(cache[:, row, :, at])
-        return super().forward(state, tokens, slots, visible, seen)
+        return super().forward(state, tokens, slots, visible, seen, predicted)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

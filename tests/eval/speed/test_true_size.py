@@ -198,7 +198,7 @@ def test_needed_memory_is_what_the_model_and_its_cache_take():
     model = official_sizes.fill(official, dtype=torch.float32, device=CPU).model
     assert needed["weights"] == sum(parameter.nbytes for parameter in model.parameters())
     state = model.prefill(official.condition(2), batch_size=2, guided=True, window=3)
-    assert needed["cache"] == state.keys.nbytes + state.values.nbytes
+    assert needed["cache"] == state.cache.nbytes
     assert needed["logits"] >= 4 * 3 * 16384 * 4
     assert (half["weights"], half["cache"]) == (needed["weights"] // 2, needed["cache"] // 4)
 

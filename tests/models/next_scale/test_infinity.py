@@ -212,7 +212,7 @@ def test_bytes_are_those_of_the_arithmetic():
     assert model.prefill(condition, batch_size=3, guided=False, stop=1).cache_bytes == 0
     model = model.bfloat16()
     cache: Any = model.prefill(condition, batch_size=3, guided=False).cache
-    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    assert cache.held.keys.dtype == cache.held.values.dtype == torch.bfloat16
     wide = tiny_infinity(scales=WIDE)
     assert wide.offsets == (0, 1, 3, 9, 24)
     assert cache_bytes(wide.config, None, 1, False, torch.float32).held == row * 9

@@ -166,7 +166,7 @@ def test_nothing_is_cached_that_nobody_reads():
     model = model.bfloat16()
     state = model.prefill(labels, batch_size=2, guided=False)
     cache: Any = state.cache
-    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    assert cache.held.keys.dtype == cache.held.values.dtype == torch.bfloat16
     assert state.cache_bytes == row * (1 + 4 + 9)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
+from visual_spec.models.core import cache as core_cache
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
@@ -38,7 +39,8 @@ def in_fixed_shapes_too(cases: list[tuple]) -> list[tuple]:
 @pytest.fixture
 def shapes(request, monkeypatch) -> None:
     if request.node.callspec.params["fixed"]:
-        monkeypatch.setattr(cached_decoder, "_on_host", lambda tensor: False)
+        for module in (cached_decoder, core_cache):
+            monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
 @functools.cache

@@ -197,7 +197,7 @@ def test_recordings_serve_prompts_of_other_lengths(recordings, monkeypatch):
     assert fewer.prompt.ids.shape[1] < condition.prompt.ids.shape[1] == 7
     alone = rows_of(condition, [0])
     for fixed, made in ((False, 2), (True, 3)):
-        monkeypatch.setattr(cached_decoder, "_on_host", lambda tensor, fixed=fixed: not fixed)
+        monkeypatch.setattr(cached_decoder, "on_host", lambda tensor, fixed=fixed: not fixed)
         for prompt in (fewer, alone):
             settings: dict[str, Any] = dict(law=TokenLaw(guidance_scale=2.0), generator=seeded(5)[0])
             found = SpeculativeJacobiSampler(4)(model, prompt, **settings)

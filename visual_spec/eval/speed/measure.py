@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import resource
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.trace import MEASURE
 
 QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
@@ -244,8 +244,8 @@ def bytes_per_call(model: Any, condition: Any, *, batch_size: int, guided: bool)
     one, two = (
         model.prefill(condition, batch_size=batch_size, guided=guided, window=window) for window in (1, 2)
     )
-    pairs = [(getattr(one, field.name), getattr(two, field.name)) for field in dataclasses.fields(one)]
-    # The cache is what has room for the window; tables and masks of the state are small and of fixed size.
+    pairs = zip(one.buffers(), two.buffers(), strict=True) if can_record(one) else ()
+    # The cache is what has room for the window; masks are small and of fixed size.
     sizes = [(a.nbytes, b.nbytes) for a, b in pairs if _grew(a, b)]
     slot = sum(b - a for a, b in sizes)
     prefix = sum(a for a, _ in sizes) - (model.grid.num_tokens + 1) * slot
@@ -254,8 +254,8 @@ def bytes_per_call(model: Any, condition: Any, *, batch_size: int, guided: bool)
     return weights, prefix + slot * model.grid.num_tokens // 2
 
 
-def _grew(one: Any, two: Any) -> bool:
-    return isinstance(one, Tensor) and one.is_floating_point() and one.shape != two.shape
+def _grew(one: Tensor, two: Tensor) -> bool:
+    return one.is_floating_point() and one.shape != two.shape
 
 
 def sampler_settings(sampler: Any) -> dict[str, Any]:

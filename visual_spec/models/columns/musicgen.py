@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.cache import seen_up_to
 from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
 from visual_spec.models.core.transformers_cache import SlotCache
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -371,22 +372,17 @@ class MusicgenColumnModel(MusicgenModules):
         if state.guided:
             tokens, at = tokens.repeat(2, 1, 1), at.repeat(2, 1)
         places = 1 + at
-        size = 1 + self.num_steps + state.window
-        if (
-            places.device.type == "cpu"
-        ):  # reading the maximum costs no synchronisation and spares the unused tail
-            size = int(places.max()) + 1
-        return self.score(self._step(state, tokens, places, size))
+        return self.score(self._step(state, tokens, places, 1 + self.num_steps + state.window))
 
-    def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, size: int) -> Tensor:
-        """What the heads read, [R, W, dim], of columns `tokens [R, W, K]` at `places [R, W]`, the first `size` places
-        looked at; all layers' outputs are left in `state.hidden`."""
-        slots = state.cache.self_attention_cache
-        assert isinstance(slots, SlotCache)
-        slots.at(places, size)
-        visible = torch.arange(size, device=places.device) <= places[..., None]  # [R, W, size]
+    def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, num_places: int) -> Tensor:
+        """What the heads read, [R, W, dim], of columns `tokens [R, W, K]` at `places [R, W]`, which look at the first
+        `num_places` at most; all layers' outputs are left in `state.hidden`."""
+        cache = state.cache.self_attention_cache
+        assert isinstance(cache, SlotCache)
+        seen = seen_up_to(places, num_places)
+        cache.at(places, seen.shape[-1])
         embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
-        state.hidden = self.run(embeddings, visible, state.states, state.seen, state.cache)
+        state.hidden = self.run(embeddings, seen, state.states, state.seen, state.cache)
         return state.hidden[-1]
 
     def codes(self, tokens: Tensor, condition: TextCondition) -> Tensor:

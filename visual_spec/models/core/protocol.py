@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import on_host
+
 
 @dataclass(frozen=True)
 class TokenGrid:
@@ -139,8 +141,8 @@ class NextTokenModel(Protocol):
         """Feed tokens and score the slots that follow them.
 
         The cache is written by slot: a rejected token is undone by feeding another one at its slot, and each
-        row advances at its own pace. Column `w` sees itself, the columns before it, and the slots before
-        `slots[b, 0]`. No host synchronisation.
+        row advances at its own pace. Position `w` of the window sees itself, the positions before it, and the slots
+        before `slots[b, 0]`. No host synchronisation.
 
         Args:
             state: what `prefill` returned.
@@ -149,7 +151,7 @@ class NextTokenModel(Protocol):
                 num_tokens + window - 1 (scratch room in the cache; those logits are ignored).
 
         Returns:
-            logits [R, W, V]; column `w` predicts slot `slots[b, w] + 1`.
+            logits [R, W, V]; position `w` predicts slot `slots[b, w] + 1`.
         """
         ...
 
@@ -157,8 +159,8 @@ class NextTokenModel(Protocol):
 class TreeModel(NextTokenModel, Protocol):
     """A next-token model that also scores several continuations of one text in one call.
 
-    The columns of a tree call are nodes. Column 0 is the root: the newest committed token, at its slot. Every other
-    column holds a draft, one slot behind its parent's; several columns may share a slot.
+    A tree call feeds nodes. Node 0 is the root: the newest committed token, at its slot. Every other node holds a
+    draft, one slot behind its parent's; several nodes may share a slot.
     """
 
     def __call__(self, state: Any, tokens: Tensor, slots: Tensor, visible: Tensor | None = None) -> Tensor:
@@ -166,45 +168,87 @@ class TreeModel(NextTokenModel, Protocol):
 
         Args:
             tokens, slots: long [B, N], N <= the window of the prefill.
-            visible: bool [B, N, N]; [b, n, m] is true where column m is n itself or one of its ancestors. A column
-                also sees all slots before the root's, so these must have been fed, or kept.
+            visible: bool [B, N, N]; [b, n, m] is true where node m is n itself or one of its ancestors. A node also
+                sees all slots before the root's, so these must have been fed, or kept.
 
         Returns:
-            logits [R, N, V]; column n predicts slot `slots[b, n] + 1` behind the path to n. The cache by slot is
-            left as it was: `keep` brings the accepted columns there.
+            logits [R, N, V]; node n predicts slot `slots[b, n] + 1` behind the path to n. The cache by slot is left
+            as it was: `keep` brings the accepted nodes there.
         """
         ...
 
-    def keep(self, state: Any, columns: Tensor, slots: Tensor) -> None:
-        """Make columns of the last tree call what is cached at slots.
+    def keep(self, state: Any, nodes: Tensor, slots: Tensor) -> None:
+        """Make nodes of the last tree call what is cached at slots.
 
         Args:
-            columns, slots: long [B, D]. Name the root and the accepted path; a row with a shorter path repeats a
-                pair, or names any column for slots that it will feed again.
+            nodes, slots: long [B, D]. Name the root and the accepted path; a row with a shorter path repeats a
+                pair, or names any node for slots that it will feed again.
         """
         ...
 
 
 class OrderModel(NextTokenModel, Protocol):
-    """A next-token model that also feeds slots out of raster order, each column with its own view of the text."""
+    """A next-token model that also feeds slots out of raster order, each position with its own view of the text.
 
-    def __call__(self, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor | None = None) -> Tensor:
+    What a position predicts is what it is told. A model that was trained in raster order has one answer only, the law
+    of the slot behind the one that is fed. Told to predict another slot of the grid, it raises ValueError on the CPU
+    (`check_raster`); on a device it does not read what it is told, and its logits are those of the slot behind. So an
+    order that asks for more is run on models that were trained for it.
+    """
+
+    def __call__(
+        self,
+        state: Any,
+        tokens: Tensor,
+        slots: Tensor,
+        *,
+        seen: Tensor | None = None,
+        predicted: Tensor | None = None,
+    ) -> Tensor:
         """Without `seen`: as `NextTokenModel`. With it: feed any slots, in any order.
 
         The cache is written by slot, and what a slot holds is what was fed there last. A slot that holds nothing yet,
-        or something that a column should not know, is a slot that the column does not see.
+        or something that a position should not know, is a slot that the position does not see.
 
         Args:
             tokens: long [B, W], W <= the window of the prefill.
             slots: long [B, W], the slots of a row all different. They may run past the grid, up to
-                num_tokens + window - 1: scratch room for columns that are not needed, whose logits are ignored.
-            seen: bool [B, W, num_tokens], the grid slots that a column attends to. A slot fed in the same call
-                counts with its new token. Every column also sees the condition, and itself.
+                num_tokens + window - 1: scratch room for positions that feed nothing.
+            seen: bool [B, W, num_tokens], the grid slots that a position attends to. A slot fed in the same call
+                counts with its new token. Every position also sees the condition, and itself.
+            predicted: long [B, W], with `seen` only: the slot that each position predicts. A place past the grid, up to
+                num_tokens + window - 1, asks for nothing: those logits are ignored. None: `slots + 1`.
 
         Returns:
-            logits [R, W, V]; column w predicts slot `slots[b, w] + 1` given what it sees.
+            logits [R, W, V]; position w predicts slot `predicted[b, w]` given what it sees.
+
+        Raises:
+            ValueError: slots to predict that the model has no law for, where that can be read without stalling.
         """
         ...
+
+
+def check_raster(slots: Tensor, predicted: Tensor | None, num_tokens: int) -> None:
+    """Refuse, for a model that was trained in raster order, to predict other slots than those behind `slots`.
+
+    Values are read on the CPU only: elsewhere that would stall the device.
+
+    Args:
+        slots, predicted: long [B, W], as of `OrderModel.__call__`.
+
+    Raises:
+        ValueError: names the first such slot.
+    """
+    if predicted is None or not on_host(predicted):
+        return
+    wrong = ((predicted != slots + 1) & (predicted < num_tokens)).nonzero()
+    if len(wrong):
+        row, position = wrong[0].tolist()
+        raise ValueError(
+            f"asked to predict slot {int(predicted[row, position])} where slot {int(slots[row, position])} is fed; a "
+            "model that was trained in raster order predicts the slot behind. Use a raster or row order, or a model "
+            "that was trained for this one."
+        )
 
 
 # -- next-scale prediction -------------------------------------------------------------------------------------------

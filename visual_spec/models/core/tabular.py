@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import seen_in_order
 from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
 
 _LARGEST_TABLE = 2**26
@@ -122,40 +123,41 @@ class TabularModel(nn.Module):
         slots: Tensor,
         visible: Tensor | None = None,
         seen: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
         """Logits [R, W, V] of the slots after `slots`; see `NextTokenModel.__call__`, with `visible` `TreeModel`.
 
-        With `seen` see `OrderModel`: a slot that a column does not see reads as the last id, V - 1, in its context
-        (not as 0, which a slot that was never fed holds: reading one has to show).
+        With `seen` see `OrderModel`: any slot may be `predicted`, from the `order` slots before it. One that a position
+        does not see reads as the last id, V - 1 (not as 0, which a slot that was never fed holds: reading one has to
+        show).
         """
         if visible is None:
             state.tokens.scatter_(1, slots, tokens)
-            path = state.tokens[:, None].expand(
-                -1, slots.shape[1], -1
-            )  # [B, W, S], the text each column sees
+            path = state.tokens[:, None].expand(-1, slots.shape[1], -1)  # [B, W, S], what each position sees
             if seen is not None:
-                itself = F.pad(seen, (0, state.window)).scatter(2, slots[..., None], True)
-                path = path.masked_fill(~itself, self.vocab_size - 1)
+                path = path.masked_fill(~seen_in_order(slots, seen, state.window), self.vocab_size - 1)
         else:
             state.tree = tokens
-            # Every column writes its ancestors and itself over a copy of the committed text.
+            # Every node writes its ancestors and itself over a copy of the committed text.
             spare = torch.where(visible, slots[:, None], state.tokens.shape[1])  # [B, N, N]
             path = F.pad(state.tokens, (0, 1))[:, None].repeat(1, slots.shape[1], 1)
             path.scatter_(2, spare, tokens[:, None].expand_as(spare))
-        context = torch.zeros_like(slots)  # [B, W], the last tokens in base V, the newest least significant
+        following = slots + 1 if predicted is None else predicted
+        # [B, W], the last tokens in base V, the newest least significant
+        context = torch.zeros_like(slots)
         for back in reversed(range(self.order)):
-            earlier = slots - back
+            earlier = following - 1 - back
             token = path.gather(2, earlier.clamp(min=0)[..., None])[..., 0].masked_fill(earlier < 0, 0)
             context = context * self.vocab_size + token
         # Past the grid any finite logits will do: the caller ignores them.
-        following = (slots + 1).clamp(max=self.grid.num_tokens - 1)
+        following = following.clamp(max=self.grid.num_tokens - 1)
         repeats = state.tables.shape[0] // slots.shape[0]
         return self.logits[state.tables[:, None], following.repeat(repeats, 1), context.repeat(repeats, 1)]
 
-    def keep(self, state: TabularState, columns: Tensor, slots: Tensor) -> None:
-        """Write the tokens of the last tree's columns at slots; see `TreeModel.keep`."""
+    def keep(self, state: TabularState, nodes: Tensor, slots: Tensor) -> None:
+        """Write the tokens of the last tree's nodes at slots; see `TreeModel.keep`."""
         assert state.tree is not None
-        state.tokens.scatter_(1, slots, state.tree.gather(1, columns))
+        state.tokens.scatter_(1, slots, state.tree.gather(1, nodes))
 
     def law_of_sequences(
         self, law: Callable[[Tensor, bool, Tensor], Tensor], *, condition: int = 0, guided: bool = False
@@ -281,9 +283,8 @@ class TabularColumnModel(nn.Module):
     def forward(self, state: TabularColumnState, tokens: Tensor, steps: Tensor) -> Tensor:
         """Logits [R, W, K, V] of the steps after `steps`; see `ColumnModel.__call__`."""
         state.tokens.scatter_(1, steps[..., None].expand_as(tokens), tokens)
-        context = torch.zeros_like(
-            steps
-        )  # [B, W], the last columns in base V + 1, the newest least significant
+        # [B, W], the last columns in base V + 1, the newest least significant
+        context = torch.zeros_like(steps)
         for back in reversed(range(self.order)):
             earlier = steps - back
             at = earlier.clamp(min=0)[..., None].expand_as(tokens)
@@ -396,9 +397,8 @@ class TabularMaskedModel(nn.Module):
 
     def forward(self, state: TabularMaskedState, tokens: Tensor, stage: int) -> Tensor:
         """Logits [R, L, V] of codebook `stage`, given tokens [B, L, K]; see `MaskedModel.__call__`."""
-        context = torch.zeros_like(
-            tokens[:, 0, 0]
-        )  # [B], all entries in base V + 1, the first most significant
+        # [B], all entries in base V + 1, the first most significant
+        context = torch.zeros_like(tokens[:, 0, 0])
         for entry in tokens.flatten(1).unbind(1):
             context = context * (self.vocab_size + 1) + entry
         repeats = len(state.tables) // len(tokens)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from visual_spec.models.core.cache import Places, StaticCache
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Prompt:
 
     Raises:
         TypeError: ids that are no integers.
-        ValueError: shapes that differ, or a row whose last column is masked.
+        ValueError: shapes that differ, or a row whose last position is masked.
     """
 
     ids: Tensor
@@ -43,7 +44,7 @@ class Prompt:
         self.ids, self.mask = self.ids.long(), self.mask.bool()
         if not self.mask[:, -1].all():
             raise ValueError(
-                "the last column of a prompt is masked; pad prompts on the left, and leave none empty."
+                "the last position of a prompt is masked; pad prompts on the left, and leave none empty."
             )
 
     @property
@@ -121,48 +122,39 @@ def filled(ids: Tensor, drawn: Tensor, placeholder: int) -> Tensor:
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Window:
-    """Where the next forward writes, [R, W], and how many places it reads."""
-
-    rows: Tensor
-    places: Tensor
-    size: int
-
-
 class _SlotLayer(CacheLayerMixin):
-    """Keys and values [R, H, S, D] of one layer."""
+    """Keys and values [R, H, S, D] of one layer: a static cache of its own, on the layer's device."""
 
     is_compileable = True
 
-    def __init__(self, num_places: int, window: _Window) -> None:
+    def __init__(self, num_places: int, places: Places) -> None:
         super().__init__()
         self.num_places = num_places
-        self.window = window
+        self.places = places
+        self.held: StaticCache | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Zeros, not empty: masked places still enter the product with the values, and 0 * nan is nan.
-        self.keys, self.values = (
-            x.new_zeros(*x.shape[:2], self.num_places, x.shape[3]) for x in (key_states, value_states)
-        )
+        rows, heads, _, head_dim = key_states.shape
+        shape = (1, rows, heads, self.num_places, head_dim)
+        self.hold(StaticCache.allocate(key_states, shape, self.places))
+
+    def hold(self, held: StaticCache) -> None:
+        """Have what is held; `keys` and `values` are views for transformers."""
+        self.held = held
+        self.keys, self.values = held.keys[0], held.values[0]
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [R, H, W, D] at the window's places; the first `size` places [R, H, size, D]."""
-        if not self.is_initialized:
+        """Write [R, H, W, D] where `SlotCache.at` said; the places that are read [R, H, size, D]."""
+        if self.held is None:
             self.lazy_initialization(key_states, value_states)
-        rows, places, size = self.window.rows, self.window.places, self.window.size
-        assert self.keys is not None and self.values is not None
-        if places.device != key_states.device:  # a model spread over devices
-            rows, places = rows.to(key_states.device), places.to(key_states.device)
-        self.keys.transpose(1, 2)[rows, places] = key_states.transpose(1, 2)
-        self.values.transpose(1, 2)[rows, places] = value_states.transpose(1, 2)
-        return self.keys[:, :, :size], self.values[:, :, :size]
+        assert self.held is not None
+        return self.held.update(0, key_states.transpose(1, 2), value_states.transpose(1, 2))
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self.window.size, 0
+        return self.places.size, 0
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         return 0  # rows differ: positions are passed with every call
@@ -174,44 +166,36 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A static cache that is written by place, each row at places of its own.
-
-    `at` says where the next forward writes; the mask passed to that forward says what is seen. So a place is undone by
-    writing it again, and rows of a batch move at their own pace.
+    """`StaticCache` as transformers takes it: a layer each, allocated at the first forward on the layer's device.
 
     Args:
         num_layers: layers of the decoder.
-        num_places: keys that a row can hold. Allocated at the first forward, on the device of each layer.
+        num_places: keys that a row can hold.
     """
 
     def __init__(self, num_layers: int, num_places: int) -> None:
-        nowhere = torch.zeros(0, dtype=torch.long)
-        self.window = _Window(nowhere, nowhere, 0)
-        super().__init__(layers=[_SlotLayer(num_places, self.window) for _ in range(num_layers)])
+        self.places = Places()
+        super().__init__(layers=[_SlotLayer(num_places, self.places) for _ in range(num_layers)])
 
     def at(self, places: Tensor, size: int) -> None:
         """Have the next forward write at places [R, W], and read the first `size` places."""
-        self.window.rows = torch.arange(len(places), device=places.device)[:, None]
-        self.window.places, self.window.size = places, size
+        self.places.set(places, size)
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows, long [N]."""
-        for layer in self.layers:
-            assert isinstance(layer, _SlotLayer) and layer.keys is not None and layer.values is not None
-            here = rows.to(layer.keys.device)
-            layer.keys, layer.values = layer.keys[here], layer.values[here]
+        """Keep only these rows, long [N], in this order."""
+        for layer, held in self._held():
+            held.select(rows)
+            layer.hold(held)
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers, each [R, H, S, D]."""
-        layers = [layer for layer in self.layers if isinstance(layer, _SlotLayer)]
-        return [held for layer in layers for held in (layer.keys, layer.values) if held is not None]
+        """Keys and values of all layers, each [1, R, H, S, D]."""
+        return [buffer for _, held in self._held() for buffer in held.buffers()]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy what stands at places `sources` [R, D] to places `targets` [R, D]."""
-        rows = torch.arange(len(sources), device=sources.device)[:, None]
-        for layer in self.layers:
-            assert isinstance(layer, _SlotLayer) and layer.keys is not None and layer.values is not None
-            for held in (layer.keys, layer.values):
-                by_place = held.transpose(1, 2)  # [R, S, H, D]
-                at = [index.to(held.device) for index in (rows, sources, targets)]
-                by_place[at[0], at[2]] = by_place[at[0], at[1]]
+        for _, held in self._held():
+            held.copy(sources, targets)
+
+    def _held(self) -> list[tuple[_SlotLayer, StaticCache]]:
+        layers = [layer for layer in self.layers if isinstance(layer, _SlotLayer)]
+        return [(layer, layer.held) for layer in layers if layer.held is not None]

@@ -25,6 +25,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenModules, MusicgenState
+from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.drafters.eagle import attend_unrolled, shift
 
@@ -60,7 +61,7 @@ class ColumnEagleState(DecodeState):
     Attributes:
         target, beside: the model, and its own state.
         guidance_scale: of the features.
-        keys, values: of each block, [B, H, 1 + S + window, D], by place.
+        cache: of all blocks, 1 + S + window places.
         features: [B, 2 + S + window, dim], by place: of what predicted the column there, the target's where it has
             been, else the drafter's.
     """
@@ -68,8 +69,7 @@ class ColumnEagleState(DecodeState):
     target: MusicgenColumnModel
     beside: MusicgenState
     guidance_scale: float
-    keys: list[Tensor]
-    values: list[Tensor]
+    cache: StaticCache
     features: Tensor
 
 
@@ -174,8 +174,7 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
         first = self.read(state.hidden, state.guided, guidance_scale)  # [B, 1 + P', dim]
         batch_size, places = len(first), 1 + model.num_steps + window
         heads = self.config["num_heads"]
-        # Zeros, not empty: masked places still enter the product with the values, and 0 * nan is nan.
-        empty = first.new_zeros(batch_size, heads, places, first.shape[-1] // heads)
+        shape = (len(self.blocks), batch_size, heads, places, first.shape[-1] // heads)
         drafting = ColumnEagleState(
             logits=state.logits,
             guided=False,
@@ -183,8 +182,7 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
             target=model,
             beside=state,
             guidance_scale=guidance_scale,
-            keys=[empty.clone() for _ in self.blocks],
-            values=[empty.clone() for _ in self.blocks],
+            cache=StaticCache.allocate(first, shape),
             features=F.pad(first, (0, 0, 1, places - first.shape[1])),
         )
         if model.first_step:
@@ -213,22 +211,14 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
         at = steps + target.first_step  # [B, W]
         rows, places = torch.arange(len(at), device=at.device)[:, None], 1 + at
         tokens = torch.where(beside.free[at], tokens, beside.forced[rows, at])
-        size = 1 + target.num_steps + state.window
-        if (
-            places.device.type == "cpu"
-        ):  # reading the maximum costs no synchronisation and spares the unused tail
-            size = int(places.max()) + 1
-        keys_at = torch.arange(
-            size, device=places.device
-        )  # at place 0, the empty step, the drafter holds nothing
-        visible = ((keys_at > 0) & (keys_at <= places[..., None]))[:, None]  # [B, 1, W, S]
+        seen = state.cache.causal(places)
+        seen[..., :1].zero_()  # at place 0, the empty step, the drafter holds nothing
         hidden = self._mix(target, tokens, state.features[rows, places])
         hidden = hidden + beside.positions[places.clamp_max(target.num_steps)]
-        for block, keys, values in zip(self.blocks, state.keys, state.values, strict=True):
+        for index, block in enumerate(self.blocks):
             query, key, value = block.project(hidden)
-            keys.transpose(1, 2)[rows, places] = key.transpose(1, 2)
-            values.transpose(1, 2)[rows, places] = value.transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(query, keys[:, :, :size], values[:, :, :size], visible)
+            keys, values = state.cache.update(index, key.transpose(1, 2), value.transpose(1, 2))
+            mixed = F.scaled_dot_product_attention(query, keys, values, seen[:, None])
             hidden = block.finish(hidden, mixed)
         state.features[rows, places + 1] = hidden
         return target.score(self.final_norm(hidden))

@@ -17,6 +17,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache, seen_in_tree
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.next_token.llamagen import (
     LlamaGenTransformer,
@@ -34,23 +35,22 @@ class EagleState(DecodeState):
 
     Attributes:
         target: the model whose embedding, norm and head the drafter uses.
-        keys, values: [R, H, L + window, D], by slot; the columns of a tree lie in the last `window` places.
+        cache: of one layer and L + window slots; the nodes of a tree lie in the last `window` ones.
         rotary: [L, D / 2, 2].
         features: [R, L + window + 1, dim], by slot: the target's where it has been, else the drafter's.
-        tree: [R, N, dim], the drafter's features behind the columns of the last tree call.
+        tree: [R, N, dim], the drafter's features behind the nodes of the last tree call.
     """
 
     target: LlamaGenTransformer
-    keys: Tensor
-    values: Tensor
+    cache: StaticCache
     rotary: Tensor
     features: Tensor
     tree: Tensor
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
-        self.keys, self.values, self.logits = self.keys[rows], self.values[rows], self.logits[rows]
-        self.features, self.tree = self.features[rows], self.tree[rows]
+        self.cache.select(rows)
+        self.logits, self.features, self.tree = self.logits[rows], self.features[rows], self.tree[rows]
 
 
 class EagleDrafter(ModelMixin, ConfigMixin):
@@ -123,8 +123,6 @@ class EagleDrafter(ModelMixin, ConfigMixin):
         first = state.features
         rows, dim, heads = first.shape[0], self.config["dim"], self.config["num_heads"]
         places = self.grid.num_tokens + window
-        shape = (rows, heads, places, dim // heads)
-        # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
         features = F.pad(first.new_zeros(rows, places, dim), (0, 0, 1, 0))
         features[:, :1] = first
         return EagleState(
@@ -132,8 +130,7 @@ class EagleDrafter(ModelMixin, ConfigMixin):
             guided=state.guided,
             window=window,
             target=model,
-            keys=first.new_zeros(shape),
-            values=first.new_zeros(shape),
+            cache=StaticCache.allocate(first, (1, rows, heads, places, dim // heads)),
             rotary=self.rotary_table().to(first.device),
             features=features,
             tree=first.new_zeros(rows, 1, dim),
@@ -151,42 +148,34 @@ class EagleDrafter(ModelMixin, ConfigMixin):
     def forward(
         self, state: EagleState, tokens: Tensor, slots: Tensor, visible: Tensor | None = None
     ) -> Tensor:
-        """Feed tokens [B, W] at slots [B, W]; logits [R, W, V], column w predicting slot `slots[b, w] + 1`.
+        """Feed tokens [B, W] at slots [B, W]; logits [R, W, V], position w predicting slot `slots[b, w] + 1`.
 
         Reads the features of `slots` and leaves its own for the slots behind them, so that the next call can go on
         from there.
 
-        With `visible`, bool [B, N, N], the columns are a forest behind the cached text, see `TreeModel`. It grows level
-        by level: the columns of the call before come first, and those that are new have their parents among them.
+        With `visible`, bool [B, N, N], the tokens are nodes of a forest behind the cached text, see `TreeModel`. It
+        grows level by level: the nodes of the call before come first, and new ones have their parents among them.
         """
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
         num_tokens, width = self.grid.num_tokens, slots.shape[1]
         rows = torch.arange(len(slots), device=slots.device)[:, None]
-        columns = torch.arange(num_tokens + state.window, device=slots.device)
         features = state.features[rows, slots]  # [R, W, dim]
         if visible is None:
-            places, size = slots, num_tokens + state.window
-            if (
-                slots.device.type == "cpu"
-            ):  # reading the maximum costs no synchronisation here and spares the unused tail
-                size = int(slots.max()) + 1
-            seen = columns[:size] <= slots[..., None]  # [R, W, S]
+            seen = state.cache.causal(slots)
         else:
-            places, size = num_tokens + columns[:width].expand_as(slots), num_tokens + width
-            earlier = columns[:num_tokens] < slots[:, :1, None]  # [R, 1, L], the cached text
-            seen = torch.cat([earlier.expand(-1, width, -1), visible], -1)
-            # The parent is the last column that a column sees before itself; its feature came out of the last call.
+            seen = seen_in_tree(slots, visible, num_tokens)
+            nodes = torch.arange(width, device=slots.device)
+            state.cache.at(num_tokens + nodes.expand_as(slots), num_tokens + width)
+            # The parent is the last node that a node sees before itself; its feature came out of the last call.
             before = visible & ~torch.eye(width, dtype=torch.bool, device=slots.device)
-            parent = (before * columns[:width]).amax(-1).clamp_(max=state.tree.shape[1] - 1)
+            parent = (before * nodes).amax(-1).clamp_(max=state.tree.shape[1] - 1)
             features = torch.where(before.any(-1, keepdim=True), state.tree[rows, parent], features)
         hidden = self._mix(state.target, tokens, features)
         table = state.rotary[slots.clamp_max(num_tokens - 1)]
         q, k, v = self._project(hidden, table)
-        state.keys.transpose(1, 2)[rows, places] = k
-        state.values.transpose(1, 2)[rows, places] = v
-        keys, values = state.keys[:, :, :size], state.values[:, :, :size]
+        keys, values = state.cache.update(0, k, v)
         hidden = hidden + self.block.attention.attend(q, keys, values, seen[:, None])
         predicted = self._finish(state.target, hidden)
         if visible is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -56,13 +57,13 @@ class TokenUpsampler(ModelMixin, ConfigMixin):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits `[B, (low_side * factor)^2, V]`, raster order, of low-resolution tokens `[B, low_side^2]`."""
         side = self.config["low_side"]
-        x = self.embedding(tokens).mT.unflatten(-1, (side, side))  # [B, C, h, w]
+        x = rearrange(self.embedding(tokens), "b (h w) c -> b c h w", h=side)
         for block in self.low:
             x = block(x)
         x = F.pixel_shuffle(self.spread(x), self.config["factor"])
         for block in self.high:
             x = block(x)
-        return self.head(self.norm(x.flatten(2).mT))
+        return self.head(self.norm(rearrange(x, "b c h w -> b (h w) c")))
 
 
 class MultiscaleDrafter(ModelMixin, ConfigMixin):

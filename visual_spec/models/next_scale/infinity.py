@@ -19,13 +19,15 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
+from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, modulated
 from visual_spec.models.next_token.llamagen import RMSNorm, TextCondition, rotary_table
 
@@ -71,7 +73,7 @@ class InfinityState(ScaleState):
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values of maps that are held from call to call, at most. `text_bytes` come on top."""
-        return self.cache.num_bytes
+        return self.cache.most_bytes
 
     @property
     def text_bytes(self) -> int:
@@ -102,8 +104,8 @@ class _TextAttention(nn.Module):
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[R, H, T, D]` of words `[R, T, source_dim]`."""
         bias = torch.cat([torch.zeros_like(self.v_bias), self.v_bias])
-        both = F.linear(text, self.mat_kv.weight, bias).unflatten(-1, (2, self.heads, -1))
-        k, v = both.permute(2, 0, 3, 1, 4)
+        both = F.linear(text, self.mat_kv.weight, bias)
+        k, v = rearrange(both, "r t (two h d) -> two r h t d", two=2, h=self.heads)
         return k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -309,11 +311,11 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         return self.text_proj_for_sos["ca"](text, mask), self.text_proj_for_ca(text), mask
 
     def _words(self, condition: TextCondition) -> tuple[Tensor, Tensor]:
-        """Features and mask without the columns in which no caption has a word."""
+        """Features and mask without the positions at which no caption has a word."""
         device, dtype = self.cfg_uncond.device, self.cfg_uncond.dtype
         mask = condition.mask.to(device, torch.bool)
-        columns = mask.any(0)
-        features, mask = condition.features.to(device, dtype)[:, columns], mask[:, columns]
+        used = mask.any(0)
+        features, mask = condition.features.to(device, dtype)[:, used], mask[:, used]
         return features.masked_fill(~mask[..., None], 0), mask
 
     def _null_words(self, mask: Tensor) -> Tensor:
@@ -342,7 +344,7 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
 
     def _embed_map(self, map: Tensor, scale: int) -> Tensor:
         """`[B, n * n, dim]` of an input map `[B, bits, n, n]`."""
-        words = self.word_embed(map.flatten(2).transpose(1, 2).to(self.word_embed.weight.dtype))
+        words = self.word_embed(rearrange(map, "b c h w -> b (h w) c").to(self.word_embed.weight.dtype))
         return words + self.lvl_embed.weight[scale]
 
     def _embed(self, pooled: Tensor, maps: Sequence[Tensor]) -> Tensor:
@@ -369,9 +371,8 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
     def _logits(self, hidden: Tensor, modulation: Tensor) -> Tensor:
         """`[R, places * bits, 2]`."""
         logits = self.head(modulated(hidden, *modulation.unbind(1)))
-        return (
-            logits.unflatten(-1, (-1, 2)).flatten(1, 2).to(torch.promote_types(logits.dtype, torch.float32))
-        )
+        logits = rearrange(logits, "r place (bit two) -> r (place bit) two", two=2)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
 
@@ -413,7 +414,7 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
             heads = self.config["num_heads"]
             size = self.offsets[stop - 1] if more else 0
             shape = (len(self.blocks), len(pooled), heads, size, self.config["dim"] // heads)
-            cache = StaticCache(hidden.new_empty(shape), hidden.new_empty(shape), self.offsets)
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets)
         state = InfinityState(
             logits=hidden,  # until there are
             guided=guided,

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.models.core.cache import EvictingCache, KeyValues, StaticCache
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, Side, area_of, shape_of
 from visual_spec.models.next_scale.scale_budget import WINDOW, ScaleBudget, check_budget, offsets_of
 
@@ -46,7 +47,7 @@ class ScaleCache(Protocol):
     repeatable: bool
 
     @property
-    def num_bytes(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes held from call to call, at most, over the whole decode."""
         ...
 
@@ -64,29 +65,30 @@ class ScaleCache(Protocol):
         ...
 
 
-class StaticCache:
-    """Everything, in buffers that are allocated once and written by slot.
+class WholeCache:
+    """Everything, in slots that are allocated once and written by scale.
 
-    Attributes:
-        keys, values: `[layers, R, H, S, D]`, S = the slots of all scales before the last one that will be asked for.
+    Args:
+        held: its slots are those of all scales before the last one that will be asked for.
+        offsets: the first slot of each scale.
     """
 
     repeatable = True
 
-    def __init__(self, keys: Tensor, values: Tensor, offsets: Sequence[int]):
-        self.keys, self.values = keys, values
+    def __init__(self, held: StaticCache, offsets: Sequence[int]):
+        self.held = held
         self._offsets = offsets
 
     @property
-    def num_bytes(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes of keys and values."""
-        return 2 * self.keys.nelement() * self.keys.element_size()
+        return self.held.nbytes
 
     def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `ScaleCache.attend`."""
         first, end = self._offsets[scales.start], self._offsets[scales.stop]
-        keys, values = self.keys[layer], self.values[layer]
-        kept = end <= keys.shape[2]
+        keys, values = self.held.keys[layer], self.held.values[layer]
+        kept = end <= self.held.num_slots
         if kept:
             keys[:, :, first:end], values[:, :, first:end] = k, v
         if first == 0:
@@ -115,32 +117,29 @@ def pool_of(scales: Sequence[Side]) -> int:
     return _POOL if min(shape_of(scales[-1])) >= _POOLED_SIDE else 1
 
 
-def most_attended(queries: Tensor, keys: Tensor, newest: Tensor, keep: int, pool: int = _POOL) -> Tensor:
-    """The tokens that a head keeps, long `[R, H, keep]` in their order.
+def attention_scores(queries: Tensor, keys: Tensor, newest: Tensor, pool: int = _POOL) -> Tensor:
+    """How much the observers attend to each token, `[R, H, S]`; to their own places infinitely, which always stay.
 
-    The attention of the observers is summed, averaged over `pool` neighbours (at the ends: those that there are), and
-    the `keep` largest win; where they are equal, the earlier ones. The observers' own places always win.
+    The attention of the observers is summed, and averaged over `pool` neighbours (at the ends: those that there are).
 
     Args:
         queries: scaled queries `[R, H, O, D]` of the observers.
         keys: `[R, H, S, D]`.
         newest: long [O], the places of the observers in S.
-        keep: at least O, below S.
         pool: odd.
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     weights = (queries.to(wide) @ keys.to(wide).mT).softmax(-1).sum(2)  # [R, H, S]
     scores = F.avg_pool1d(weights, pool, stride=1, padding=pool // 2, count_include_pad=False)
-    scores = scores.index_fill(-1, newest, torch.inf)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return order[..., :keep].sort(-1).values
+    return scores.index_fill(-1, newest, torch.inf)
 
 
-class EvictingCache:
-    """What a budget leaves of keys and values, a tensor a layer of exactly as many tokens as it holds.
+class CompressedCache(EvictingCache):
+    """What a budget leaves of keys and values: of every layer exactly as many tokens as it holds.
 
     All shapes are known beforehand from the budget. After the last scale that will be asked for nothing is kept, and
-    a prefill evicts after each of its scales, as decoding scale by scale does: both give the same law.
+    a prefill evicts after each of its scales, as decoding scale by scale does: both give the same law. Keys are stored
+    without their positions, which nothing asks for.
 
     Args:
         budget: of the model.
@@ -151,22 +150,16 @@ class EvictingCache:
     repeatable = False  # what earlier scales read may be gone
 
     def __init__(self, budget: ScaleBudget, known: int, stop: int):
-        self.keys: list[Tensor | None] = [None] * budget.num_layers  # [R, H, held, D] each
-        self.values: list[Tensor | None] = [None] * budget.num_layers
-        self._sides, self._offsets = budget.scales, offsets_of(budget.scales)
+        super().__init__(budget.num_layers)
+        self._sides = budget.scales
         self._held, self._stop, self._pool = budget.held(), stop, pool_of(budget.scales)
         self._most = max(map(sum, self._held[known + 1 : stop]), default=0)
         self._token_bytes = 0  # of one token in one layer
 
     @property
-    def num_bytes(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes held from call to call, at most, over the whole decode."""
         return self._most * self._token_bytes
-
-    @property
-    def bytes_now(self) -> int:
-        """Bytes held now."""
-        return sum(x.nelement() * x.element_size() for x in (*self.keys, *self.values) if x is not None)
 
     def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `ScaleCache.attend`."""
@@ -177,19 +170,16 @@ class EvictingCache:
         return seen[0] if len(seen) == 1 else torch.cat(seen, 2)
 
     def _attend(self, layer: int, scale: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # `cat` copies even where nothing is cached: k and v may be views of something larger.
-        k = torch.cat([x for x in (self.keys[layer], k) if x is not None], 2)
-        v = torch.cat([x for x in (self.values[layer], v) if x is not None], 2)
-        self.keys[layer], self.values[layer] = k, v
-        seen = attend(q, k, v)
+        held = self.append(layer, KeyValues(k, v))
+        seen = attend(q, held.keys, held.values)
+        count = held.keys.shape[2]
         if scale == self._stop - 1:
-            self.keys[layer] = self.values[layer] = None
-        elif (keep := self._held[scale + 1][layer]) < k.shape[2]:
+            self.drop(layer)
+        elif (budget := self._held[scale + 1][layer]) < count:
             places = observers(self._sides[scale], q.device)
-            newest = places + (k.shape[2] - q.shape[2])
-            kept = most_attended(q[:, :, places], k, newest, keep, self._pool)[..., None]
-            kept = kept.expand(-1, -1, -1, k.shape[3])
-            self.keys[layer], self.values[layer] = k.gather(2, kept), v.gather(2, kept)
+            newest = places + (count - q.shape[2])
+            scores = attention_scores(q[:, :, places], held.keys, newest, self._pool)
+            self.evict(layer, scores, budget)
         return seen
 
 
@@ -235,7 +225,7 @@ class CompressedVAR:
         return self.budget.held() == ScaleBudget.full(self.scales, self.budget.num_layers).held()
 
     def _cache(self, known: int, stop: int) -> ScaleCache:
-        return EvictingCache(self.budget, known, stop)
+        return CompressedCache(self.budget, known, stop)
 
     def prefill(
         self,
@@ -264,7 +254,7 @@ class CompressedVAR:
 # -- which layers are drafters ---------------------------------------------------------------------------------------
 
 
-class _WatchedCache(EvictingCache):
+class _WatchedCache(CompressedCache):
     """Evicts nothing, and notes how much attention goes to the map at hand, and to the top of what came before."""
 
     def __init__(self, budget: ScaleBudget, known: int, stop: int, top: int, masses: Tensor):
@@ -272,11 +262,10 @@ class _WatchedCache(EvictingCache):
         self._top, self._masses = top, masses  # masses: [2, scales, layers]
 
     def _attend(self, layer: int, scale: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        before = self.keys[layer]
-        if before is not None:
-            count = before.shape[2]
+        if (before := self.layers[layer]) is not None:
+            count = before.keys.shape[2]
             wide = torch.promote_types(q.dtype, torch.float32)
-            keys = torch.cat([before, k], 2).to(wide)
+            keys = torch.cat([before.keys, k], 2).to(wide)
             for row in range(len(q)):  # one at a time: all weights of a large map are many
                 weights = (q[row].to(wide) @ keys[row].mT).softmax(-1)  # [H, W, S]
                 history = weights[..., :count].topk(min(self._top, count), -1).values.sum(-1)

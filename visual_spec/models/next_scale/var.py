@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.checkpoints import (
     Checkpoint,
     Source,
@@ -29,7 +31,7 @@ from visual_spec.models.core.checkpoints import (
 )
 from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
+from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_token.llamagen import rotate
 
 # Tokens per side of each map, by picture size in pixels.
@@ -74,7 +76,7 @@ class VARState(ScaleState):
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that are held from call to call, at most."""
-        return self.cache.num_bytes
+        return self.cache.most_bytes
 
 
 class Attention(nn.Module):
@@ -278,7 +280,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
 
     def _embed_map(self, map: Tensor, scale: int) -> Tensor:
         """`[B, n * n, dim]` of an input map `[B, D, n, n]`."""
-        words = self.word_embed(map.flatten(2).transpose(1, 2).to(self.word_embed.weight.dtype))
+        words = self.word_embed(rearrange(map, "b c h w -> b (h w) c").to(self.word_embed.weight.dtype))
         return words + self._places(scale)
 
     def _places(self, scale: int) -> Tensor:
@@ -349,7 +351,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
             heads = self.config["num_heads"]
             size = self.offsets[stop - 1] if more else 0
             shape = (len(self.blocks), len(classes), heads, size, self.config["dim"] // heads)
-            cache = StaticCache(hidden.new_empty(shape), hidden.new_empty(shape), self.offsets)
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets)
         known = range(len(maps) + 1)
         for index, block in enumerate(self.blocks):
             hidden = block(hidden, modulations[index], partial(cache.attend, index, known))

@@ -6,7 +6,7 @@ prompt, then image tokens in raster order, in some models with a forced token be
 ids, and how a prompt without the caption looks.
 
 Forced row ends are no slots. Samplers see height x width image tokens. Where a call feeds the last token of a row, the
-row end is fed beside it, in a column of its own, and answers for the first token of the next row. That is what the
+row end is fed beside it, at a position of its own, and answers for the first token of the next row. That is what the
 model's own loop computes, one call shorter for every row.
 """
 
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
 from visual_spec.models.core.memory import check_cache_fits
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 
 _PROMPT_STEP = 32  # prompts are padded to multiples of it where shapes are fixed
@@ -31,7 +33,7 @@ class CachedState(DecodeState):
     """One batch in the course of decoding.
 
     Attributes:
-        cache: places of a row: the T columns of the prompt, the tokens of the picture (row ends included), scratch.
+        cache: places of a row: the T positions of the prompt, the tokens of the picture (row ends included), scratch.
         prompt_mask: bool [R, T].
         start: long [R], the position of the picture's first token.
         features: [R, W, dim], what the head read in the last call (prefill: W = 1).
@@ -59,11 +61,6 @@ def consecutive(ids: list[int]) -> slice | Tensor:
     if ids == list(range(ids[0], ids[0] + len(ids))):
         return slice(ids[0], ids[0] + len(ids))
     return torch.tensor(ids)
-
-
-def _on_host(tensor: Tensor) -> bool:
-    """Whether values can be read without stalling a device; if not, shapes are fixed instead, and rows fed in vain."""
-    return tensor.device.type == "cpu"
 
 
 class CachedDecoder:
@@ -189,7 +186,8 @@ class CachedDecoder:
         ids = self.ids(tokens)
         if self.row_end is None:
             return ids
-        return F.pad(ids.unflatten(-1, (self.grid.height, -1)), (0, 1), value=self.row_end).flatten(1)
+        by_row = rearrange(ids, "b (h w) -> b h w", h=self.grid.height)
+        return rearrange(F.pad(by_row, (0, 1), value=self.row_end), "b h w -> b (h w)")
 
     @torch.no_grad()
     def prefill(self, condition: ImagePrompt, *, batch_size: int, guided: bool, window: int) -> CachedState:
@@ -203,7 +201,7 @@ class CachedDecoder:
         prompt = self._rows(condition, batch_size, guided)
         rows, length = prompt.ids.shape
         positions, start = prompt.where
-        # Slots run up to num_tokens + window - 1, at most one row end to a slot; a tree holds two columns a node.
+        # Slots run up to num_tokens + window - 1, at most one row end to a slot; a tree holds two places a node.
         config, num_places = self.decoder.config, length + self.length + 2 * window + 1
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * num_places
@@ -212,7 +210,7 @@ class CachedDecoder:
         cache = SlotCache(config.num_hidden_layers, num_places)
         places = torch.arange(length, device=self.device).expand(rows, -1)
         causal = places[0] <= places[0][:, None]  # [T, T]
-        # A padding column sees itself, because a column that sees nothing is nan.
+        # Padding sees itself, because a position that sees nothing is nan.
         visible = (causal & prompt.mask[:, None]) | torch.eye(length, dtype=torch.bool, device=self.device)
         hidden = self._forward(cache, self.table(prompt.ids), positions, places, visible)
         features = hidden[:, -1:]
@@ -234,12 +232,17 @@ class CachedDecoder:
         slots: Tensor,
         visible: Tensor | None = None,
         seen: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
-        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
+        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
-        See `NextTokenModel.__call__`; with `visible` the columns are a tree, see `TreeModel`; with `seen` slots come in
-        any order, see `OrderModel`. A row end is seen by those that see the last token of its row.
+        See `NextTokenModel.__call__`; with `visible` tokens are nodes of a tree, see `TreeModel`; with `seen` slots
+        come in any order, see `OrderModel`. A row end is seen by those that see the last token of its row.
+
+        Raises:
+            ValueError: as `check_raster`.
         """
+        check_raster(slots, predicted, self.grid.num_tokens)
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
@@ -253,12 +256,12 @@ class CachedDecoder:
         return self._logits(state.features)
 
     @torch.no_grad()
-    def keep(self, state: CachedState, columns: Tensor, slots: Tensor) -> None:
-        """Copy what the last tree call computed for `columns [B, D]` to the cache at `slots [B, D]`."""
+    def keep(self, state: CachedState, nodes: Tensor, slots: Tensor) -> None:
+        """Copy what the last tree call computed for `nodes [B, D]` to the cache at `slots [B, D]`."""
         if state.guided:
-            columns, slots = columns.repeat(2, 1), slots.repeat(2, 1)
+            nodes, slots = nodes.repeat(2, 1), slots.repeat(2, 1)
         prompt = state.prompt_mask.shape[1]
-        sources, targets = prompt + self.length + columns, prompt + self._offsets(slots)
+        sources, targets = prompt + self.length + nodes, prompt + self._offsets(slots)
         state.cache.copy(sources, targets)
         if state.tree_size:
             last = self._ends_row(slots)
@@ -272,23 +275,20 @@ class CachedDecoder:
         if self.row_end is not None:
             first_row = slots[:, :1] // self.grid.width  # [R, 1]
             count = -(-width // self.grid.width)  # so many rows can end in a window
-            if _on_host(slots):  # the true number
+            if on_host(slots):  # the true number
                 count = int(((slots[:, -1:] + 1) // self.grid.width - first_row).max())
             if count:
                 rows = first_row + torch.arange(count, device=slots.device)
-                # [R, E]; where fewer rows end, the others write what no column here sees.
+                # [R, E]; where fewer rows end, the others write what nothing here sees.
                 ends = rows * (self.grid.width + 1) + self.grid.width
-                # The last column of a picture row is answered by the row end behind it.
+                # The last token of a picture row is answered by the row end behind it.
                 answers = torch.arange(width, device=slots.device).expand_as(slots)
                 answers = torch.where(
                     self._ends_row(slots), width + slots // self.grid.width - first_row, answers
                 )
                 offsets = torch.cat([offsets, ends.clamp_max(self.length + 2 * state.window)], 1)
                 embeddings = torch.cat([embeddings, self._end_embedding(len(slots), count)], 1)
-        size = self.length + 2 * state.window + 1
-        if _on_host(offsets):  # without the unused tail
-            size = int(offsets.max()) + 1
-        seen = torch.arange(size, device=offsets.device) <= offsets[..., None]  # [R, W + E, S - T]
+        seen = seen_up_to(offsets, self.length + 2 * state.window + 1)  # [R, W + E, S - T]
         hidden = self._picture_forward(state, embeddings, offsets, offsets, seen)
         if answers is None:
             return hidden
@@ -300,7 +300,7 @@ class CachedDecoder:
         embeddings = self.embed(tokens)
         last = self._ends_row(slots)
         state.tree_size = 0
-        if self._feeds_ends(last):  # a column for each node's row end, which what follows the node sees
+        if self._feeds_ends(last):  # a place for each node's row end, which what follows the node sees
             state.tree_size = size
             itself = torch.eye(size, dtype=torch.bool, device=slots.device)
             passed = visible & ~itself & last[:, None]  # [R, N, N], [n, m]: a row ended at m, on the way to n
@@ -309,12 +309,9 @@ class CachedDecoder:
             )
             offsets = torch.cat([offsets, offsets + 1], 1)
             embeddings = torch.cat([embeddings, self._end_embedding(len(slots), size)], 1)
-        columns = torch.arange(self.length + offsets.shape[1], device=slots.device)
-        places = columns[self.length :].expand_as(offsets)
-        committed = (columns[: self.length] < offsets[:, :1, None]).expand(-1, offsets.shape[1], -1)
-        hidden = self._picture_forward(
-            state, embeddings, offsets, places, torch.cat([committed, visible], -1)
-        )
+        places = self.length + torch.arange(offsets.shape[1], device=slots.device).expand_as(offsets)
+        seen = seen_in_tree(offsets, visible, self.length)
+        hidden = self._picture_forward(state, embeddings, offsets, places, seen)
         return torch.where(last[..., None], hidden[:, size:], hidden[:, :size]) if state.tree_size else hidden
 
     def _ordered(self, state: CachedState, tokens: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
@@ -325,7 +322,7 @@ class CachedDecoder:
         if self.row_end is not None:
             by_row = seen.unflatten(-1, (self.grid.height, -1))
             seen = torch.cat([by_row, by_row[..., -1:]], -1).flatten(2)  # [R, W, length]
-        seen = F.pad(seen, (0, scratch)).scatter(2, offsets[..., None], True)
+        seen = seen_in_order(offsets, seen, scratch)
         last = self._ends_row(slots)
         if not self._feeds_ends(last):
             return self._picture_forward(state, embeddings, offsets, offsets, seen)
@@ -349,7 +346,7 @@ class CachedDecoder:
     def _forward(
         self, cache: SlotCache, embeddings: Tensor, positions: Tensor, places: Tensor, visible: Tensor
     ) -> Tensor:
-        """Output [R, W, dim] of the decoder; bool `visible [R, W, S]` says which places each column sees."""
+        """Output [R, W, dim] of the decoder; bool `visible [R, W, S]` says which places each position sees."""
         cache.at(places, visible.shape[-1])
         mask = visible[:, None]
         if self._attention == "eager":  # which adds the mask
@@ -375,8 +372,8 @@ class CachedDecoder:
         return slots % self.grid.width == self.grid.width - 1
 
     def _feeds_ends(self, last: Tensor) -> bool:
-        """Whether columns for row ends are needed; `last` [R, W] says which columns are the last of their row."""
-        return self.row_end is not None and (not _on_host(last) or bool(last.any()))
+        """Whether row ends are fed; `last` [R, W] says which tokens are the last of their row."""
+        return self.row_end is not None and (not on_host(last) or bool(last.any()))
 
     def _end_embedding(self, rows: int, count: int) -> Tensor:
         assert self.row_end is not None
@@ -400,7 +397,7 @@ class CachedDecoder:
                 f"{' and '.join(map(str, counts))} prompts for a batch of {batch_size}; pass one a sample."
             )
         longest = max(part.ids.shape[1] for part in parts)
-        if not _on_host(
+        if not on_host(
             parts[0].ids.to(self.device)
         ):  # few lengths, so that recordings fit the next prompts, too
             longest = -(-longest // _PROMPT_STEP) * _PROMPT_STEP

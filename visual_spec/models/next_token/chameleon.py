@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.protocol import TokenGrid
@@ -165,11 +166,13 @@ class ChameleonImageModel(CachedDecoder):
         mapping = model.model.vocabulary_mapping
         if layout == "lumina-mgpt" or (layout is None and _is_lumina(model.config)):
             height, width = one_size(image_sizes)
-            picture = ids[:, -(height * (width + 1) + 1) : -1].unflatten(1, (height, width + 1))[..., :-1]
+            picture = rearrange(ids[:, -(height * (width + 1) + 1) : -1], "b (h w) -> b h w", h=height)[
+                ..., :-1
+            ]
         else:
             vq = model.config.vq_config
             height = width = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
-            picture = ids[:, -(height * width + 1) : -1].unflatten(1, (height, width))
+            picture = rearrange(ids[:, -(height * width + 1) : -1], "b (h w) -> b h w", h=height)
         strangers = set(picture.unique().tolist()) - set(mapping.bpe2img)
         if strangers:
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.protocol import TokenGrid
@@ -88,4 +89,4 @@ class JanusImageModel(CachedDecoder):
     @torch.no_grad()
     def pixels(model: Any, ids: Tensor) -> Tensor:
         """Pictures [B, 3, H, W] in [-1, 1] of image tokens [B, height * width]."""
-        return model.decode_image_tokens(ids).permute(0, 3, 1, 2).clamp(-1, 1)
+        return rearrange(model.decode_image_tokens(ids), "b h w c -> b c h w").clamp(-1, 1)

@@ -16,8 +16,9 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.memory import check_cache_fits
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -49,27 +50,26 @@ class LlamaGenState(DecodeState):
     """Static cache of one decoding run.
 
     Attributes:
-        keys, values: `[layers, R, H, S, D]` with S = prefix + tokens + window. Tree columns are kept in the last
-            `window` places until `keep` copies the accepted ones to their slots.
+        cache: places of a row: the T positions of the prefix, the slots of the grid, `window` more for what runs past
+            it. The nodes of a tree lie there until `keep` copies the accepted ones to their slots.
         rotary: `[L, D / 2, 2]`, float32 whatever the weights are in: angles do not survive half precision.
-        prefix_mask: bool `[R, T]`, the prefix columns that image tokens may attend to.
+        prefix_mask: bool `[R, T]`, the prefix positions that image tokens may attend to.
         features: `[R, W, dim]`, what the head read in the last call (prefill: W = 1), for drafters that look at it.
     """
 
-    keys: Tensor
-    values: Tensor
+    cache: StaticCache
     rotary: Tensor
     prefix_mask: Tensor
     features: Tensor
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.cache.select(rows)
         self.logits, self.prefix_mask = self.logits[rows], self.prefix_mask[rows]
         self.features = self.features[rows]
 
     def buffers(self) -> list[Tensor]:
-        return [self.keys, self.values, self.prefix_mask]
+        return [*self.cache.buffers(), self.prefix_mask]
 
 
 def feed_forward_width(dim: int) -> int:
@@ -328,8 +328,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         shape = (len(self.layers), rows, heads, prefix + self.grid.num_tokens + window, dim // heads)
         sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
         check_cache_fits(sample_bytes, batch_size, hidden.device)
-        # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
-        keys, values = hidden.new_zeros(shape), hidden.new_zeros(shape)
+        cache = StaticCache.allocate(hidden, shape)
+        cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
         causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
         mask = (causal & prefix_mask[:, None, :]) | torch.eye(prefix, dtype=torch.bool, device=hidden.device)
         for index, block in enumerate(self.layers):
@@ -337,17 +337,14 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             q, k, v = block.attention.project(block.attention_norm(hidden))
             if self.config["zero_prefix_keys"]:
                 q, k = torch.zeros_like(q), torch.zeros_like(k)
-            keys[index, :, :, :prefix] = k.transpose(1, 2)
-            values[index, :, :, :prefix] = v.transpose(1, 2)
-            hidden = hidden + block.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), mask[:, None])
+            hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask[:, None])
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
         features = self.norm(hidden[:, -1:])
         return LlamaGenState(
             logits=self._head(features)[:, 0],
             guided=guided,
             window=window,
-            keys=keys,
-            values=values,
+            cache=cache,
             rotary=self.rotary_table().to(hidden.device),
             prefix_mask=prefix_mask,
             features=features,
@@ -361,62 +358,53 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         slots: Tensor,
         visible: Tensor | None = None,
         seen: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
-        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
+        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
-        `visible` the columns are a tree, see `TreeModel`; with `seen` slots come in any order, see `OrderModel`.
+        `visible` tokens are nodes of a tree, see `TreeModel`; with `seen` slots come in any order, see `OrderModel`.
+
+        Raises:
+            ValueError: as `check_raster`.
         """
+        check_raster(slots, predicted, self.grid.num_tokens)
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
             seen = None if seen is None else seen.repeat(2, 1, 1)
-        prefix, num_tokens = state.prefix_mask.shape[1], self.grid.num_tokens
-        width = slots.shape[1]
-        columns = torch.arange(num_tokens + state.window, device=slots.device)
-        if seen is not None:
-            places, size = slots, prefix + num_tokens + state.window
-            seen = F.pad(seen, (0, state.window)).scatter(
-                2, slots[..., None], True
-            )  # [R, W, S - T], and itself
-        elif visible is None:
-            places, size = slots, prefix + num_tokens + state.window
-            if (
-                slots.device.type == "cpu"
-            ):  # reading the maximum costs no synchronisation and spares the unused tail
-                size = prefix + int(slots.max()) + 1
-            seen = columns[: size - prefix] <= slots[..., None]  # [R, W, S - T]
+        cache, prefix = state.cache, state.prefix_mask.shape[1]
+        first_scratch = prefix + self.grid.num_tokens
+        places = prefix + slots
+        if visible is not None:
+            seen = seen_in_tree(places, visible, first_scratch)
+            nodes = torch.arange(slots.shape[1], device=slots.device)
+            cache.at(first_scratch + nodes.expand_as(slots), seen.shape[-1])
+        elif seen is not None:
+            seen = seen_in_order(places, F.pad(seen, (prefix, 0), value=True), state.window)
+            cache.at(places, seen.shape[-1])
         else:
-            places, size = num_tokens + columns[:width].expand_as(slots), prefix + num_tokens + width
-            earlier = columns[:num_tokens] < slots[:, :1, None]  # [R, 1, L], slots before the root
-            seen = torch.cat([earlier.expand(-1, width, -1), visible], -1)
-        mask = torch.cat([state.prefix_mask[:, None].expand(-1, width, -1), seen], -1)[:, None]
-        table = state.rotary[slots.clamp_max(num_tokens - 1)]
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
+            seen = cache.causal(places)
+        words = F.pad(state.prefix_mask, (0, seen.shape[-1] - prefix), value=True)  # [R, S]
+        mask = (seen & words[:, None])[:, None]
+        table = state.rotary[slots.clamp_max(self.grid.num_tokens - 1)]
         hidden = self.tok_embeddings(tokens)
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
-            keys, values = state.keys[index], state.values[index]
             q, k, v = block.attention.project(block.attention_norm(hidden))
-            keys.transpose(1, 2)[rows, prefix + places] = rotate(k, table)
-            values.transpose(1, 2)[rows, prefix + places] = v
-            hidden = hidden + block.attention.attend(
-                rotate(q, table), keys[:, :, :size], values[:, :, :size], mask
-            )
+            keys, values = cache.update(index, rotate(k, table), v)
+            hidden = hidden + block.attention.attend(rotate(q, table), keys, values, mask)
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
         state.features = self.norm(hidden)
         return self._head(state.features)
 
     @torch.no_grad()
-    def keep(self, state: LlamaGenState, columns: Tensor, slots: Tensor) -> None:
-        """Copy what the last tree call computed for `columns [B, D]` to the cache at `slots [B, D]`."""
+    def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
+        """Copy what the last tree call computed for `nodes [B, D]` to the cache at `slots [B, D]`."""
         if state.guided:
-            columns, slots = columns.repeat(2, 1), slots.repeat(2, 1)
-        first = state.prefix_mask.shape[1]
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        for cache in (state.keys, state.values):
-            by_place = cache.transpose(2, 3)  # [layers, R, S, H, D]
-            by_place[:, rows, first + slots] = by_place[:, rows, first + self.grid.num_tokens + columns]
+            nodes, slots = nodes.repeat(2, 1), slots.repeat(2, 1)
+        prefix = state.prefix_mask.shape[1]
+        state.cache.copy(prefix + self.grid.num_tokens + nodes, prefix + slots)
 
     def _head(self, features: Tensor) -> Tensor:
         logits = self.output(features)
@@ -450,8 +438,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             unrotated[..., 0] = 1.0
         table = torch.cat([unrotated.expand(prefix, -1, -1), table[:length]])[None].to(tokens.device)
         causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
-        columns = F.pad(prefix_mask, (0, length), value=True)
-        mask = (causal & columns[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
+        words = F.pad(prefix_mask, (0, length), value=True)
+        mask = (causal & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
         for block in self.layers:
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden))

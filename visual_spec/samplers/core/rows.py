@@ -107,7 +107,8 @@ class RowSampler(Sampler):
     def score(self, run: Run, state: RowState) -> tuple[RowPlan, Tensor]:
         """Feed what the order asks for: the plan of the call, and the laws of what it predicts, [B, N, V]."""
         plan = self.order(run.model.grid).plan(state.lengths, state.row)
-        logits = run.model(state.cache, state.tokens.gather(1, plan.sources), plan.slots, seen=plan.seen)
+        fed = state.tokens.gather(1, plan.sources)
+        logits = run.model(state.cache, fed, plan.slots, seen=plan.seen, predicted=plan.predicted)
         run.lap("model")
         state.round += 1
         return plan, run.law(logits, plan.predicted, run.guided)
