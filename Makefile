@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# One process a core with one thread each: the tests' tensors are small.
+PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 DEMO_PROMPTS = "a large red circle on a plain sky background" \
                "a small yellow star left of a large blue square on a striped mint background" \
@@ -28,10 +30,10 @@ demo: $(STAMP)
 	$(BIN)/visual-spec generate --music $(DEMO_TUNES) --model tunes_masked --out demo/music-masked --overwrite
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m ''
+	$(PYTEST) -m ''
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
