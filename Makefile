@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # One process a core with one thread each: the tests' tensors are small.
-PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 DEMO_PROMPTS = "a large red circle on a plain sky background" \
                "a small yellow star left of a large blue square on a striped mint background" \
