@@ -99,11 +99,15 @@ class DraftedColumnSampler(ColumnChainSampler):
         super().check(model, law, batch_size, parts)
         check_column_drafter(model, parts.get("drafter"))
 
+    def num_drafts(self, model: Any) -> int:
+        """Columns drafted before a target call: no more than the clip has."""
+        return max(1, min(self.config.num_drafts, model.grid.num_tokens - 1))
+
     def window_of(self, model: Any) -> int:
-        return self.config.num_drafts + 1
+        return self.num_drafts(model) + 1
 
     def prepare(self, run: Run) -> DraftedColumnState:
-        window, condition = self.config.num_drafts + 1, run.parts.get("drafter_condition")
+        window, condition = self.window_of(run.model), run.parts.get("drafter_condition")
         cache = start_drafter(
             run.drafter,
             run.model,
@@ -124,7 +128,7 @@ class DraftedColumnSampler(ColumnChainSampler):
         noise = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
         # All that the last call can have committed, in one call of fixed width. Columns behind the newest one are
         # scratch, at steps that are fed again before anything looks at them.
-        steps = state.fed[:, None] + torch.arange(self.config.num_drafts + 1, device=run.device)  # [B, W]
+        steps = state.fed[:, None] + torch.arange(self.window_of(run.model), device=run.device)  # [B, W]
         fed = pattern.with_special(rows_of(state.tokens, steps), steps)
         logits = run.drafter(state.drafter_cache, fed, steps)  # [R, W, K, V]
         newest = (state.lengths - 1 - state.fed).clamp_(min=0)[
@@ -134,7 +138,7 @@ class DraftedColumnSampler(ColumnChainSampler):
         picked = rows_of(logits.flatten(2), newest.repeat(len(logits) // len(newest), 1))
         logits = picked.view(len(logits), 1, *logits.shape[2:])  # [R, 1, K, V]
         tokens, laws = [], []
-        for index in range(self.config.num_drafts):
+        for index in range(self.num_drafts(run.model)):
             steps = state.lengths[:, None] + index  # [B, 1]
             if index:
                 fed = pattern.with_special(tokens[-1], steps - 1)

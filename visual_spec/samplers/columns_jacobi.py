@@ -109,7 +109,7 @@ class ColumnJacobiSampler(ColumnChainSampler):
         return not self.identical and not self.coupled
 
     def window_of(self, model: Any) -> int:
-        return widest(self.config.window)
+        return min(widest(self.config.window), model.grid.num_tokens)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
@@ -121,7 +121,7 @@ class ColumnJacobiSampler(ColumnChainSampler):
         return rule_by_codebook(self.relaxation, parts.get("codebook"), model.grid.codebooks, device)
 
     def prepare(self, run: Run) -> ColumnJacobiState:
-        window = widest(self.config.window)
+        window = self.window_of(run.model)
         state = ColumnJacobiState.begin(run, scratch=window)
         steps = torch.zeros_like(state.lengths)[:, None]
         first = run.pattern.laws(run.law, run.cache.logits[:, None], steps, run.guided)  # [B, 1, K, V]
@@ -130,7 +130,8 @@ class ColumnJacobiSampler(ColumnChainSampler):
         return state
 
     def propose(self, run: Run, state: ColumnJacobiState) -> Draft:
-        steps = state.next_slots((state.width or widest(self.config.window)) - 1)
+        window = self.window_of(run.model)
+        steps = state.next_slots(min(state.width or window, window) - 1)
         return Draft(rows_of(state.tokens, steps).flatten(1), state.label, "last call")
 
     def settle(
@@ -152,7 +153,7 @@ class ColumnJacobiSampler(ColumnChainSampler):
         """
         assert laws is not None
         initial_draft, pattern = self.config.initial_draft, run.pattern
-        steps = state.next_slots(widest(self.config.window) - 1)  # [B, W - 1]
+        steps = state.next_slots(self.window_of(run.model) - 1)  # [B, W - 1]
         source = advance[:, None] + torch.arange(
             steps.shape[1], device=steps.device
         )  # column of the last call

@@ -128,11 +128,16 @@ class DraftedSampler(ChainSampler):
         super().check(model, law, batch_size, parts)
         check_drafter(self, model, parts.get("drafter"))
 
+    def num_drafts(self, model: Any) -> int:
+        """The most drafts of a step: no more than the grid has room for."""
+        return max(1, min(self.config.num_drafts, model.grid.num_tokens - 1))
+
     def window_of(self, model: Any) -> int:
-        return self.config.num_drafts + 1
+        return self.num_drafts(model) + 1
 
     def prepare(self, run: Run) -> DraftedState:
-        return begin_drafted(run, self.config.num_drafts + 1, self.config.num_drafts + 1)
+        window = self.window_of(run.model)
+        return begin_drafted(run, window, window)
 
     def propose(self, run: Run, state: DraftedState) -> Draft:
         """Up to `num_drafts` tokens, one drafter call each."""
@@ -140,8 +145,8 @@ class DraftedSampler(ChainSampler):
         stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
         going = state.lengths < run.num_tokens  # [B], rows that draft on
         tokens, laws, drafted = [], [], []
-        logits = catch_up(run.drafter, state, self.config.num_drafts + 1)  # [R, 1, V]
-        for index in range(self.config.num_drafts):
+        logits = catch_up(run.drafter, state, self.window_of(run.model))  # [R, 1, V]
+        for index in range(self.num_drafts(run.model)):
             slots = state.lengths[:, None] + index  # [B, 1]
             if index:
                 logits = run.drafter(state.drafter_cache, tokens[-1], slots - 1)

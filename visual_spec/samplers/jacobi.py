@@ -91,13 +91,12 @@ class SpeculativeJacobiSampler(ChainSampler):
         check_window(window, acceptance)
         check_jacobi(coupling, acceptance, initial_draft, graph)
 
-    @property
-    def window(self) -> int:
-        """The most slots that are drafted and scored."""
-        return widest(self.config.window)
+    def width(self, model: Any) -> int:
+        """Slots that are drafted and scored at most: the window, or the grid where that is smaller."""
+        return min(widest(self.config.window), model.grid.num_tokens)
 
     def window_of(self, model: Any) -> int:
-        return self.window
+        return self.width(model)
 
     @property
     def redraws(self) -> bool:
@@ -118,14 +117,15 @@ class SpeculativeJacobiSampler(ChainSampler):
         return self.config.initial_draft == LAST_LAW
 
     def prepare(self, run: Run) -> JacobiState:
-        window = self.window
+        window = self.width(run.model)
         state = JacobiState.begin(run, scratch=window)
         first = run.law(run.cache.logits[:, None], torch.zeros_like(state.tokens[:, :1]), run.guided)
         self.redraft(run, state, first.repeat(1, window, 1), torch.ones_like(state.lengths), width=1)
         return state
 
     def propose(self, run: Run, state: JacobiState) -> Draft:
-        slots = state.next_slots((state.width or self.window) - 1)
+        window = self.width(run.model)
+        slots = state.next_slots(min(state.width or window, window) - 1)
         return Draft(state.tokens.gather(1, slots), state.label, "last call")
 
     def settle(self, run: Run, state: JacobiState, slots: Tensor, verdict: Verdict) -> None:
@@ -164,7 +164,7 @@ class SpeculativeJacobiSampler(ChainSampler):
                 own laws, and slots that the call did not reach get an initial draft.
             drawn: long [B, width], draws from the laws that a kernel has made already.
         """
-        initial_draft, slots = self.config.initial_draft, state.next_slots(self.window - 1)
+        initial_draft, slots = self.config.initial_draft, state.next_slots(self.width(run.model) - 1)
         source = advance[:, None] + torch.arange(
             slots.shape[1], device=slots.device
         )  # position of the last call

@@ -91,7 +91,8 @@ class ParallelJacobiSampler(RowSampler):
 
     def order(self, grid: TokenGrid) -> RowOrder:
         """At most `rows` rows, `lead` tokens apart."""
-        return RowOrder.over(grid, self.config.lead, windows=self.config.rows, drafts=self.config.drafts)
+        drafts = min(self.config.drafts, grid.width)
+        return RowOrder.over(grid, self.config.lead, windows=self.config.rows, drafts=drafts)
 
     def prepare(self, run: Run) -> Any:
         state = self.begin_rows(run, ParallelJacobiState)

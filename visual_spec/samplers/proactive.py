@@ -172,13 +172,15 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
                 "nodes a call; pass fewer siblings or less depth."
             )
 
-    @property
-    def tree(self) -> HeadTree:
+    def width(self, model: Any) -> int:
+        return max(super().width(model), self.config.depth + 1)
+
+    def tree(self, model: Any) -> HeadTree:
         """The shape of a call."""
-        return HeadTree(self.config.window, self.config.siblings, self.config.depth)
+        return HeadTree(self.width(model), self.config.siblings, self.config.depth)
 
     def window_of(self, model: Any) -> int:
-        return self.tree.nodes
+        return self.tree(model).nodes
 
     @property
     def labels(self) -> bool:
@@ -202,7 +204,8 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
 
         Commits 1 to W tokens a row; a complete row stays as it is.
         """
-        window, count, depth, tree = self.config.window, self.config.siblings, self.config.depth, self.tree
+        window, tree = self.width(run.model), self.tree(run.model)
+        count, depth = self.config.siblings, self.config.depth
         levels, numbers, visible = tree.layout(run.device)
         draft = with_bonus(self.propose(run, state))  # [B, W], the main branch
         slots = state.next_slots(window)
