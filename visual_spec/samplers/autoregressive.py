@@ -19,8 +19,7 @@ class AutoregressiveSampler(Sampler):
         ValueError: another value.
     """
 
-    lossless = True
-    identical = True
+    promise = "identical"
 
     @register_to_config
     def __init__(self, graph: bool | str = AUTO) -> None:

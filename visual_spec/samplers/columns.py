@@ -17,8 +17,7 @@ class ColumnAutoregressiveSampler(ColumnSampler):
         graph: as in `AutoregressiveSampler`.
     """
 
-    lossless = True
-    identical = True
+    promise = "identical"
 
     @register_to_config
     def __init__(self, graph: bool | str = AUTO) -> None:

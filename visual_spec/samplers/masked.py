@@ -164,8 +164,7 @@ class MaskedSampler(Sampler):
     """
 
     takes = ("given", "rescorer", "rescorer_condition")
-    lossless = False
-    identical = False
+    promise = "lossy"
     counts_prefill = False
 
     @register_to_config

@@ -88,7 +88,7 @@ class MultiscaleSampler(Sampler):
 
     takes = ("drafter", "codebook")
     needs_drafter = True
-    identical = False
+    promise = "lossy"  # but with some settings, see `lossless`
 
     @register_to_config
     def __init__(self, pool: int = 8, radius: int | None = 2, max_rounds: int | None = 8) -> None:

@@ -159,6 +159,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     Attributes:
         takes: names of what a call takes beside the model, its condition and the law, such as "drafter".
         needs_drafter: whether it drafts with a second model.
+        promise: "identical", "lossless" or "lossy" where no setting `acceptance` decides that.
         counts_prefill: whether the prefill predicts the first slots, and so counts as call 0.
     """
 
@@ -166,6 +167,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     config: Any
     takes: ClassVar[tuple[str, ...]] = ()
     needs_drafter: ClassVar[bool] = False
+    promise: ClassVar[str | None] = None
     counts_prefill: ClassVar[bool] = True
 
     # -- what a method writes
@@ -195,12 +197,12 @@ class Sampler(SchedulerMixin, ConfigMixin):
     @property
     def identical(self) -> bool:
         """Whether the tokens are those of plain decoding for the same generator."""
-        return self.config.get("acceptance") == "identical"
+        return (self.promise or self.config.acceptance) == "identical"
 
     @property
     def lossless(self) -> bool:
         """Whether the output law is that of plain decoding."""
-        return self.config.get("acceptance") not in RELAXED
+        return (self.promise or self.config.acceptance) not in ("lossy", *RELAXED)
 
     @property
     def needs_codebook(self) -> bool:

@@ -65,8 +65,7 @@ class RowSampler(Sampler):
     `divergence`. The extra pass is not counted in `target_calls`; its time is phase `MEASURE`.
     """
 
-    lossless = False
-    identical = False
+    promise = "lossy"
 
     def order(self, grid: TokenGrid) -> RowOrder:
         """Which slots are decoded when, on this grid."""
