@@ -67,17 +67,17 @@ def forget(model: Any = None) -> None:
 
 
 def check_graph(graph: object) -> None:
-    """Refuse what is no choice.
+    """Refuse a setting `graph` that is neither True, False nor "auto".
 
     Raises:
-        ValueError: so.
+        ValueError: another value is given.
     """
     if not (graph == AUTO or isinstance(graph, bool)):
         raise ValueError(f"graph={graph!r}; pass True, False or {AUTO!r}.")
 
 
 def wants_graph(graph: bool | str, model: Any) -> bool:
-    """Whether a decode is to be recorded, before anything is computed. "auto" records wherever that can be done.
+    """Whether to record a decode, decided before anything is computed. "auto" records wherever that can be done.
 
     Raises:
         ValueError: True on another device than CUDA, or for a model that is moved between devices.
@@ -107,20 +107,20 @@ def can_record(state: Any) -> bool:
 def recorded(
     model: Any, key: Any, step: Step, parts: Parts, watch: Stopwatch, *, strict: bool = False
 ) -> tuple[Parts, Callable[[], None]]:
-    """The parts of a decode at the addresses of a recording, and what advances them by one call.
+    """Put a decode at the addresses of a recording: its parts there, and a function that advances them by one call.
 
-    The first call of a width is made as it is, which compiles what has to be compiled; then the step is recorded.
+    The first call of a width runs as it is, which compiles what has to be compiled. Then the step is recorded.
 
     Args:
-        key: what the step depends on beside the model and the tensors of the parts; hashable.
+        key: hashable, everything that the step depends on beside the model and the tensors of the parts.
         step: binds tensors of the parts anew, or changes them in place.
-        parts: a decode that has been prepared. What is returned takes their place.
-        watch: times the calls that are replayed, as phase "step".
-        strict: raise where recording fails, in place of a warning and calls that are made as they are.
+        parts: a decode that has been prepared. Use the returned parts in its place.
+        watch: times the replayed calls, as phase "step".
+        strict: raise where recording fails. False warns, and goes on without a graph.
 
     Raises:
-        TypeError: the state's `cache` does not say what its buffers are.
-        RuntimeError: `strict`, and something in the step cannot be recorded.
+        TypeError: the state of a model does not say what its buffers are.
+        RuntimeError: something in the step cannot be recorded, and `strict` is set.
     """
     state = parts[0]
     for cache in _caches(state):

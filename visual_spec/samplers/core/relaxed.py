@@ -108,7 +108,7 @@ def lantern_acceptance(
     whose mass in all is at most `delta` (LANTERN), or at most (factor - 1) * target(x) (LANTERN++). Refused drafts are
     replaced from the residual of `lantern_target`.
 
-    What is guaranteed: when x is no matter of chance (a draft law that is a point: a greedy drafter), the committed
+    What is guaranteed: when x is not random (the draft law is a point, as of a greedy drafter), the committed
     token's law is within TVD `delta` of the target law; it is `lantern_target`, off by the mass of A. In a tree of the
     most probable tokens that holds for each test of a sibling, not for all the siblings of a slot together. When drafts
     are drawn, each x moves the mass of its own A, and the TVD is bounded by nothing but that between draft law and

@@ -1,4 +1,4 @@
-"""How many slots the next call should score: what a wider window gains, against what it costs on this machine.
+"""How many slots the next call should score: what a wider window gains against what it costs on this machine.
 
 A call with a window W commits 1 + S(1) + ... + S(W - 1) tokens on average, where S(j) is the chance that the first j
 drafts are all kept. The policy estimates S from the runs it saw, the cost of a call from the calls it timed, and takes
@@ -32,10 +32,10 @@ _POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
 
 
 def check_window(window: object, acceptance: str) -> None:
-    """Refuse a window that is neither a number nor "auto", and "auto" where tokens would depend on it.
+    """Refuse a window that is neither a number nor "auto", and "auto" where the tokens would depend on it.
 
     Raises:
-        ValueError: so.
+        ValueError: the window is neither, or the acceptance is not "identical".
     """
     if isinstance(window, str) and window != AUTO:
         raise ValueError(f"window={window!r}; pass an integer of at least 1, or {AUTO!r}.")
