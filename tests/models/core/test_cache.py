@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models.next_token.test_llamagen import make, text_condition
 from tests.models.next_token.test_written_slots import event_logits
+from tests.samplers.without_numbers import NoHost, without_numbers
 from visual_spec.models.core import cache as core_cache
 from visual_spec.models.core.cache import (
     EvictingCache,
@@ -182,6 +184,19 @@ def test_a_windowed_cache_selects_positions_with_the_keys():
     assert (
         cache.nbytes == cache.held.nbytes + cache.positions.nbytes == sum(b.nbytes for b in cache.buffers())
     )
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_no_call_waits_for_the_host_or_sends_it_anything(name):
+    real = CACHES[name][0](4)
+    with FakeTensorMode():
+        cache = without_numbers(real)
+        slots = torch.empty(ROWS, 4, dtype=torch.long, device="cuda")
+        new = torch.empty(ROWS, 4, HEADS, DIM, dtype=torch.float64, device="cuda")
+        with NoHost():
+            seen = cache.causal(slots)
+            keys, values = cache.update(1, new, new)
+            assert keys.shape == values.shape == (ROWS, HEADS, seen.shape[2], DIM)
 
 
 # -- what is seen ------------------------------------------------------------------------------------------------------

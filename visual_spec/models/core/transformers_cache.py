@@ -177,6 +177,11 @@ class SlotCache(Cache):
         self.places = Places()
         super().__init__(layers=[_SlotLayer(num_places, self.places) for _ in range(num_layers)])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values; 0 before the first forward."""
+        return sum(held.nbytes for _, held in self._held())
+
     def at(self, places: Tensor, size: int) -> None:
         """Have the next forward write at places [R, W], and read the first `size` places."""
         self.places.set(places, size)
