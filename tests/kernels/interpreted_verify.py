@@ -13,7 +13,7 @@ from visual_spec.kernels import verify as module
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify, verify_triton
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers.core import fused
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -114,7 +114,7 @@ def test_decodes_by_the_kernels_as_without_them(monkeypatch, coupling, acceptanc
         return sampler(model, torch.tensor([1]), law=law, generator=generator)
 
     expected = decode()
-    monkeypatch.setattr(fused, "fits", lambda logits: True)
+    monkeypatch.setattr(verification, "fits", lambda logits: True)
     for owner in (draw_module, module):
         monkeypatch.setattr(owner, "on_gpu", lambda tensor: True)
     found = decode()

@@ -16,9 +16,8 @@ from tests.kernels.verification import case, verify_by_parts
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, verify
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.core import fused
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -84,9 +83,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name, real in (("draw", fused.draw), ("verify", verify_by_parts)):
-        monkeypatch.setattr(fused, name, watched(name, real))
-    monkeypatch.setattr(fused, "fits", lambda logits: logits.dtype == torch.float32)
+    kernels = {"draw": verification.draw, "verify_kernel": verify_by_parts}
+    for name, real in kernels.items():
+        monkeypatch.setattr(verification, name, watched(name, real))
+    monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype == torch.float32)
     return asked
 
 
@@ -103,8 +103,8 @@ def test_fused_step_decodes_the_same_tokens(request, coupling, acceptance, initi
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.trace.commit_call, expected.trace.commit_call)
     assert torch.equal(found.trace.target_calls, expected.trace.target_calls)
-    kernel = "draw" if acceptance == "identical" else "verify"
-    assert asked[0] == "draw" and set(asked[1:]) == {kernel}
+    kernel = "draw" if acceptance == "identical" else "verify_kernel"
+    assert asked[0] == "draw" and set(asked[1:]) == {kernel}  # slot 0, and the windows
 
 
 def test_identical_to_autoregressive_sampling_by_the_same_kernel(on_a_gpu):
@@ -114,27 +114,35 @@ def test_identical_to_autoregressive_sampling_by_the_same_kernel(on_a_gpu):
     assert torch.equal(found.tokens, expected.tokens)
 
 
+@pytest.mark.parametrize("coupling", ["gumbel", "independent", "maximal"])
+def test_drafts_from_the_last_law_are_drawn_without_the_kernel(request, coupling):
+    sampler = SpeculativeJacobiSampler(4, coupling, "exact", "last_law")
+    expected = decode(sampler)
+    asked = request.getfixturevalue("on_a_gpu")
+    assert torch.equal(decode(sampler).tokens, expected.tokens)
+    assert asked[0] == "draw" and set(asked[1:]) == {"verify_kernel"}
+
+
 def test_what_a_kernel_cannot_do_is_done_without_it(on_a_gpu):
     for sampler in (
-        SpeculativeJacobiSampler(4, "gumbel", "exact", "last_law"),
-        SpeculativeJacobiSampler(4, acceptance="grouped", code_distance=None),
+        SpeculativeJacobiSampler(4, "gumbel", "identical", "last_law"),  # wants the laws
+        SpeculativeJacobiSampler(4, acceptance="grouped", relaxation={"code_distance": None}),
     ):
         decode(sampler)
-    assert set(on_a_gpu) == {"draw"} and len(on_a_gpu) == 2  # slot 0
+    assert on_a_gpu == ["draw"] * 2  # slot 0
 
 
-def test_fused_state_holds_one_law_a_column(monkeypatch, on_a_gpu):
+def test_fused_state_holds_one_law_a_position(monkeypatch, on_a_gpu):
     """And labels by number: what the window moves over is not copied."""
-    real_step, seen = jacobi.step, []
+    settle, seen = SpeculativeJacobiSampler.settle, []
 
-    def step(model, state, *rest):
-        real_step(model, state, *rest)
-        assert state.draft_law.shape == (len(state.lengths), 6, 16)
-        kinds = state.draft_columns
-        assert (kinds[:, -1] == NO_DRAFT).all() and (kinds[:, :-1] != NO_DRAFT).all()
-        seen.append(kinds)
+    def watched(self, run, state, *rest):
+        settle(self, run, state, *rest)
+        assert state.label.laws.shape == (len(state.lengths), 6, 16)
+        assert state.label.rows.shape == (len(state.lengths), 5) and (state.label.rows != NO_DRAFT).all()
+        seen.append(state.label.rows)
 
-    monkeypatch.setattr(jacobi, "step", step)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "settle", watched)
     decode(SpeculativeJacobiSampler(6, "maximal", "exact", "left"))
     assert {POINT_LAW, 1, 2, 5} <= set(torch.cat(seen).flatten().tolist())
 
