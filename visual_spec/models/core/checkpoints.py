@@ -7,6 +7,7 @@ written beside each model.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import re
@@ -104,7 +105,7 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     return _unpack(path, read_content(path))
 
 
-def read_content(path: Path, keep: str = "{'model': c['model']}") -> Any:
+def read_content(path: Path, keep: str = '{"model": c["model"]}') -> Any:
     """What a file holds, read without running anything that is in it.
 
     Args:
@@ -156,9 +157,11 @@ def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
         asked = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|GLOBAL) ([\w.]+)", reason)
         if isinstance(error, pickle.UnpicklingError) and (asked or "Unsupported operand" in reason):
             what = f"the Python object {asked[1]}" if asked else "Python objects other than tensors"
+            # Double quotes inside, because the shell's are single ones.
+            literal = json.dumps(str(path), ensure_ascii=False)
             program = (
-                f"import torch; c = torch.load({str(path)!r}, map_location='cpu', weights_only=False); "
-                f"torch.save({keep}, 'weights.pt')"
+                f'import torch; c = torch.load({literal}, map_location="cpu", weights_only=False); '
+                f'torch.save({keep}, "weights.pt")'
             )
             raise ValueError(
                 f"{path} holds {what}, so reading it would need pickle, which can run any code; it is refused. If you "
