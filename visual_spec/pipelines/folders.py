@@ -95,7 +95,9 @@ def _read_manifest(folder: Path) -> dict[str, int] | None:
         written = json.loads(path.read_text()) if path.is_file() and not path.is_symlink() else None
     except ValueError:
         return None
-    files = written.get("files") if isinstance(written, dict) else None
-    if not isinstance(files, dict) or written.get("written_by") != "visual-spec convert":
+    if not isinstance(written, dict) or written.get("written_by") != "visual-spec convert":
+        return None
+    files = written.get("files")
+    if not isinstance(files, dict):
         return None
     return {**files, MANIFEST: path.stat().st_size}
