@@ -31,6 +31,8 @@ from visual_spec.data.shapes import (
     caption,
     sample_dataset,
 )
+from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
@@ -91,10 +93,19 @@ def tokenize_dataset(
 
     They are kept in `cache`, a folder, if one is given. For a `side` below the tokenizer's own the pictures are made
     smaller first, by averaging pixels.
+
+    Raises:
+        ValueError: `cache` holds the tokens of another tokenizer, or the words of another vocabulary.
     """
     path = cache / f"tokens_{side}_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    owner = f"{fingerprint([vq_model])} {list(encoder.config['vocabulary'])} {encoder.max_words}"
     if path and path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = read_content(path)
+        if not isinstance(saved, dict) or saved.get("owner") != owner:
+            raise ValueError(
+                f"{path} holds tokens of another tokenizer or words of another encoder; pass another --out folder, or "
+                "remove it."
+            )
         return saved["words"], saved["tokens"]
     words, tokens = [], []
     for start in range(0, count, 500):
@@ -106,7 +117,7 @@ def tokenize_dataset(
     result = torch.cat(words), torch.cat(tokens)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"words": result[0], "tokens": result[1]}, path)
+        torch.save({"words": result[0], "tokens": result[1], "owner": owner}, path)
     return result
 
 
@@ -157,7 +168,9 @@ def train_autoregressive(
     trained = [p for p in modules.parameters() if p.requires_grad]
     optimisers = muon_and_adamw(model.layers, trained, settings.learning_rate, settings.weight_decay)
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, modules=modules, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[vq_model], modules=modules, descend=descend
+    )
 
     weights = 1.0 + (settings.object_weight - 1.0) * object_tokens(words, tokens)
 

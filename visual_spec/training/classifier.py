@@ -109,7 +109,7 @@ def train_classifier(
         model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
     descend = Descent([optimiser], settings.steps, settings.learning_rate, clip=None)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
+    checkpoint = Checkpoint(out / "resume.pt", every, asdict(settings), model=model, descend=descend)
     model.train()
     for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.

@@ -289,7 +289,9 @@ def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, ever
     parameters = list(model.parameters())
     optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.8, 0.99), weight_decay=0.0)
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend, codes=codes)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), model=model, descend=descend, codes=codes
+    )
     model.train()
     for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.

@@ -343,7 +343,9 @@ def train_column_drafter(
         drafter.blocks, list(drafter.parameters()), settings.learning_rate, settings.weight_decay
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate, warmup=50)
-    checkpoint = Checkpoint(out / "resume.pt", every, drafter=drafter, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[model, encoder], drafter=drafter, descend=descend
+    )
     scales = torch.tensor(settings.guidance_scales, device=target.device)
     guidance = scales[torch.arange(settings.batch_size, device=target.device) % len(scales)]
     valid = target.valid.to(target.device)

@@ -242,7 +242,9 @@ def train_drafter(
     ]
     optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
     descend = Descent([optimiser], settings.steps, settings.learning_rate, warmup=50)
-    checkpoint = Checkpoint(out / "resume.pt", every, drafter=drafter, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[target], drafter=drafter, descend=descend
+    )
     for step in range(checkpoint.resume(), settings.steps):
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(drawn.tokens), size=settings.batch_size))

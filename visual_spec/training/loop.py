@@ -6,12 +6,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.fingerprint import fingerprint
+
+_ANEW = "remove the file to start anew, or choose another folder"
 
 
 def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
@@ -98,11 +103,22 @@ class Checkpoint:
     Args:
         path: of the file.
         every: steps between two of its versions.
+        settings: of the run, plain values by name. A run goes on with the same ones only.
+        reads: models that the run reads and does not change: a tokenizer, a teacher.
         parts: what has a `state_dict` and a `load_state_dict`.
     """
 
-    def __init__(self, path: Path, every: int, **parts: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        every: int,
+        settings: Mapping[str, Any],
+        *,
+        reads: Iterable[nn.Module] = (),
+        **parts: Any,
+    ) -> None:
         self.path, self.every, self.parts = path, every, parts
+        self.settings = {**settings, "weights of the models that are read": fingerprint(reads)}
         self.started = time.monotonic()
         self.seconds_before = 0.0
         self.curve: list[tuple[int, float]] = []
@@ -116,14 +132,39 @@ class Checkpoint:
         """Bring the parts to where an interrupted run left them; the step to go on with, 0 where there was none.
 
         What was saved on any device is loaded.
+
+        Raises:
+            ValueError: a damaged file, or one of a run with other settings or of a model of another size; names them.
         """
         if not self.path.exists():
             return 0
-        saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        saved = read_content(self.path)
+        wanted = {"settings", "curve", "seconds", "step", *self.parts}
+        if not isinstance(saved, dict) or not wanted <= saved.keys():
+            raise ValueError(f"{self.path} is no interrupted run of this trainer; {_ANEW}.")
+        self._refuse_other_settings(saved["settings"])
+        try:
+            for name, part in self.parts.items():
+                part.load_state_dict(saved[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{self.path} is of a run with a model of another size ({reason}); {_ANEW}."
+            ) from error
         self.curve, self.seconds_before = saved["curve"], saved["seconds"]
-        for name, part in self.parts.items():
-            part.load_state_dict(saved[name])
         return saved["step"]
+
+    def _refuse_other_settings(self, before: Mapping[str, Any]) -> None:
+        nothing = object()
+        changed = [
+            f"{name}={before.get(name, 'nothing')!r} (now {self.settings.get(name, 'nothing')!r})"
+            for name in {**before, **self.settings}
+            if before.get(name, nothing) != self.settings.get(name, nothing)
+        ]
+        if changed:
+            raise ValueError(
+                f"{self.path} is of a run with {', '.join(changed)}; pass the same to go on, or {_ANEW}."
+            )
 
     def after(self, step: int, total: int, loss: Tensor, *, curve_every: int = 20, digits: int = 4) -> None:
         """Note the loss of a step now and then, and save, and tell, where that is due."""
@@ -138,7 +179,8 @@ class Checkpoint:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".tmp")
         state = {name: part.state_dict() for name, part in self.parts.items()}
-        torch.save({**state, "curve": self.curve, "seconds": self.seconds, "step": step}, temporary)
+        record = {"settings": self.settings, "curve": self.curve, "seconds": self.seconds, "step": step}
+        torch.save({**state, **record}, temporary)
         os.replace(temporary, self.path)
 
     def remove(self) -> None:

@@ -261,7 +261,9 @@ def train_music(
         model.model.decoder.layers, trained, settings.learning_rate, settings.weight_decay
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, modules=modules, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[codec], modules=modules, descend=descend
+    )
     loss_of = _loss(model, encoder, settings)
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
     draw = _draw_masked if settings.kind == "masked" else _draw_autoregressive

@@ -51,7 +51,9 @@ def train_upsampler(
     )
     optimiser = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[vq_model], model=model, descend=descend
+    )
     model.train()
     for step in range(checkpoint.resume(), settings.steps):
         rng = np.random.default_rng((settings.seed, step))

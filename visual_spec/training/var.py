@@ -252,7 +252,14 @@ def train_var(
     parameters = list(model.parameters())
     optimisers = muon_and_adamw(model.blocks, parameters, settings.learning_rate, settings.weight_decay)
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt",
+        every,
+        asdict(settings),
+        reads=[vq_model, *([] if teacher is None else [teacher])],
+        model=model,
+        descend=descend,
+    )
 
     def loss_of(
         maps: list[Tensor],

@@ -141,7 +141,9 @@ def train_var_tokenizer(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend, averages=averages)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), model=model, descend=descend, averages=averages
+    )
     model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.

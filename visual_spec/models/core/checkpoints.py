@@ -102,7 +102,7 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
             what it is and what to do.
     """
     path = Path(path)
-    return _unpack(path, read_content(path))
+    return unpack_checkpoint(path, read_content(path))
 
 
 def read_content(path: Path, keep: str = '{"model": c["model"]}') -> Any:
@@ -175,7 +175,12 @@ def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
         ) from error
 
 
-def _unpack(path: Path, content: Any) -> Checkpoint:
+def unpack_checkpoint(path: Path, content: Any) -> Checkpoint:
+    """The weights in the content of a file (`read_content`), and the arguments of the training run.
+
+    Raises:
+        ValueError: there are no plain weights.
+    """
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; pass a file with a dict of weights.")
     inner = next((found for place in _CONTAINERS if (found := _at(content, place)) is not None), content)

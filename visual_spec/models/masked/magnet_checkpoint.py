@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers import EncodecConfig, EncodecModel, MusicgenForCausalLM
 from transformers.models.encodec.modeling_encodec import EncodecConvTranspose1d
@@ -33,13 +31,20 @@ from visual_spec.models.core.checkpoints import (
     read_content,
     some,
 )
-
-T = TypeVar("T")
+from visual_spec.models.masked.audiocraft_settings import (
+    TrainingSettings,
+    count,
+    counts,
+    flag,
+    number,
+    read_settings,
+    shown,
+    word,
+)
 
 LANGUAGE_MODEL, CODEC = "state_dict.bin", "compression_state_dict.bin"
 
 _KEEP = '{k: c[k] for k in ("best_state", "xp.cfg") if k in c}'
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OUTPUT_PROJECTION = "condition_provider.conditioners.description.output_proj"
 _LAYER_NAMES = {
     "self_attn": "self_attn",
@@ -231,7 +236,7 @@ def _file(source: str | os.PathLike, name: str) -> Path:
     return path
 
 
-def _unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], _Settings]:
+def _unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], TrainingSettings]:
     """Weights and settings."""
     state = content.get("best_state") if isinstance(content, Mapping) else None
     if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
@@ -242,121 +247,7 @@ def _unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], _Settings]:
             f"{path} holds no weights under 'best_state' ({held}); pass a file that audiocraft exported, such as the "
             f"{LANGUAGE_MODEL} and {CODEC} of facebook/magnet-small-10secs."
         )
-    return plain_weights(state, str(path)), _Settings(path, _read_settings(path, content.get("xp.cfg", "")))
-
-
-class _NoAliases(yaml.SafeLoader):
-    """Aliases let a few lines stand for a tree without end; audiocraft writes none."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds an alias (*name)")
-        return super().compose_node(parent, index)
-
-
-def _read_settings(path: Path, held: Any) -> dict[str, Any]:
-    """The settings of the training run, as YAML or as a mapping."""
-    try:
-        if isinstance(held, str):
-            held = yaml.load(held, _NoAliases)  # noqa: S506, a safe loader
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(
-            f"{path} has settings (xp.cfg) that are no plain YAML: {reason}; pass the file as audiocraft exported it."
-        ) from error
-    if held is not None and not isinstance(held, Mapping):
-        raise ValueError(f"{path} has settings (xp.cfg) that are no mapping, but a {type(held).__name__}.")
-    return dict(held or {})
-
-
-class _Settings:
-    """What a file says of the training run, by dotted names."""
-
-    def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
-        self.path, self.tree = path, tree
-
-    def __call__(self, name: str, default: Any = None) -> Any:
-        """A setting; one that refers to another, "${other.name}", is followed."""
-        return self._look_up(name, default, 0)
-
-    def of_kind(self, kind: Callable[[Any], T], name: str, default: Any) -> T:
-        """A setting as a number, a word, a flag ...
-
-        Raises:
-            ValueError: it is something else.
-        """
-        value = self(name, default)
-        try:
-            return kind(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"{self.path} was trained with {name}={_shown(value)}, which is no such setting of audiocraft; pass "
-                "the file as it was exported."
-            ) from error
-
-    def refuse_others(self, allowed: Mapping[str, Iterable[Any]]) -> None:
-        """Refuse settings that change what the weights mean. Those that are not there have their usual values."""
-        nothing = object()
-        found = {name: self(name, nothing) for name in allowed}
-        wrong = [
-            f"{name}={_shown(value)} instead of {next(iter(allowed[name]))!r}"
-            for name, value in found.items()
-            if value is not nothing and value not in allowed[name]
-        ]
-        if wrong:
-            raise ValueError(
-                f"{self.path} was trained with {', '.join(wrong)}, which transformers' modules do not compute; "
-                "official checkpoints do without."
-            )
-
-    def _look_up(self, name: str, default: Any, depth: int) -> Any:
-        if depth > 20:
-            raise ValueError(
-                f"{self.path} has settings (xp.cfg) that refer to each other in a circle, at {name}."
-            )
-        value: Any = self.tree
-        for part in name.split("."):
-            if isinstance(value, str) and (other := _REFERENCE.fullmatch(value)):
-                value = self._look_up(other[1], {}, depth + 1)
-            if not isinstance(value, Mapping) or part not in value:
-                return default
-            value = value[part]
-        if isinstance(value, str) and (other := _REFERENCE.fullmatch(value)):
-            return self._look_up(other[1], default, depth + 1)
-        return value
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or int(value) != value:
-        raise ValueError
-    return int(value)
-
-
-def _counts(value: Any) -> list[int]:
-    return [_count(item) for item in value]
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(float(value)):
-        raise ValueError
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return plain_weights(state, str(path)), read_settings(path, content.get("xp.cfg", ""))
 
 
 def _check_keys(
@@ -380,10 +271,10 @@ def _language_model(
     table, linear = weights.get("emb.0.weight"), weights.get("transformer.layers.0.linear1.weight")
     text = weights.get(f"{_OUTPUT_PROJECTION}.weight")
     if table is None or linear is None or text is None or not table.ndim == linear.ndim == text.ndim == 2:
-        shown = ", ".join(list(weights)[:4])
+        held = ", ".join(list(weights)[:4])
         raise ValueError(
             f"{path} is no MAGNeT checkpoint: of emb.0.weight, transformer.layers.0.linear1.weight and "
-            f"{_OUTPUT_PROJECTION}.weight it does not hold all as matrices, but {len(weights)} keys such as {shown}."
+            f"{_OUTPUT_PROJECTION}.weight it does not hold all as matrices, but {len(weights)} keys such as {held}."
         )
     books = len({key.split(".")[1] for key in weights if key.startswith("emb.")})
     layers = len({key.split(".")[2] for key in weights if key.startswith("transformer.layers.")})
@@ -405,7 +296,7 @@ def _language_model(
     _check_keys(path, weights, shapes, f"a MAGNeT of {books} codebooks, {layers} layers and width {dim}")
     if num_layers not in (None, layers):
         raise ValueError(
-            f"{path} holds {layers} layers, and its settings say {_shown(num_layers)}; copy or download it again."
+            f"{path} holds {layers} layers, and its settings say {shown(num_layers)}; copy or download it again."
         )
     if num_heads is None:
         raise ValueError(
@@ -454,48 +345,48 @@ def _renamed(weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
                 yield f"{start}.{'.'.join(part[4:])}", value
 
 
-def _settings(config: _Settings, num_codebooks: int) -> MagnetSettings:
-    duration = config.of_kind(_number, "dataset.segment_duration", 10)
+def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:
+    duration = config.of_kind(number, "dataset.segment_duration", 10)
     first = 20 if duration <= 10 else 60
     usual = [first] + [10] * (num_codebooks - 1)
-    reach = config.of_kind(_count, "transformer_lm.subcodes_context", 5)
+    reach = config.of_kind(count, "transformer_lm.subcodes_context", 5)
     generate = "generate.lm"
     return MagnetSettings(
         duration=duration,
-        frame_rate=config.of_kind(_count, "transformer_lm.compression_model_framerate", 50),
-        sampling_rate=config.of_kind(_count, "sample_rate", 32_000),
+        frame_rate=config.of_kind(count, "transformer_lm.compression_model_framerate", 50),
+        sampling_rate=config.of_kind(count, "sample_rate", 32_000),
         reach=None if reach < 0 else reach,
-        span=config.of_kind(_count, "masking.span_len", 3),
-        steps=tuple(config.of_kind(_counts, f"{generate}.decoding_steps", usual)),
-        temperature=config.of_kind(_number, f"{generate}.temp", 3.0),
-        top_k=config.of_kind(_count, f"{generate}.top_k", 0),
+        span=config.of_kind(count, "masking.span_len", 3),
+        steps=tuple(config.of_kind(counts, f"{generate}.decoding_steps", usual)),
+        temperature=config.of_kind(number, f"{generate}.temp", 3.0),
+        top_k=config.of_kind(count, f"{generate}.top_k", 0),
         # Audiocraft's 0 is no top-p.
-        top_p=config.of_kind(_number, f"{generate}.top_p", 0.9) or 1.0,
-        guidance_scale=config.of_kind(_number, f"{generate}.max_cfg_coef", 10.0),
-        least_guidance=config.of_kind(_number, f"{generate}.min_cfg_coef", 1.0),
-        text_encoder=config.of_kind(_word, "conditioners.description.t5.name", "t5-base"),
+        top_p=config.of_kind(number, f"{generate}.top_p", 0.9) or 1.0,
+        guidance_scale=config.of_kind(number, f"{generate}.max_cfg_coef", 10.0),
+        least_guidance=config.of_kind(number, f"{generate}.min_cfg_coef", 1.0),
+        text_encoder=config.of_kind(word, "conditioners.description.t5.name", "t5-base"),
     )
 
 
 # -- the codec ---------------------------------------------------------------------------------------------------------
 
 
-def _codec_config(config: _Settings, most: int) -> EncodecConfig:
-    """The configuration that the settings ask for, with at most `most` parts of a kind: as many as there are tensors."""
+def _codec_config(config: TrainingSettings, most: int) -> EncodecConfig:
+    """The configuration that the settings ask for, with at most `most` parts of a kind, the number of tensors."""
     of = config.of_kind
-    if not of(_count, "seanet.lstm", 2):
+    if not of(count, "seanet.lstm", 2):
         raise ValueError(
             f"{config.path} was trained with seanet.lstm=0; transformers' EnCodec always has an LSTM."
         )
-    rate = of(_count, "encodec.sample_rate", 32_000)
-    ratios = of(_counts, "seanet.ratios", [8, 5, 4, 2])
-    bins, books = of(_count, "rvq.bins", 1024), of(_count, "rvq.n_q", 8)
-    numbers = {"seanet.n_residual_layers": of(_count, "seanet.n_residual_layers", 1), "rvq.n_q": books}
-    numbers["seanet.lstm"] = of(_count, "seanet.lstm", 2)
-    for name, number in numbers.items():
-        if number > most:
+    rate = of(count, "encodec.sample_rate", 32_000)
+    ratios = of(counts, "seanet.ratios", [8, 5, 4, 2])
+    bins, books = of(count, "rvq.bins", 1024), of(count, "rvq.n_q", 8)
+    numbers = {"seanet.n_residual_layers": of(count, "seanet.n_residual_layers", 1), "rvq.n_q": books}
+    numbers["seanet.lstm"] = of(count, "seanet.lstm", 2)
+    for name, value in numbers.items():
+        if value > most:
             raise ValueError(
-                f"{config.path} was trained with {name}={number}, and holds {most} tensors; they differ."
+                f"{config.path} was trained with {name}={value}, and holds {most} tensors; they differ."
             )
     if min(rate, books, *ratios) < 1 or bins < 2:
         raise ValueError(
@@ -507,22 +398,22 @@ def _codec_config(config: _Settings, most: int) -> EncodecConfig:
         # Kilobits a second of all codebooks: transformers counts codebooks in them, rounding down.
         target_bandwidths=[(books + 0.01) * frame_rate * math.ceil(math.log2(bins)) / 1000],
         sampling_rate=rate,
-        audio_channels=of(_count, "encodec.channels", 1),
-        hidden_size=of(_count, "seanet.dimension", 128),
-        num_filters=of(_count, "seanet.n_filters", 32),
-        num_residual_layers=of(_count, "seanet.n_residual_layers", 1),
+        audio_channels=of(count, "encodec.channels", 1),
+        hidden_size=of(count, "seanet.dimension", 128),
+        num_filters=of(count, "seanet.n_filters", 32),
+        num_residual_layers=of(count, "seanet.n_residual_layers", 1),
         upsampling_ratios=ratios,
-        kernel_size=of(_count, "seanet.kernel_size", 7),
-        last_kernel_size=of(_count, "seanet.last_kernel_size", 7),
-        residual_kernel_size=of(_count, "seanet.residual_kernel_size", 3),
-        dilation_growth_rate=of(_count, "seanet.dilation_base", 2),
-        use_causal_conv=of(_flag, "seanet.causal", False),
-        pad_mode=of(_word, "seanet.pad_mode", "constant"),
-        compress=of(_count, "seanet.compress", 2),
-        num_lstm_layers=of(_count, "seanet.lstm", 2),
-        trim_right_ratio=of(_number, "seanet.decoder.trim_right_ratio", 1.0),
+        kernel_size=of(count, "seanet.kernel_size", 7),
+        last_kernel_size=of(count, "seanet.last_kernel_size", 7),
+        residual_kernel_size=of(count, "seanet.residual_kernel_size", 3),
+        dilation_growth_rate=of(count, "seanet.dilation_base", 2),
+        use_causal_conv=of(flag, "seanet.causal", False),
+        pad_mode=of(word, "seanet.pad_mode", "constant"),
+        compress=of(count, "seanet.compress", 2),
+        num_lstm_layers=of(count, "seanet.lstm", 2),
+        trim_right_ratio=of(number, "seanet.decoder.trim_right_ratio", 1.0),
         codebook_size=bins,
-        use_conv_shortcut=not of(_flag, "seanet.true_skip", True),
+        use_conv_shortcut=not of(flag, "seanet.true_skip", True),
     )
     assert made.num_quantizers == books
     return made
