@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.exactness.branching import Regions, cells, total_variation
+from tests.exactness.regions import Regions, cells, total_variation
 
 
 def random_laws(count: int, seed: int) -> torch.Tensor:
