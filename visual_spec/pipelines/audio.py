@@ -152,8 +152,8 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        sampler = sampler or make_sampler("column-jacobi")
-        return cls(model, None, None, sampler, tokenizer, **published | settings)
+        chosen = sampler or make_sampler("column-jacobi")
+        return cls(model, None, None, chosen, tokenizer, **published | settings)
 
     @classmethod
     def from_magnet(
