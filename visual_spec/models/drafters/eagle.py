@@ -18,6 +18,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import (
     LlamaGenTransformer,
     RMSNorm,
@@ -53,7 +54,7 @@ class EagleState(DecodeState):
         self.features, self.tree = self.features[rows], self.tree[rows]
 
 
-class EagleDrafter(ModelMixin, ConfigMixin):
+class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """Drafts for a `LlamaGenTransformer`, on all rows of a batch: with guidance both branches are drafted.
 
     It owns a projection of [token embedding; feature] to one vector, and one block of the target's kind over the image

@@ -13,6 +13,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 
 
@@ -27,7 +28,7 @@ class _ConvBlock(nn.Module):
         return x + self.conv2(F.gelu(self.conv1(self.norm(x))))
 
 
-class TokenUpsampler(ModelMixin, ConfigMixin):
+class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
     """Logits of the high-resolution tokens, each by itself, from the low-resolution ones.
 
     Args:
@@ -65,7 +66,7 @@ class TokenUpsampler(ModelMixin, ConfigMixin):
         return self.head(self.norm(x.flatten(2).mT))
 
 
-class MultiscaleDrafter(ModelMixin, ConfigMixin):
+class MultiscaleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """A low-resolution transformer and the up-sampler that reads its tokens.
 
     Args:
