@@ -12,6 +12,8 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.saved import SavedModel
+
 
 def _level(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
     return nn.Sequential(
@@ -21,7 +23,7 @@ def _level(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
     )
 
 
-class ShapesFeatures(ModelMixin, ConfigMixin):
+class ShapesFeatures(SavedModel, ModelMixin, ConfigMixin):
     """Pictures to features, and features to what the picture shows.
 
     Called on uint8 pictures, it is a `feature` module of `torchmetrics.image.fid.FrechetInceptionDistance`. On true

@@ -284,15 +284,23 @@ def check_values(weights: Mapping[str, Tensor], name: str, source: str = "the or
                 f"{name}: {key} is of {tensor.dtype}; weights are of {', '.join(map(_short, FLOATING))}. Nothing is "
                 f"cast without being asked; take {source}, or convert it yourself."
             )
-        if tensor.is_meta:
-            continue
+    check_finite(weights, name, source)
+
+
+def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
+    """Refuse floating weights with nan or infinity; those on the meta device have no values.
+
+    Raises:
+        ValueError: names the first key, and how many of its values are bad.
+    """
+    for key, tensor in weights.items():
         # A sum tells, without a second tensor as large; a sum that overflows is looked at again.
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        if not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
+        if not tensor.is_meta and not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
             bad = int((~tensor.isfinite()).sum())
             raise ValueError(
-                f"{name} is damaged: {bad} of {tensor.numel()} values of {key} are nan or infinite; copy or download "
-                f"{source} again."
+                f"{name} is damaged: {bad} of {tensor.numel()} values of {key} are nan or infinite in "
+                f"{_short(tensor.dtype)}; copy or download {source} again."
             )
 
 

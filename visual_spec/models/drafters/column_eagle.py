@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenModules, MusicgenState
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.drafters.eagle import attend_unrolled, shift
 
 
@@ -73,7 +74,7 @@ class ColumnEagleState(DecodeState):
     features: Tensor
 
 
-class ColumnEagleDrafter(ModelMixin, ConfigMixin):
+class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """Drafts columns for a MusicGen, in one row a sample. It reads no caption: the features have.
 
     The embeddings, positions and heads are the target's.
@@ -88,6 +89,8 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
     """
 
     _no_split_modules = ["ColumnBlock"]
+
+    stored_as = (torch.float8_e4m3fn,)  # the matrices of the embedded one (scripts/assemble_tunes.py)
 
     @register_to_config
     def __init__(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache, seen_in_tree
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import (
     LlamaGenTransformer,
     RMSNorm,
@@ -53,7 +54,7 @@ class EagleState(DecodeState):
         self.logits, self.features, self.tree = self.logits[rows], self.features[rows], self.tree[rows]
 
 
-class EagleDrafter(ModelMixin, ConfigMixin):
+class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """Drafts for a `LlamaGenTransformer`, on all rows of a batch: with guidance both branches are drafted.
 
     It owns a projection of [token embedding; feature] to one vector, and one block of the target's kind over the image

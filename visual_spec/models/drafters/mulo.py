@@ -14,6 +14,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 
 
@@ -28,7 +29,7 @@ class _ConvBlock(nn.Module):
         return x + self.conv2(F.gelu(self.conv1(self.norm(x))))
 
 
-class TokenUpsampler(ModelMixin, ConfigMixin):
+class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
     """Logits of the high-resolution tokens, each by itself, from the low-resolution ones.
 
     Args:
@@ -66,7 +67,7 @@ class TokenUpsampler(ModelMixin, ConfigMixin):
         return self.head(self.norm(rearrange(x, "b c h w -> b (h w) c")))
 
 
-class MultiscaleDrafter(ModelMixin, ConfigMixin):
+class MultiscaleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """A low-resolution transformer and the up-sampler that reads its tokens.
 
     Args:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
@@ -163,7 +164,7 @@ class InfinityBlock(nn.Module):
         return x + self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
 
 
-class InfinityTransformer(ModelMixin, ConfigMixin):
+class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `ScaleModel` over the bits of a bitwise multi-scale tokenizer, conditioned on T5 features of a caption.
 
     Logits of a scale are `[R, n * n * bits, 2]`: the bits of a place one after the other, places in raster order.

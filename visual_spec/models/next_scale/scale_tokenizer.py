@@ -9,14 +9,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
 from visual_spec.models.core.protocol import Side, area_of, shape_of
+from visual_spec.models.core.saved import SavedModel
 
 
-class MultiscaleTokenizer(ModelMixin, ConfigMixin):
+class MultiscaleTokenizer(SavedModel):
     """A `ScaleTokenizer` that makes tokens `[B, L]` of pictures: the maps from coarse to fine, each in raster order.
 
     A subclass sets `scales`, sides or (height, width) of the maps.

@@ -30,6 +30,7 @@ from visual_spec.models.core.checkpoints import (
     read_checkpoint,
 )
 from visual_spec.models.core.protocol import ScaleState, checked_stop
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_token.llamagen import rotate
@@ -158,7 +159,7 @@ class HeadNorm(nn.Module):
         return self.ada_lin(condition).unflatten(-1, (2, -1))
 
 
-class VARTransformer(ModelMixin, ConfigMixin):
+class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `ScaleModel` over the residual token maps of a multi-scale tokenizer, conditioned on a class.
 
     Args:

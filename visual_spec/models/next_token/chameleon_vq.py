@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
@@ -28,7 +29,7 @@ class _Codebook(nn.Module):
         self.embedding = nn.Embedding(size, dim)
 
 
-class ChameleonVQDecoder(ModelMixin, ConfigMixin):
+class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
     """Codes to pictures.
 
     Args:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
+from visual_spec.models.core.saved import SavedModel
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -175,7 +176,7 @@ class CaptionEmbedding(nn.Module):
         self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
 
 
-class LlamaGenTransformer(ModelMixin, ConfigMixin):
+class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `NextTokenModel` over a square grid of image tokens.
 
     Args:

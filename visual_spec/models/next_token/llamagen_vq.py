@@ -12,6 +12,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.vq_blocks import LLAMAGEN, AttentionBlock, Decoder, Design, Encoder
 
 PRESETS: dict[str, dict] = {
@@ -43,7 +44,7 @@ class VectorQuantizer(nn.Module):
         return rearrange(F.normalize(self.embedding(ids), dim=-1), "b h w d -> b d h w").contiguous()
 
 
-class VQModel(ModelMixin, ConfigMixin):
+class VQModel(SavedModel, ModelMixin, ConfigMixin):
     """Pictures to tokens and back.
 
     Args:

@@ -13,6 +13,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import TextCondition
 
 _WORD = re.compile(r"\w+")
@@ -40,7 +41,7 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class CaptionEncoder(ModelMixin, ConfigMixin):
+class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
     """Words to features.
 
     Args:
