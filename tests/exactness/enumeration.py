@@ -168,11 +168,12 @@ class Enumerator:
                 law.index_add_(0, tokens @ powers, mine[done])
                 self._measure(layer.rows(done.nonzero()[:, 0]))
         assert law is not None
-        totals = {
-            name: sum(float((visits[at] * amount).sum()) for at, amount in tally)
-            for name, tally in self.tallies.items()
-        }
-        return Enumeration(law, calls, totals["moved"], totals["tested"], visits, by_call, layers)
+        self.visits = visits
+        return Enumeration(law, calls, self.total("moved"), self.total("tested"), visits, by_call, layers)
+
+    def total(self, name: str) -> float:
+        """The mean of what was tallied."""
+        return sum(float((self.visits[at] * amount).sum()) for at, amount in self.tallies[name])
 
     def _measure(self, ended: Branches) -> None:
         """What a sampler finds out on the finished tokens."""
