@@ -13,6 +13,7 @@ import torch
 from tests.kernels.interpreter import run_interpreted
 from tests.models.columns.test_musicgen import IDS, MASK, musicgen
 from tests.samplers.drafting import MODEL, NEAR
+from tests.samplers.settings import lossy
 from visual_spec.kernels import clustered_mass, grouped_mass, lantern_mass, neighbour_mass
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
@@ -21,6 +22,7 @@ from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedMod
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.relaxed import Relaxation
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -47,8 +49,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, name in (*OPERATORS, (masking, "masked_sample")):
         monkeypatch.setattr(module, name, watched(module, name))
     monkeypatch.setattr(neighbour_mass, "on_gpu", lambda tensor: True)
-    for module in (verification, masking):
-        monkeypatch.setattr(module, "fits", lambda logits: logits.dtype != torch.float64)
+    monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype != torch.float64)
+    monkeypatch.setattr(masking, "fits", lambda logits: logits.dtype != torch.float64)
     return names
 
 
@@ -61,18 +63,12 @@ def same(found: SampleResult, expected: SampleResult) -> None:
 
 # ------------------------------------------------------------------------------------------------------ relaxed rules
 
-
-def settings(acceptance: str, **relaxation: Any) -> dict[str, Any]:
-    """The settings of a sampler."""
-    return dict(acceptance=acceptance, relaxation=relaxation)
-
-
 RULES: dict[str, dict[str, Any]] = {
-    "grouped": settings("grouped", group_size=5, code_distance=2.0, probability_gap=0.3),
-    "clustered": settings("clustered", group_size=3),
-    "lantern": settings("lantern", delta=0.3, neighbours=4),
-    "lantern++": settings("lantern", factor=3.0, neighbours=4),
-    "bounded": settings("grouped", group_size=5, code_distance=None, delta=0.1, bounded=True),
+    "grouped": lossy("grouped", group_size=5, code_distance=2.0, probability_gap=0.3),
+    "clustered": lossy("clustered", group_size=3),
+    "lantern": lossy("lantern", delta=0.3, neighbours=4),
+    "lantern++": lossy("lantern", factor=3.0, neighbours=4),
+    "bounded": lossy("grouped", group_size=5, code_distance=None, delta=0.1, bounded=True),
 }
 CODES = torch.nn.functional.normalize(
     torch.randn(4, 12, 3, generator=torch.Generator().manual_seed(0)), dim=-1
@@ -115,10 +111,9 @@ def test_relaxed_samplers_decode_the_same_tokens_by_the_operators(request, kind,
 def test_laws_in_float64_are_tested_without_the_operators(asked):
     options: dict[str, Any] = dict(law=TokenLaw(), batch_size=3, codebook=CODES[0])
     for rule in RULES.values():
-        sampler = SpeculativeJacobiSampler(4, **rule)
-        sampler(MODEL, torch.tensor([1, 0, 2]), **options)
+        SpeculativeJacobiSampler(4, **rule)(MODEL, torch.tensor([1, 0, 2]), **options)
         wide, narrow = torch.zeros(1, 1, 12).log_softmax(-1).double(), torch.zeros(1, 1, 12).log_softmax(-1)
-        probability = sampler.relaxation.rule(CODES[0], "cpu").probability
+        probability = Relaxation.of(rule["acceptance"], rule["relaxation"]).rule(CODES[0], "cpu").probability
         found = probability(narrow, wide, torch.tensor([[3]]))
         torch.testing.assert_close(found, torch.ones(1, 1, dtype=torch.float64), rtol=0, atol=1e-6)
     assert not asked
