@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from visual_spec.eval.tables import markdown
+
 # Columns of what a call spends its time on; those of phases that a sampler does not tell apart stay empty.
 PHASES = ["forward", "verify", "host gap"]
 
@@ -71,18 +73,3 @@ def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:
         lines.append([f"{scale:g}", name, *values, counted])
     header = ["guidance", f"{unit} per call", *(f"W={window}" for window in windows), "same as plain"]
     return markdown(header, lines)
-
-
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, words to the left and numbers to the right."""
-    widths = [max(3, *(len(line[i]) for line in [header, *lines])) for i in range(len(header))]
-    words = [name in ("sampler", "tokens per call", "columns per call", "accuracy of") for name in header]
-
-    def join(cells: Sequence[str]) -> str:
-        padded = [c.ljust(w) if left else c.rjust(w) for c, w, left in zip(cells, widths, words, strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = [
-        ":" + "-" * (w - 1) if left else "-" * (w - 1) + ":" for w, left in zip(widths, words, strict=True)
-    ]
-    return "\n".join([join(header), "| " + " | ".join(rule) + " |", *map(join, lines)])
