@@ -24,16 +24,12 @@ class Medium:
     """How samples of one medium are handled.
 
     Attributes:
-        samples: what they are called, in the plural.
-        truth: what the true samples are called.
         ids: name of the token ids in the output of a pipeline.
         finished: name of the finished samples in it, which are the canvas where the output type is "latent".
         show: (pipeline, stored samples) -> what is judged: pictures uint8 [N, H, W, 3], or clips float32 [N, samples].
         encode: (pipeline, what is judged) -> what the tokenizer or codec makes of it, as samples are stored.
     """
 
-    samples: str
-    truth: str
     ids: str
     finished: str
     show: Callable[[Any, np.ndarray], np.ndarray]
@@ -97,6 +93,6 @@ def codec_of(pipe: Any) -> Any:
 
 
 MEDIA = {
-    "image": Medium("pictures", "true scenes", "tokens", "images", pictures_of, encode_pictures),
-    "audio": Medium("clips", "true clips", "codes", "audios", clips_of, codes_of),
+    "image": Medium("tokens", "images", pictures_of, encode_pictures),
+    "audio": Medium("codes", "audios", clips_of, codes_of),
 }
