@@ -206,6 +206,26 @@ def test_the_curve_counts_what_single_samples_take(model, capsys):
     assert table[0]["same as plain"] == "6 of 6"
 
 
+def test_a_curve_has_samplers_with_and_without_windows(model, capsys):
+    arguments = ["--curve", "--prompts", "2", "--windows", "3", "12", "--guidance-scales", "1"]
+    asked = [IDENTICAL, "parallel-jacobi", "speculative-jacobi:window=5,coupling=maximal,acceptance=exact"]
+    document, table = run(capsys, model, *arguments, "--samplers", *asked)
+    windows = [row["window"] for row in document["rows"]]
+    assert windows == [3, 12, None, 5]
+    assert list(table[0]) == [
+        "guidance",
+        "tokens per call",
+        "W=3",
+        "W=5",
+        "W=12",
+        "no window",
+        "same as plain",
+    ]
+    measured = [[name for name, cell in line.items() if "+-" in cell] for line in table]
+    assert measured == [["W=3", "W=12"], ["no window"], ["W=5"]]
+    assert [line["same as plain"] for line in table] == ["4 of 4", "-", "-"]
+
+
 def test_the_standard_error_of_tokens_per_call_agrees_with_the_jackknife():
     calls = [60, 75, 81, 66, 70, 90, 59, 77, 68, 73]
     rate, error = ratio_with_error([256] * 10, calls)

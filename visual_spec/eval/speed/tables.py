@@ -61,15 +61,23 @@ def bench_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:
-    """Markdown: tokens, or `unit`, per call, one line per guidance and method, one column per window."""
-    windows = sorted({row["window"] for row in rows})
+    """Markdown: tokens, or `unit`, per call, one line per guidance and setting, one column per window."""
+    windows = sorted({row["window"] for row in rows}, key=_numbers_first)
     cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in rows}
     lines = []
     for scale, name in dict.fromkeys((row["guidance_scale"], row["name"]) for row in rows):
-        row = [cells[scale, name, window] for window in windows]
-        same = [cell["identical_samples"] for cell in row]
-        counted = "-" if same[0] is None else f"{sum(same)} of {sum(cell['samples'] for cell in row)}"
-        values = [f"{cell[f'{unit}_per_call']:.2f} +- {cell['standard_error']:.2f}" for cell in row]
+        found = [cells.get((scale, name, window)) for window in windows]
+        values = [
+            "-" if one is None else f"{one[f'{unit}_per_call']:.2f} +- {one['standard_error']:.2f}"
+            for one in found
+        ]
+        measured = [one for one in found if one is not None]
+        same = [one["identical_samples"] for one in measured]
+        counted = "-" if None in same else f"{sum(same)} of {sum(one['samples'] for one in measured)}"
         lines.append([f"{scale:g}", name, *values, counted])
-    header = ["guidance", f"{unit} per call", *(f"W={window}" for window in windows), "same as plain"]
-    return markdown(header, lines)
+    columns = ["no window" if window is None else f"W={window}" for window in windows]
+    return markdown(["guidance", f"{unit} per call", *columns, "same as plain"], lines)
+
+
+def _numbers_first(window: int | str | None) -> tuple[bool, int, str]:
+    return not isinstance(window, int), window if isinstance(window, int) else 0, str(window)
