@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
 	$(BIN)/visual-spec generate $(DEMO_CLASSES) --model shapes_var --compare --out demo/scales --overwrite
-	$(BIN)/visual-spec generate --music $(DEMO_TUNES) --compare --window 4 --out demo/music --overwrite
-	$(BIN)/visual-spec generate --music $(DEMO_TUNES) --model tunes_masked --out demo/music-masked --overwrite
+	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --compare --window 4 --out demo/music --overwrite
+	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes_masked --out demo/music-masked --overwrite
 
 test: $(STAMP)
 	$(PYTEST)
@@ -41,8 +41,8 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 bench: $(STAMP)
-	$(BIN)/visual-spec bench --methods gumbel+identical --windows 8 16 32 64 --batch-sizes 1
-	$(BIN)/visual-spec bench --methods gumbel+identical --windows 2 4 8 16 --batch-sizes 8
+	$(BIN)/visual-spec bench --samplers speculative-jacobi --windows 8 16 32 64 --batch-sizes 1
+	$(BIN)/visual-spec bench --samplers speculative-jacobi --windows 2 4 8 16 --batch-sizes 8
 
 clean:
 	rm -rf .venv build demo *.egg-info

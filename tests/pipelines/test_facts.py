@@ -65,6 +65,7 @@ EXPECTED = {
             plain_sampler="scale-wise:ramp=false",
             fast_sampler="scale-wise",
             default_settings={"guidance_scale": 4.0, "temperature": 0.5, "top_k": 0, "top_p": 0.97},
+            comparable=False,
             stored_as="canvas",
         ),
     ),

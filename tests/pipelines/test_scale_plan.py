@@ -5,7 +5,7 @@ import torch
 
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
-from visual_spec.eval.rows import scale_rows
+from visual_spec.eval.defaults import scale_settings
 from visual_spec.models.next_scale import scale_cache
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
@@ -147,10 +147,10 @@ def test_a_refiner_of_some_scales_draws_no_others(pipe, tmp_path):
     assert drawn(pipe, ScalePlan(3)).trace.model_calls == (3, 1)
     assert drawn(pipe, ScalePlan(1, refiner=str(tmp_path / "other"))).trace.model_calls == (1, 3)
     assert pipe.config["refiner_first_scale"] == 3
-    texts = scale_rows({"refiner": ["a", "b"], "refiner_first_scale": 3}, SIDES).others
+    texts = scale_settings(pipe.facts, {"refiner": ["a", "b"], "refiner_first_scale": 3}, SIDES).others
     splits = {text.split("num_draft_scales=")[1].split(",")[0] for text in texts}
     assert splits == {"3", "all"}
-    free = scale_rows({"refiner": ["a", "b"]}, SIDES).others
+    free = scale_settings(pipe.facts, {"refiner": ["a", "b"]}, SIDES).others
     assert any("num_draft_scales=0" in text for text in free) and any(
         "num_draft_scales=2" in text for text in free
     )

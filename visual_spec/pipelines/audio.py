@@ -544,7 +544,7 @@ class AudioPipeline(VisualPipeline):
             listener=None if callback_on_step_end is None else listen,
             law=law,
             generator=generator,
-            **self._sampler_parts(),
+            **self.sampler_parts(),
         )
         self.last_trace = trace
         audios: Any = codes
@@ -587,7 +587,7 @@ class AudioPipeline(VisualPipeline):
             settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
         return MusicgenColumnModel(model, num_frames, prompt_frames=prompt_frames, **settings)
 
-    def _sampler_parts(self) -> dict[str, Any]:
+    def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter for each window, the codes of each codebook."""
         if getattr(self.sampler, "needs_drafter", False):
             wake(self.drafter)

@@ -18,7 +18,8 @@ class PipelineFacts:
         plain_sampler: its plain decoding, as on the command line.
         fast_sampler: what `visual_spec.accelerate` sets when no sampler is named.
         default_settings: the law's settings where none are given.
-        comparable: whether an accelerated decoding is compared with the plain one. A masked model has only its own.
+        comparable: whether an accelerated decoding is compared with the plain one. Masked models and Infinity have one
+            way to decode.
         stored_as: what keeps a sample: its token "ids", or the finished "canvas" where ids do not tell the picture.
     """
 

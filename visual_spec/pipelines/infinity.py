@@ -146,6 +146,7 @@ class InfinityPipeline(VisualPipeline):
                 "top_k": 0,
                 **cls._saved_law(settings, "guidance_scale", "temperature", "top_p"),
             },
+            comparable=False,
             stored_as="canvas",  # its ids are bits, which only the decoding adds up
         )
 

@@ -100,7 +100,7 @@ class TokenImagePipeline(VisualPipeline):
                 f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
             )
 
-    def _sampler_parts(self) -> dict[str, Any]:
+    def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter, the codebook."""
         parts = {}
         if getattr(self.sampler, "needs_drafter", False):
@@ -151,7 +151,7 @@ class TokenImagePipeline(VisualPipeline):
                 generator=generator,
                 batch_size=batch_size,
                 callback=None if bar.disable and callback is None else progress,
-                **self._sampler_parts(),
+                **self.sampler_parts(),
             )
             progress.finish()
         self.last_trace = result.trace

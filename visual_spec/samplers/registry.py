@@ -26,7 +26,7 @@ class SamplerEntry:
         promise: what its output is, in words, for tables.
         needs: "drafter" where it needs a second model, else "".
         plain: whether it is the plain decoding of its kind of calls, which others are compared with.
-        rows: the settings that `bench` and `eval` measure when none are named, as on the command line; ("",) measures
+        settings: what `bench` and `eval` measure when no samplers are named, as on the command line; ("",) measures
             the defaults, and () measures nothing.
     """
 
@@ -36,7 +36,7 @@ class SamplerEntry:
     promise: str
     needs: str = ""
     plain: bool = False
-    rows: tuple[str, ...] = ("",)
+    settings: tuple[str, ...] = ("",)
 
     @property
     def class_name(self) -> str:
@@ -59,23 +59,33 @@ SAMPLERS = (
         f"{_HERE}.jacobi:SpeculativeJacobiSampler",
         RASTER,
         "identical or lossless; grouped, relaxed: measured",
+        settings=(
+            "",
+            "coupling=gumbel,acceptance=exact",
+            "coupling=maximal,acceptance=exact",
+            "coupling=independent,acceptance=exact",
+        ),
     ),
-    SamplerEntry("proactive-jacobi", f"{_HERE}.proactive:ProactiveJacobiSampler", TREE, "lossless", rows=()),
     SamplerEntry(
-        "drafted", f"{_HERE}.drafted:DraftedSampler", RASTER, "identical or lossless", DRAFTER, rows=()
+        "proactive-jacobi", f"{_HERE}.proactive:ProactiveJacobiSampler", TREE, "lossless", settings=()
     ),
-    SamplerEntry("tree", f"{_HERE}.tree:TreeSampler", TREE, "lossless; relaxed: measured", DRAFTER, rows=()),
+    SamplerEntry(
+        "drafted", f"{_HERE}.drafted:DraftedSampler", RASTER, "identical or lossless", DRAFTER, settings=()
+    ),
+    SamplerEntry(
+        "tree", f"{_HERE}.tree:TreeSampler", TREE, "lossless; relaxed: measured", DRAFTER, settings=()
+    ),
     SamplerEntry(
         "multiscale",
         f"{_HERE}.mulo:MultiscaleSampler",
         RASTER,
         "measured (the drafter is of lower resolution)",
         DRAFTER,
-        rows=(),
+        settings=(),
     ),
-    SamplerEntry("zipar", f"{_HERE}.zipar:ZipARSampler", ORDER, "measured", rows=()),
+    SamplerEntry("zipar", f"{_HERE}.zipar:ZipARSampler", ORDER, "measured", settings=()),
     SamplerEntry(
-        "parallel-jacobi", f"{_HERE}.parallel_jacobi:ParallelJacobiSampler", ORDER, "measured", rows=()
+        "parallel-jacobi", f"{_HERE}.parallel_jacobi:ParallelJacobiSampler", ORDER, "measured", settings=()
     ),
     SamplerEntry(
         "columns", f"{_HERE}.columns:ColumnAutoregressiveSampler", COLUMNS, "the reference", plain=True
@@ -85,7 +95,7 @@ SAMPLERS = (
         f"{_HERE}.columns_jacobi:ColumnJacobiSampler",
         COLUMNS,
         "identical or lossless; relaxed: measured",
-        rows=(
+        settings=(
             "",
             "coupling=gumbel,acceptance=exact",
             "coupling=maximal,acceptance=exact",
@@ -100,7 +110,7 @@ SAMPLERS = (
         COLUMNS,
         "identical or lossless",
         DRAFTER,
-        rows=("", "acceptance=identical"),
+        settings=("", "acceptance=identical"),
     ),
     SamplerEntry("masked", f"{_HERE}.masked:MaskedSampler", MASKED, "a law of its own", plain=True),
     SamplerEntry(

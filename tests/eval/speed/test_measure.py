@@ -1,17 +1,23 @@
 """What a call is said to spend its time on, what a machine is said to reach, and what a device computes in."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.tiny import tiny_pipeline
-from visual_spec.eval.speed import bench, measure, timing
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.eval import machine
+from visual_spec.eval.defaults import with_setting
+from visual_spec.eval.settings import parse_setting
+from visual_spec.eval.speed import bench, measure, token_bench
+from visual_spec.models.core.protocol import DecodeState
+from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LAW = TokenLaw()
+SETTINGS = [parse_setting(text, LAW, 0) for text in ("autoregressive", "speculative-jacobi:window=4")]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -111,7 +117,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
     ):
         measure.refuse_dtype(GPU, torch.bfloat16)
     with pytest.raises(ValueError, match="does not compute in bfloat16"):
-        monkeypatch.setattr(bench, "choose_device", lambda name: GPU)
+        monkeypatch.setattr(machine, "choose_device", lambda name: GPU)
         bench.main(["--random-weights", "--model", "llamagen-b", "--dtype", "bfloat16"])
 
 
@@ -121,39 +127,48 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
 )
 def test_devices_that_are_not_there_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        bench.choose_device(name)
+        machine.choose_device(name)
 
 
 # -- rows with and without a recorded graph ----------------------------------------------------------------------------
 
 
 def test_on_cuda_every_sampler_has_a_row_without_and_with_a_graph():
-    entries = [
-        timing.Entry("autoregressive", AutoregressiveSampler(), 1),
-        timing.Entry("jacobi", SpeculativeJacobiSampler(window=7, coupling="maximal", acceptance="exact"), 7),
+    texts = [
+        "autoregressive",
+        "speculative-jacobi:window=7,coupling=maximal,acceptance=exact",
+        "zipar:window=2",  # records nothing
+        "speculative-jacobi:graph=true",  # says itself
     ]
-    found = timing.with_graphs(entries, GPU, recordable=True)
-    assert [(entry.name, entry.window, entry.sampler.config["graph"]) for entry in found] == [
-        ("autoregressive, eager", 1, False),
-        ("autoregressive, graph", 1, True),
-        ("jacobi, eager", 7, False),
-        ("jacobi, graph", 7, True),
+    settings = [parse_setting(text, LAW, 3) for text in texts]
+    found = token_bench.with_graphs(settings, GPU, recordable=True)
+    assert [(one.text, one.window, one.sampler.config.get("graph")) for one in found] == [
+        ("autoregressive:graph=false", None, False),
+        ("autoregressive:graph=true", None, True),
+        (f"{texts[1]},graph=false", 7, False),
+        (f"{texts[1]},graph=true", 7, True),
+        ("zipar:window=2", 2, None),
+        ("speculative-jacobi:graph=true", 32, True),
     ]
-    for entry in found[2:]:
-        assert (entry.sampler.config["coupling"], entry.sampler.config["acceptance"]) == ("maximal", "exact")
-    assert [entry.name for entry in timing.with_graphs(entries, GPU, recordable=False)] == [
-        "autoregressive, eager",
-        "jacobi, eager",
-    ]
-    assert timing.with_graphs(entries, CPU, recordable=True) == entries
+    # They are what their text says.
+    assert [parse_setting(one.text, LAW, 3).describe() for one in found] == [one.describe() for one in found]
+    alone = token_bench.with_graphs(settings[:2], GPU, recordable=False)
+    assert [one.text for one in alone] == ["autoregressive:graph=false", f"{texts[1]},graph=false"]
+    assert token_bench.with_graphs(settings, CPU, recordable=True) == settings
+
+
+def test_only_states_that_name_their_buffers_are_recorded():
+    pipe = tiny_pipeline()
+    state = pipe.transformer.prefill(pipe.encode_prompt("a"), batch_size=1, guided=False, window=1)
+    assert can_record(state)
+    assert not can_record(DecodeState(logits=torch.zeros(1, 3), guided=False, window=1))
 
 
 def test_phases_of_embedded_rows_are_those_of_their_decodes(monkeypatch):
     monkeypatch.setattr(measure, "phase_figures", lambda *given, device, busy_ms: {"given": given})
-    rows = timing.bench(
-        tiny_pipeline(), timing.make_samplers(["gumbel+identical"], [4]), TokenLaw(), ["a red circle"],
-        batch_size=2, runs=5, warmup=1, seed=0, no_cache=False,
-    )  # fmt: skip
+    rows = token_bench.time_settings(
+        tiny_pipeline(), SETTINGS, ["a red circle"], batch_size=2, runs=5, warmup=1, no_cache=False
+    )
     for row in rows:
         seconds, phases, calls = row["given"]
         assert len(seconds) == len(phases) == 5
@@ -167,25 +182,24 @@ def test_the_rows_of_a_gpu_are_measured_twice_where_its_model_can_be_recorded(mo
     """The pairing itself, on a processor: graph rows decode as "auto" there."""
     asked = []
 
-    def pairs(entries, device, *, recordable):
+    def pairs(settings, device, *, recordable):
         asked.append(recordable)
         return [
-            timing.Entry(f"{entry.name}, {suffix}", entry.sampler, entry.window)
-            for entry in entries
-            for suffix in ("eager", "graph")
+            replace(one, text=with_setting(one.text, f"graph={word}"))
+            for one in settings
+            for word in ("false", "true")
         ]
 
-    monkeypatch.setattr(timing, "with_graphs", pairs)
-    rows = timing.bench(
-        tiny_pipeline(), timing.make_samplers(["gumbel+identical"], [4]), TokenLaw(), ["a red circle"],
-        batch_size=1, runs=5, warmup=0, seed=0, no_cache=True,
-    )  # fmt: skip
+    monkeypatch.setattr(token_bench, "with_graphs", pairs)
+    rows = token_bench.time_settings(
+        tiny_pipeline(), SETTINGS, ["a red circle"], batch_size=1, runs=5, warmup=0, no_cache=True
+    )
     assert asked == [True] and [row["name"] for row in rows] == [
-        "autoregressive, eager",
-        timing.NO_CACHE,
-        "autoregressive, graph",
-        "jacobi gumbel+identical, eager",
-        "jacobi gumbel+identical, graph",
+        "autoregressive:graph=false",
+        token_bench.NO_CACHE,
+        "autoregressive:graph=true",
+        "speculative-jacobi:graph=false",
+        "speculative-jacobi:graph=true",
     ]
     plain = [rows[0]["seconds"], rows[2]["seconds"]]
     best = min(plain, key=lambda seconds: sorted(seconds)[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -133,3 +134,10 @@ def wrap_text(text: str, size: int, width: int, most: int = 5) -> list[str]:
             line = line.removesuffix("...")[:-1] + "..."
         lines[index] = line
     return lines
+
+
+def png_bytes(picture: Image.Image) -> bytes:
+    """A picture as a PNG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.eval.files import refuse_existing, render_page, write_atomically
+from visual_spec.eval.words import words_of
 
 Row = dict[str, Any]
 _Point = tuple[float, float, str, str]  # x, y, number, colour
@@ -98,11 +99,10 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     def frechet(row: Row) -> Row:
         return row["features"][extractor]["frechet_to_real"]
 
-    by_scales = document["rows"][0].get("cache") is not None
-    music = "sampling_rate" in document["settings"]
+    words = words_of(document)
 
     def accuracy(row: Row) -> Row:
-        return row["accuracy"]["all_correct" if by_scales else "mean_attribute"]
+        return row["accuracy"]["all_correct" if words.caches else "mean_attribute"]
 
     # On a processor its own seconds: the clock also counts what others did there meanwhile.
     first = document["rows"][0]
@@ -111,8 +111,8 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     alone = first[clock]["alone_speed_up"] is not None
     batch = 1 if alone else first[clock]["batch_size"]
     across = [
-        # All rows of a next-scale model take one call a scale: what differs is how large models and caches are.
-        Axis("times less cache", _cache) if by_scales else Axis("speed-up in model calls", _calls),
+        # All settings of a next-scale model take one call a scale: what differs is how large models and caches are.
+        Axis("times less cache", _cache) if words.caches else Axis("speed-up in model calls", _calls),
         Axis(
             f"speed-up in {unit}, batch {batch} (bars: p20 to p80)",
             _clock(clock, "alone_speed_up" if alone else "speed_up"),
@@ -120,13 +120,13 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     ]
     up = [
         Axis(
-            f"{'class' if by_scales else 'prompt'} accuracy, plain = 1",
+            f"{'class' if words.caches else 'prompt'} accuracy, plain = 1",
             _relative(accuracy),
             lambda row: 100 * accuracy(row)["value"],
-            "classes right, %" if by_scales else "attributes right, %",
+            "classes right, %" if words.caches else "attributes right, %",
         ),
         Axis(
-            f"Frechet distance to true {'clips' if music else 'scenes'}, plain = 1",
+            f"Frechet distance to true {words.truth}, plain = 1",
             _relative(frechet),
             lambda row: frechet(row)["value"],
             f"Frechet distance ({extractor} features), low is good",
@@ -354,7 +354,9 @@ def write_page(
         for extractor in extractors:
             content = base64.b64encode(_image(draw_frontier(document, extractor), "svg")).decode()
             charts.append((extractor, f"data:image/svg+xml;base64,{content}"))
-        sections.append({"document": document, "extractors": extractors, "charts": charts})
+        sections.append(
+            {"document": document, "words": words_of(document), "extractors": extractors, "charts": charts}
+        )
     page = render_page("frontier.html.jinja", title=title, sections=sections, styles=STYLES)
     return write_atomically(path, page, overwrite=overwrite)
 

@@ -9,7 +9,6 @@ Of a next-scale model every call commits a whole map of tokens; there the map sh
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from visual_spec.eval.report.drawing import (
     fit_square,
     keyed_strip,
     legend_strip,
+    png_bytes,
     text_width,
     wrap_text,
 )
@@ -407,6 +407,4 @@ def _measured(calls: int, seconds: float) -> str:
 
 
 def _data_url(picture: Image.Image) -> str:
-    buffer = io.BytesIO()
-    picture.convert("RGB").save(buffer, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return "data:image/png;base64," + base64.b64encode(png_bytes(picture.convert("RGB"))).decode()

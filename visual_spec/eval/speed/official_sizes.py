@@ -21,7 +21,7 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCond
 TEXT_LENGTH = 64
 # Float32 arrays of the size of the logits that are alive at the peak of a step: guided and filtered logits, two laws,
 # their exponentials, the residual, and noise.
-_LAW_ARRAYS = 8
+LAW_ARRAYS = 8
 # Arrays of the size of the widest layer that are alive in the forward of a prompt.
 _WIDE_ARRAYS = 4
 
@@ -84,7 +84,7 @@ class OfficialModel:
         return {
             "weights": self.parameters * size,
             "cache": rows * places * self.cached * size,
-            "logits": rows * scored * 4 * _LAW_ARRAYS,
+            "logits": rows * scored * 4 * LAW_ARRAYS,
             "prompt": rows * read * self.widest * size * _WIDE_ARRAYS,
         }
 
@@ -195,6 +195,11 @@ def of_llamagen(name: str, model: LlamaGenTransformer) -> OfficialModel:
         guidance_scale=defaults["default_guidance_scale"],
         top_k=defaults["default_top_k"],
     )
+
+
+def described(model: Any) -> OfficialModel | None:
+    """The description of a model that is there; None for one of another architecture."""
+    return of_llamagen("", model) if isinstance(model, LlamaGenTransformer) else None
 
 
 def random_condition(model: LlamaGenTransformer, batch_size: int) -> TextCondition | Tensor:

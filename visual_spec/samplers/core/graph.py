@@ -102,7 +102,8 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
 
 
 def can_record(state: Any) -> bool:
-    """Whether the models' states in a sampler's state say which of their tensors last from call to call."""
+    """Whether a model's state, or the models' states in a sampler's state, say which of their tensors last from call to
+    call."""
     return all(_has_buffers(cache) for cache in _caches(state))
 
 
@@ -238,6 +239,8 @@ def _follow(parts: Parts, path: Path) -> Any:
 
 
 def _caches(state: Any) -> list[DecodeState]:
+    if isinstance(state, DecodeState):
+        return [state]
     return [value for value in vars(state).values() if isinstance(value, DecodeState)]
 
 

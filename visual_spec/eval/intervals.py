@@ -1,4 +1,4 @@
-"""Figures with their 95 % intervals, as {value, low, high}."""
+"""Figures with their 95 % intervals, as {value, low, high}, and quantiles of timings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 Figure = dict[str, float]
+QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 Z_95 = 1.959963984540054  # the 97.5 % point of the normal law
 
 
@@ -49,8 +50,10 @@ def mean_figure(values: Sequence[float]) -> Figure:
     return {"value": mean, "low": mean - reach, "high": mean + reach}
 
 
-def ratio_figure(above: Sequence[float], below: Sequence[float]) -> Figure:
-    """Sum over sum of paired values, and its interval by the delta method (Cochran 1977, section 6.4).
+def ratio_with_error(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
+    """Sum over sum of paired values, and its standard error by the delta method (Cochran 1977, section 6.4).
+
+    The error of a single pair is 0.
 
     Raises:
         ValueError: sequences that are empty or of different length, or a sum below of zero.
@@ -62,6 +65,32 @@ def ratio_figure(above: Sequence[float], below: Sequence[float]) -> Figure:
     value = math.fsum(above) / math.fsum(below)
     residuals = [a - value * b for a, b in zip(above, below, strict=True)]
     count, mean = len(below), math.fsum(below) / len(below)
-    variance = math.fsum(r * r for r in residuals) / max(1, count - 1) / count / mean**2
-    reach = Z_95 * math.sqrt(variance)
-    return {"value": value, "low": value - reach, "high": value + reach}
+    return value, math.sqrt(math.fsum(r * r for r in residuals) / max(1, count - 1) / count) / abs(mean)
+
+
+def ratio_figure(above: Sequence[float], below: Sequence[float]) -> Figure:
+    """`ratio_with_error` as a value with its interval.
+
+    Raises:
+        ValueError: as `ratio_with_error`.
+    """
+    value, error = ratio_with_error(above, below)
+    return {"value": value, "low": value - Z_95 * error, "high": value + Z_95 * error}
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p20, p50 and p80, interpolated linearly between the two nearest values.
+
+    Raises:
+        ValueError: if there are no values.
+    """
+    if not values:
+        raise ValueError("no values; a quantile needs at least one")
+    ordered = sorted(values)
+    result = {}
+    for name, share in QUANTILES.items():
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        result[name] = ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return result

@@ -9,10 +9,11 @@ import torch
 
 from tests.eval.speed.test_official_sizes import tiny as tiny_of
 from tests.official import add_tiny_presets
-from visual_spec.eval.speed import bench, measure, official_sizes, timing, true_size
+from visual_spec.eval.speed import bench, measure, official_bench, official_sizes, token_bench
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.registry import by_name
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -48,7 +49,8 @@ def run(capsys, *arguments):
     return json.loads(lines[-1]), shown, "\n".join(lines[:-1])
 
 
-METHODS = ("gumbel+identical", "gumbel+exact", "maximal+exact", "independent+exact")
+JACOBI = "speculative-jacobi"
+NAMES = [f"{JACOBI}:{text}".rstrip(":") for text in by_name(JACOBI).settings]
 
 
 @pytest.mark.parametrize("name", ["llamagen-tiny", "llamagen-tiny-t2i"])
@@ -65,7 +67,7 @@ def test_measured_calls_and_stated_acceptance_give_the_picture(capsys, name):
     rows = document["rows"]
     assert [(row["name"], row["window"]) for row in rows] == [
         ("autoregressive", 1),
-        *((f"jacobi {method}", window) for method in METHODS for window in (3, 5)),
+        *((name, window) for name in NAMES for window in (3, 5)),
     ]
     for row, shown in zip(rows, table, strict=True):
         window = row["window"]
@@ -98,7 +100,7 @@ def test_models_of_transformers_have_the_rows_of_today_beside_ours(
 ):
     monkeypatch.setitem(official_sizes.TRANSFORMERS, "tiny", lambda size: tiny_of(family))
     plot = tmp_path / "roof.svg"
-    arguments = ["--slots", "5", "--methods", METHODS[0], "--guidance-scales", "3", "--plot", str(plot)]
+    arguments = ["--slots", "5", "--samplers", JACOBI, "--guidance-scales", "3", "--plot", str(plot)]
     document, table, _ = run(capsys, "--model", "tiny", *arguments)
     rows = document["rows"]
     assert [row["autoregressive"] for row in rows] == [True] * (plain + 1) + [False] * 2
@@ -124,7 +126,7 @@ def test_models_of_transformers_have_the_rows_of_today_beside_ours(
 
 def test_baselines_that_do_not_fit_or_do_not_apply_are_said_to_be_left_out(capsys, monkeypatch):
     monkeypatch.setitem(official_sizes.TRANSFORMERS, "tiny", lambda size: tiny_of("chameleon"))
-    arguments = ["--model", "tiny", "--slots", "4", "--methods", METHODS[0], "--windows", "2"]
+    arguments = ["--model", "tiny", "--slots", "4", "--samplers", JACOBI, "--windows", "2"]
     document, _, _ = run(capsys, *arguments, "--batch-sizes", "1", "2")
     left = {"name": "official loop", "batch_size": 2, "guidance_scale": 1.0}
     assert document["left_out"] == [left | {"guidance_scale": 1.0, "batch_size": 1}, left]
@@ -153,7 +155,7 @@ def test_speed_ups_are_over_the_fastest_row_that_draws_a_token_a_call():
         )
 
     rows = [row(True, 4.0, 11, 2, 3, 4), row(True, 2.0, 9, 1, 2, 5), row(False, 2.0, 5, 1, 1, 1)]
-    true_size.add_picture_times(rows)
+    official_bench.add_picture_times(rows)
     assert [r["ms_per_image"]["p50"] for r in rows] == [17.0, 9.0, 3.0]
     assert rows[0]["ms_per_image"] == {"p20": 12.0, "p50": 17.0, "p80": 22.0}
     assert [r["speed_up"] for r in rows] == [9 / 17, 1.0, 3.0]
@@ -180,7 +182,7 @@ def test_the_middle_of_the_grid_is_what_is_timed(sampler):
         return forward(state, tokens, slots, **options)
 
     model.forward = recorded
-    middle = true_size.Middle(model, 6)
+    middle = official_bench.Middle(model, 6)
     called = []
     law = TokenLaw(guidance_scale=2.0)
     trace = sampler(middle, torch.tensor([1]), law=law, callback=lambda index, _: called.append(index)).trace
@@ -240,7 +242,7 @@ def test_what_is_said_to_fit_fits_and_nothing_larger(free):
             "logits": 2 * batch_size * window,
         }
 
-    found = true_size.what_fits(needed, free, 10, 12)
+    found = measure.what_fits(needed, free, 10, 12)
     fits = [(b, w) for b in range(1, 11) for w in range(1, 13) if sum(needed(b, w).values()) <= free]
     full = [b for b, w in fits if w == 12]
     if full:
@@ -283,6 +285,16 @@ def test_weights_are_random_of_the_asked_kind_and_the_same_every_time():
         (["--model", "llamagen-b", "--slots", "1"], "--slots 1 given; pass at least 2"),
         (["--model", "llamagen-b", "--curve"], "--curve counts accepted drafts"),
         (["--model", "llamagen-b", "--runs", "2"], "--runs 2 given"),
+        (
+            ["--model", "llamagen-b", "--samplers", "tree"],
+            "tree given; --random-weights times samplers that score",
+        ),
+        (
+            ["--model", "llamagen-b", "--samplers", "zipar"],
+            "zipar given; --random-weights times samplers that score",
+        ),
+        (["--model", "llamagen-b", "--samplers", f"{JACOBI}:window=auto"], "for a window that is a number"),
+        (["--model", "llamagen-b", "--masked", "tunes_masked"], "it takes a masked model of music"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_made(arguments, message, monkeypatch):
@@ -295,7 +307,7 @@ def test_plain_timing_of_a_schedule_passes_the_slots():
     """Decoding without a cache knows which slot it is at, too."""
     model, law = tiny(), TokenLaw(guidance_scale=3.0, guidance_until=5, top_k=4)
     generator = [torch.Generator().manual_seed(3)]
-    tokens, _ = timing.decode_without_cache(
+    tokens, _ = token_bench.decode_without_cache(
         model, torch.tensor([2]), law=law, generator=generator, batch_size=1
     )
     generator = [torch.Generator().manual_seed(3)]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import tiny_scale_pipeline
-from visual_spec.eval.quality.comparison import compare
+from visual_spec.eval.report.comparison import compare
 from visual_spec.eval.report.pages import ScaleComparisonRow
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
