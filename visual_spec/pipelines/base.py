@@ -50,15 +50,16 @@ class VisualPipeline(DiffusionPipeline):
                 component whose weights are damaged or not those of its configuration; names them.
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
-        pipe = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         name = os.fspath(pretrained_model_name_or_path)
-        folder = embedded_folder(name) if name in embedded_models() else Path(name)
+        folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
             of_transformers = isinstance(model, torch.nn.Module) and not isinstance(model, ModelMixin)
             if of_transformers and part not in kwargs and (folder / part).is_dir():
                 check_transformers_model(folder / part, model, kwargs.get("variant"))
-        return pipe
+        return loaded
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
