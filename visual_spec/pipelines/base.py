@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from diffusers.models.modeling_utils import ModelMixin
@@ -59,7 +59,7 @@ class VisualPipeline(DiffusionPipeline):
             of_transformers = isinstance(model, torch.nn.Module) and not isinstance(model, ModelMixin)
             if of_transformers and part not in kwargs and (folder / part).is_dir():
                 check_transformers_model(folder / part, model, kwargs.get("variant"))
-        return loaded
+        return cast(Self, loaded)  # or a pair, with output_loading_info
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
