@@ -11,13 +11,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from huggingface_hub import snapshot_download
 
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
+from visual_spec.models.core.saved import check_transformers_model
 from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.pipelines.facts import PipelineFacts
@@ -44,10 +46,20 @@ class VisualPipeline(DiffusionPipeline):
         """Load an embedded model, a folder written by `save_pretrained`, or a Hub id; arguments as for diffusers.
 
         Raises:
-            ValueError: a name that is none of these, a file, or a folder without a pipeline; says what to do.
+            ValueError: a name that is none of these, a file, or a folder without a pipeline; says what to do. A
+                component whose weights are damaged or not those of its configuration; names them.
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        pipe = loaded[0] if isinstance(loaded, tuple) else loaded
+        name = os.fspath(pretrained_model_name_or_path)
+        folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
+        for part, model in pipe.components.items():
+            # Our own models check themselves; those that were passed come from elsewhere.
+            of_transformers = isinstance(model, torch.nn.Module) and not isinstance(model, ModelMixin)
+            if of_transformers and part not in kwargs and (folder / part).is_dir():
+                check_transformers_model(folder / part, model, kwargs.get("variant"))
+        return cast(Self, loaded)  # or a pair, with output_loading_info
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from transformers import EncodecConfig, EncodecModel
 from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
@@ -208,7 +209,7 @@ class ResidualCodes:
             squared distance of what each codebook was given and its codes; and of each codebook what it was given
             `[N, D]` and the ids `[N]`.
         """
-        left = latents.mT.flatten(0, 1)  # [N, D]
+        left = rearrange(latents, "b d t -> (b t) d")
         wanted, ids, distances = [], [], []
         for book in self.books[:count]:
             chosen = book.encode(left.detach())
@@ -373,7 +374,7 @@ def _latents(model: EncodecModel, samples: np.ndarray, bfloat16: bool) -> Tensor
     for start in range(0, len(samples), 10):
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
             latents = model.encoder(to_waves(samples[start : start + 10], model.device))
-        found.append(latents.float().mT.flatten(0, 1))
+        found.append(rearrange(latents.float(), "b d t -> (b t) d"))
     return torch.cat(found)
 
 
@@ -402,7 +403,7 @@ def judge(model: EncodecModel, count: int) -> dict:
         ratios.append(si_sdr(output, target))
         distances.append(spectral_distance(output, target, sample_rate=SAMPLE_RATE))
         coded.append(output.clamp(-1, 1).cpu())
-        used.append(codes.transpose(0, 1).flatten(1).cpu())
+        used.append(rearrange(codes, "b k t -> k (b t)").cpu())
     shares = prompt_accuracy(torch.cat(coded).numpy(), tunes)
     counts = [torch.bincount(ids, minlength=model.config.codebook_size) for ids in torch.cat(used, 1)]
     laws = [number / number.sum() for number in counts]

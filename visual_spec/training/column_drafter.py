@@ -24,6 +24,7 @@ from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -120,7 +121,7 @@ def play(
         prompts = [caption(tune, index % NUM_FORMS) for index, tune in enumerate(tunes)]
         path = cache / f"played_{seed}_{int(held_out)}_{start}_{len(tunes)}.pt" if cache else None
         if path and path.exists():
-            saved = torch.load(path, weights_only=True)
+            saved = read_content(path)
             if saved["owner"] != owner:
                 raise ValueError(
                     f"{path} holds clips that another model played, or under another law; pass another --out folder, "

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, sample_scene
+from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.training.loop import Checkpoint, Descent, write_json
@@ -110,7 +111,7 @@ def draw_pictures(
             drawn = draw(texts, scale, seed + shard)
             torch.save({"tokens": drawn.cpu(), "prompts": texts, "guidance": scale}, path.with_suffix(".tmp"))
             os.replace(path.with_suffix(".tmp"), path)
-        saved = torch.load(path, weights_only=True)
+        saved = read_content(path)
         if saved["prompts"] != texts or saved["guidance"] != scale:
             raise ValueError(
                 f"{path} holds pictures of other prompts or guidance; pass another --out folder, or remove it."

@@ -40,6 +40,7 @@ from visual_spec.data.tunes import (
 from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
@@ -150,7 +151,7 @@ def tokenize_tunes(
     books = torch.stack([layer.codebook.embed.cpu() for layer in codec.quantizer.layers])  # pyright: ignore
     path = cache / f"codes_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = read_content(path)
         if not torch.equal(saved["codebooks"], books):
             raise ValueError(f"{path} holds codes of another codec; pass another --out folder, or remove it.")
         return saved["words"], saved["codes"]

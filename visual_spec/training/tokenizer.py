@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.data.shapes import CELL, Scene, sample_dataset
@@ -45,7 +46,7 @@ class TokenizerTraining:
 
 def to_signed(pictures: np.ndarray | Tensor) -> Tensor:
     """uint8 pictures `[B, H, W, 3]` to floats `[B, 3, H, W]` in [-1, 1]."""
-    return torch.as_tensor(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    return rearrange(torch.as_tensor(pictures), "b h w c -> b c h w").float() / 127.5 - 1.0
 
 
 def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
         target = to_signed(batch).contiguous(memory_format=torch.channels_last)
 
         unit = F.normalize(model.encode_latents(target), dim=1)  # [B, D, h, w]
-        flat = unit.detach().permute(0, 2, 3, 1).flatten(0, 2)  # [B*h*w, D]
+        flat = rearrange(unit.detach(), "b d h w -> (b h w) d")
         if step < settings.continuous_steps:
             codes, commitment = unit, torch.zeros(())
         else:
@@ -141,7 +142,7 @@ def _initialise_codebook(
     codebook = model.quantize.embedding.weight
     batches = [to_signed(pictures[i : i + 50]) for i in range(0, min(500, len(pictures)), 50)]
     latents = torch.cat(
-        [F.normalize(model.encode_latents(b), dim=1).permute(0, 2, 3, 1).flatten(0, 2) for b in batches]
+        [rearrange(F.normalize(model.encode_latents(b), dim=1), "b d h w -> (b h w) d") for b in batches]
     )
     # Distinct starting points: latents of plain background outnumber all others, so farther ones are preferred.
     centre = F.normalize(latents.mean(0), dim=-1)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of, object_slots, sample_one_object_scenes
+from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
@@ -108,7 +109,7 @@ def tokenize_classes(
     codebook = vq_model.quantize.embedding.weight.detach().cpu()
     path = cache / f"tokens_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = read_content(path)
         if not torch.equal(saved["codebook"], codebook) or saved["tokens"].shape[1] != vq_model.num_tokens:
             raise ValueError(
                 f"{path} holds tokens of another tokenizer; pass another --out folder, or remove it."

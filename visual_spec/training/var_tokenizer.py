@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.data.shapes import caption, sample_dataset
@@ -200,7 +201,7 @@ def _losses(
         )
         codes = latents + (canvases[-1] - latents).detach()
         vectors, ids = (
-            torch.cat([part.flatten(2).mT.flatten(0, 1) for part in wanted]),
+            torch.cat([rearrange(part, "b d h w -> (b h w) d") for part in wanted]),
             torch.cat([part.flatten() for part in tokens]),
         )
     else:
@@ -223,7 +224,7 @@ def _first_codes(
         for scale, side in enumerate(model.scales):
             wanted = F.interpolate(latents - canvas, size=(side, side), mode="area")
             canvas = model.accumulate_codes(canvas, scale, wanted)
-            found.append(wanted.flatten(2).mT.flatten(0, 1))
+            found.append(rearrange(wanted, "b d h w -> (b h w) d"))
     vectors = torch.cat(found)  # [N, D]
     # Long vectors first: what fine scales are left with is mostly close to nothing, and would fill the codebook.
     weight = vectors.square().sum(-1).clamp_min(1e-8)
@@ -262,12 +263,5 @@ def judge(model: MultiscaleVQModel, count: int = 200) -> dict:
 
 def to_pixels(pictures: Tensor) -> np.ndarray:
     """Pictures `[B, 3, H, W]` in [-1, 1] as uint8 `[B, H, W, 3]`: the inverse of `to_signed`."""
-    return (
-        ((pictures.float() + 1.0) * 127.5)
-        .round()
-        .clamp(0, 255)
-        .to(torch.uint8)
-        .permute(0, 2, 3, 1)
-        .cpu()
-        .numpy()
-    )
+    pixels = ((pictures.float() + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return rearrange(pixels, "b c h w -> b h w c").cpu().numpy()

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from transformers.models.encodec.modeling_encodec import EncodecConv1d
 
@@ -51,11 +52,11 @@ def encode_waves(codec: Any, waves: Tensor) -> Tensor:
         raise ValueError("the waves hold nan or infinity; pass finite samples, in [-1, 1].")
     batch, channels, _ = waves.shape
     found = codec.encode(
-        waves.flatten(0, 1)[:, None].to(codec.device, codec.dtype),
+        rearrange(waves, "b c n -> (b c) 1 n").to(codec.device, codec.dtype),
         bandwidth=codec.config.target_bandwidths[-1],  # all codebooks
         return_dict=True,
     ).audio_codes[0]  # [B * C, K / C, T]
-    return found.unflatten(0, (batch, channels)).transpose(1, 2).flatten(1, 2)
+    return rearrange(found, "(b c) k t -> b (k c) t", b=batch)
 
 
 def decode_codes(codec: Any, codes: Tensor, channels: int = 1) -> Tensor:
@@ -110,9 +111,9 @@ class StreamingDecoder:
         latents = self.codec.quantizer.decode(codes.transpose(0, 1)).to(self.codec.dtype)  # [B * C, D, n]
         hidden = self.first(latents, last)
         if hidden is not None:
-            steps = hidden.permute(2, 0, 1)
+            steps = rearrange(hidden, "r d t -> t r d")
             output, self.state = self.lstm(steps, self.state)
-            hidden = self.others((output + steps).permute(1, 2, 0), last)
+            hidden = self.others(rearrange(output + steps, "t r d -> r d t"), last)
         if hidden is None:
             return latents.new_zeros(len(codes) // self.channels, self.channels, 0)
         return hidden.view(-1, self.channels, hidden.shape[-1])
@@ -134,8 +135,7 @@ class StreamingDecoder:
                 f"codes from {int(codes.min())} to {int(codes.max())} given; pass 0 to {size - 1}."
             )
         self.batch, self.ended = len(codes), last
-        by_channel = codes.to(self.codec.device).unflatten(1, (books, self.channels)).transpose(1, 2)
-        return by_channel.flatten(0, 1)
+        return rearrange(codes.to(self.codec.device), "b (k c) n -> (b c) k n", c=self.channels)
 
 
 class _Local:

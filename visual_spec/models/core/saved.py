@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
@@ -60,7 +61,7 @@ class SavedModel(ModelMixin, ConfigMixin):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         values = {key: value for key, value in model.state_dict().items() if value.dtype in FLOATING}
         check_finite(values, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
-        return loaded
+        return cast(Self, loaded)  # or a pair, with output_loading_info
 
 
 def check_folder(folder: Path, model: type[SavedModel], variant: str | None = None) -> None:
@@ -96,13 +97,58 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
         raise ValueError(
             f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
         )
+    _check_dtypes(folder, weights, expected, (*FLOATING, *model.stored_as))
+
+
+def check_transformers_model(folder: Path, model: Any, variant: str | None = None) -> None:
+    """Refuse a model of transformers that was loaded from a folder with other weights than its own.
+
+    transformers fills in missing weights at random, and casts any dtype, with a warning at most.
+
+    Args:
+        folder: that `save_pretrained` wrote. One without safetensors files, or with weights that are quantised by a
+            format that transformers knows, is left to transformers.
+        model: a `PreTrainedModel`, as loaded.
+        variant: as for `from_pretrained`.
+
+    Raises:
+        ValueError: missing, unexpected or mis-shaped weights, or such of other dtypes, or not finite.
+    """
+    weights = {_new_name(key): value for key, value in _read_headers(folder, variant, "model").items()}
+    if not weights or getattr(model.config, "quantization_config", None) is not None:
+        return
+    expected = model.state_dict()
+    held = {expected[key].data_ptr() for key in weights if key in expected}
+    tied = {key for key, value in expected.items() if key not in weights and value.data_ptr() in held}
+    shapes = {key: tuple(value.shape) for key, value in expected.items() if key not in tied}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(
+            f"{folder} does not hold the {type(model).__name__} of its config.json: {difference}; copy or download it "
+            "again."
+        )
+    _check_dtypes(folder, weights, expected, FLOATING)
+    check_finite({key: expected[key] for key in weights if expected[key].dtype in FLOATING}, str(folder))
+
+
+def _new_name(key: str) -> str:
+    """A key of a model whose norms of weights were saved by an older PyTorch."""
+    return re.sub(
+        r"weight_([gv])$", lambda part: f"parametrizations.weight.original{'gv'.index(part[1])}", key
+    )
+
+
+def _check_dtypes(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    castable: Sequence[torch.dtype],
+) -> None:
     for key, found in weights.items():
         wanted = expected[key].dtype
-        castable = wanted in FLOATING and found.dtype in (*FLOATING, *model.stored_as)
-        if found.dtype != wanted and not castable:
+        if found.dtype != wanted and not (wanted in FLOATING and found.dtype in castable):
             raise ValueError(
-                f"{folder}: {key} is of {found.dtype}, where {model.__name__} computes with floating weights of at "
-                "least 16 bits; nothing is cast without being asked. Copy or download it again."
+                f"{folder}: {key} is of {found.dtype}, where the model computes with floating weights of at least 16 "
+                "bits; nothing is cast without being asked. Copy or download it again."
             )
 
 
@@ -119,11 +165,11 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
     return config
 
 
-def _read_headers(folder: Path, variant: str | None) -> dict[str, Tensor]:
+def _read_headers(
+    folder: Path, variant: str | None, stem: str = "diffusion_pytorch_model"
+) -> dict[str, Tensor]:
     """Weights of a folder without their values, on the meta device."""
-    name = re.compile(
-        rf"diffusion_pytorch_model{re.escape('.' + variant) if variant else ''}(-\d+-of-\d+)?\.safetensors"
-    )
+    name = re.compile(rf"{stem}{re.escape('.' + variant) if variant else ''}(-\d+-of-\d+)?\.safetensors")
     found: dict[str, Tensor] = {}
     for path in sorted(path for path in folder.glob("*.safetensors") if name.fullmatch(path.name)):
         if not path.is_file():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
@@ -133,7 +134,8 @@ class BitwiseVQModel(
                 f"{self.tokens_per_place} bits for each of {area_of(self.scales[scale])} places."
             )
         values = self.codebook.to(canvas.device, canvas.dtype)[tokens, 0]  # [B, n * n * T]
-        codes = values.unflatten(1, (*shape_of(self.scales[scale]), -1)).movedim(-1, 1)  # [B, T, n, n]
+        height, width = shape_of(self.scales[scale])
+        codes = rearrange(values, "b (h w t) -> b t h w", h=height, w=width)
         return self.accumulate_codes(canvas, scale, codes)
 
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ class BitwiseVQModel(
             signs = (left > 0).long()
             if self._cell > 1:
                 signs = F.pixel_unshuffle(signs, self._cell)
-            tokens.append(signs.flatten(2).mT.flatten(1))
+            tokens.append(rearrange(signs, "b t h w -> b (h w t)"))
             canvas = self.accumulate(canvas, scale, tokens[-1])
             canvases.append(canvas)
         return tokens, canvases

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
@@ -199,11 +200,13 @@ class MultiscaleVQModel(
     def _nearest(self, latents: Tensor) -> Tensor:
         """Ids `[B, n * n]` of the codes at the smallest Euclidean distance of latents `[B, D, n, n]`."""
         codes = self.codebook.detach()
-        closeness = latents.flatten(2).mT @ codes.T - 0.5 * codes.square().sum(-1)  # [B, n*n, V]
+        closeness = rearrange(latents, "b d h w -> b (h w) d") @ codes.T - 0.5 * codes.square().sum(
+            -1
+        )  # [B, n*n, V]
         return closeness.argmax(-1)
 
     def _lookup(self, tokens: Tensor, side: int) -> Tensor:
-        return self.quantize.embedding(tokens).mT.unflatten(2, (side, side))  # [B, D, n, n]
+        return rearrange(self.quantize.embedding(tokens), "b (h w) d -> b d h w", h=side)
 
 
 def load_var_vq_checkpoint(

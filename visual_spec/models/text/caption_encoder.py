@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.saved import SavedModel
@@ -34,10 +35,11 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (
-            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = rearrange(
+            self.qkv(self.norm1(x)), "b t (n h d) -> n b h t d", n=3, h=self.heads
         )  # [B, H, T, D]
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(rearrange(seen, "b h t d -> b t (h d)"))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
