@@ -115,7 +115,7 @@ class BranchingNoise(CounterNoise):
         else:
             self._fresh("row", slots, stream, round)
             # Nodes of one level of a tree share their slot, and so one row of noise.
-            where = slots[0] * 1_000_000 + torch.as_tensor(round)
+            where = (slots * 1_000_000 + round)[0]
             if len(where.unique()) < len(where):
                 regions = torch.zeros_like(self.regions)
         # Where nothing is left the tokens are arbitrary: here always the first.

@@ -19,6 +19,7 @@ _LEAST = 1e-18  # a polygon of less area is none
 
 def hash_rows(columns: Tensor) -> Tensor:
     """One 64-bit number for each row of an integer matrix; equal rows and, but for chance, only they agree."""
+    columns = F.pad(columns, (0, 1), value=1)  # rows of zeros of different lengths differ, too
     generator = torch.Generator().manual_seed(columns.shape[1])
     factors = torch.randint(-(2**62), 2**62, (columns.shape[1],), generator=generator)
     mixed = columns * 0x9E3779B97F4A7C1 + (columns >> 7)

@@ -22,24 +22,34 @@ from visual_spec.samplers.mulo import MultiscaleState
 from visual_spec.samplers.scales import ScaleDecodeState
 
 
-def over_rows(parts: Sequence[Any], change: Callable[[list[Tensor]], Tensor]) -> Any:
-    """The same object with `change` of all parts' tensors, which have the samples first, in the place of each."""
-    first = parts[0]
+def over_rows(
+    parts: Sequence[Any], change: Callable[[list[Tensor]], Tensor], known: dict[int, Any] | None = None
+) -> Any:
+    """The same object with `change` of all parts' tensors, which have the samples first, in the place of each.
+
+    Args:
+        known: what became of objects that the first part holds; one that is held twice stays one.
+    """
+    first, known = parts[0], {} if known is None else known
     if isinstance(first, Tensor):
         return change(list(parts)) if first.dim() else first
     if isinstance(first, list | tuple):
-        return type(first)([over_rows(each, change) for each in zip(*parts, strict=True)])
-    if not is_dataclass(first):
-        return first
-    found = copy.copy(first)
+        return type(first)([over_rows(each, change, known) for each in zip(*parts, strict=True)])
+    if not is_dataclass(first) or id(first) in known:
+        return known.get(id(first), first)
+    found = known[id(first)] = copy.copy(first)
+    rows = len(first.logits) if getattr(first, "guided", False) else -1
+
+    def inside(tensors: list[Tensor]) -> Tensor:
+        if len(tensors[0]) != rows:
+            return change(tensors)
+        halves = zip(
+            *(tensor.chunk(2) for tensor in tensors), strict=True
+        )  # conditional and unconditional rows
+        return torch.cat([change(list(half)) for half in halves])
+
     for field in fields(first):
-        values = [getattr(part, field.name) for part in parts]
-        both = getattr(first, "guided", False) and isinstance(values[0], Tensor)
-        if both and len(values[0]) == len(first.logits):  # conditional rows, then unconditional ones
-            halves = zip(*(value.chunk(2) for value in values), strict=True)
-            value = torch.cat([over_rows(half, change) for half in halves])
-        else:
-            value = over_rows(values, change)
+        value = over_rows([getattr(part, field.name) for part in parts], inside, known)
         object.__setattr__(found, field.name, value)
     return found
 
