@@ -316,8 +316,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
         run = self.begin(model, condition, law, keys, Stopwatch(), **parts)
         state = self.prepare(run)
 
+        # What is recorded outlives this decode; it reads nothing of the prefill but what the state holds.
+        lasting = replace(run, condition=None, cache=None)
+
         def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
-            self.step(replace(run, law=law, noise=noise), state)
+            self.step(replace(lasting, cache=state.cache, law=law, noise=noise), state)
 
         def advance() -> None:
             self.step(run, state)
@@ -325,9 +328,18 @@ class Sampler(SchedulerMixin, ConfigMixin):
         recording = recording and (graph is True or can_record(state))
         if recording:
             state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
-            key = (type(self), repr(sorted(self.config.items())), law, batch_size, *parts.values())
+            others = [
+                part for name, part in parts.items() if name != "drafter_condition"
+            ]  # the prefill's alone
+            key = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
             fixed, advance = recorded(
-                model, key, call, (state, run.law, run.noise), run.watch, strict=graph is True
+                model,
+                key,
+                call,
+                (state, run.law, run.noise),
+                run.watch,
+                drafter=run.drafter,
+                strict=graph is True,
             )
             state, run.law, run.noise = fixed
         if self.config.get("window") == AUTO:

@@ -39,6 +39,7 @@ class Recording:
         weights: addresses of the model's weights, which graphs know by nothing else.
         shapes: of the tensors of the parts.
         replays: {width of the state: what replays the graph; None where recording failed}.
+        steps: those that were recorded. Graphs read what these hold, such as tables, by address.
         memory: one pool for the graphs.
     """
 
@@ -46,6 +47,7 @@ class Recording:
     weights: tuple[int, ...]
     shapes: tuple[Any, ...]
     replays: dict[int | None, Callable[[], Any] | None] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
     memory: Any = None
 
     @property
@@ -105,17 +107,25 @@ def can_record(state: Any) -> bool:
 
 
 def recorded(
-    model: Any, key: Any, step: Step, parts: Parts, watch: Stopwatch, *, strict: bool = False
+    model: Any,
+    key: Any,
+    step: Step,
+    parts: Parts,
+    watch: Stopwatch,
+    *,
+    drafter: Any = None,
+    strict: bool = False,
 ) -> tuple[Parts, Callable[[], None]]:
     """Put a decode at the addresses of a recording: its parts there, and a function that advances them by one call.
 
     The first call of a width runs as it is, which compiles what has to be compiled. Then the step is recorded.
 
     Args:
-        key: hashable, everything that the step depends on beside the model and the tensors of the parts.
-        step: binds tensors of the parts anew, or changes them in place.
+        key: hashable, everything that the step depends on beside the models and the tensors of the parts.
+        step: binds tensors of the parts anew, or changes them in place. It is kept as long as what is recorded of it.
         parts: a decode that has been prepared. Use the returned parts in its place.
         watch: times the replayed calls, as phase "step".
+        drafter: another model that the step calls.
         strict: raise where recording fails. False warns, and goes on without a graph.
 
     Raises:
@@ -129,7 +139,7 @@ def recorded(
     device = state.lengths.device
     known = _RECORDINGS.setdefault(owner_of(model), {})
     key = (key, type(model), model.grid)
-    weights = _addresses(model)
+    weights = _addresses(model) + (() if drafter is None else _addresses(drafter))
     shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(parts))
     recording = known.pop(key, None)
     if recording is None or (recording.weights, recording.shapes) != (weights, shapes):
@@ -160,13 +170,17 @@ def recorded(
 def step_in_place(step: Step, parts: Parts) -> None:
     """A step, after which the tensors of the parts are where they were before."""
     before = list(_places(parts))
+    held = {id(fixed) for _, fixed in before}
     step(*parts)
+    changed = []
     for path, fixed in before:
-        owner = _follow(parts, path[:-1])
-        now = getattr(owner, path[-1])
+        now = getattr(_follow(parts, path[:-1]), path[-1])
         if now is not fixed:
-            fixed.copy_(now)
-            setattr(owner, path[-1], fixed)
+            # A place may have taken over the tensor of another one, which is itself about to be written.
+            changed.append((path, fixed, now.clone() if id(now) in held else now))
+    for path, fixed, now in changed:
+        fixed.copy_(now)
+        setattr(_follow(parts, path[:-1]), path[-1], fixed)
 
 
 def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any] | None:
@@ -183,6 +197,7 @@ def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any]
             f"a call could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=2
         )
         return None
+    recording.steps.append(step)
     return replay
 
 
