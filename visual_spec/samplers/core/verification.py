@@ -8,6 +8,7 @@
 `verify` is called by every sampler that tests chains of drafts: one chain a sample, several (rows of a picture), or
 chains of columns, whose K tokens stand or fall together. `verify_siblings` tests several drafts of one slot in turn.
 On a GPU one kernel does what follows the model, where the rule allows; samplers need not know.
+`verify_window` is the same test for a serving engine: plain tensors, and no state between calls.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from visual_spec.samplers.core.acceptance import (
 )
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Draft, rows_of
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
 from visual_spec.samplers.core.trace import DivergenceMeter
+
+_EVERY_SLOT = 2**62  # no slot is past the grid, where the grid is not known
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,72 @@ def verify_siblings(
 def final_noise(rule: AcceptanceRule, round: int | Tensor) -> tuple[int, int | Tensor]:
     """Stream and round of the noise that draws the token behind the kept drafts."""
     return (TOKEN, 0) if rule.identical else (RESIDUAL, round)
+
+
+# -- serving ---------------------------------------------------------------------------------------------------------
+
+
+def verify_window(
+    logits: Tensor,
+    drafts: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    law: TokenLaw,
+    *,
+    pairs: Tensor | None = None,
+    num_drafts: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Test the drafts of a window and draft the next one, as the sampler hook of a serving engine would.
+
+    Plain tensors in and out, and nothing is kept between calls: requests may join, leave, and move to other rows. This
+    is acceptance "identical": a draft is kept where it is the token that its slot's own noise draws, so each request
+    gets the tokens of `AutoregressiveSampler` for its key, whatever its drafts were, and drafts need no labels. From
+    call to call the drafts are those of `SpeculativeJacobiSampler(acceptance="identical", initial_draft="last_law")`.
+
+    A request that has committed n tokens feeds its newest token and its W - 1 drafts, at slots n - 1 to n + W - 2. The
+    logits behind them predict slots n to n + W - 1. It then commits the first `num_sampled` of `sampled`, and goes on
+    at slot n + num_sampled. What its picture has no slots for is for the caller to cut off.
+
+    Args:
+        logits: [R, W, V], raw.
+        drafts: long [B, W - 1], for all slots but the last; -1 where there is none.
+        keys: int64 [B], of the requests (`draw_keys`).
+        slots: long [B, W], what the logits predict.
+        law: how logits become the distribution a token is drawn from.
+        pairs: long [B, 2], the rows of `logits` that are conditional and unconditional for each request. None: R = B,
+            row b is that of request b, and there is no guidance.
+        num_drafts: D, drafts to make for the next call; None: W - 1. What a prefill predicts is a window of W = 1.
+
+    Returns:
+        sampled: long [B, W], what each slot's noise draws. The first `num_sampled` are final.
+        num_sampled: long [B], 1 to W: the kept drafts and one token more.
+        num_rejected: long [B], W - num_sampled: how many of the positions that were fed the cache has to forget.
+        next_drafts: long [B, D], for the slots behind: what was drawn behind the refusal, then draws from the law of
+            the window's last slot. A caller that knows the picture may put better ones in place of those
+            (`copied_tokens`), from the one with index W - num_sampled on.
+
+    Raises:
+        ValueError: a law with guidance and no `pairs`: logits would be taken for guided ones. Logits themselves are not
+            looked at, which would stall the device.
+    """
+    guided = pairs is not None
+    if law.guided and not guided:
+        raise ValueError(
+            f"guidance_scale={law.guidance_scale} needs the conditional and the unconditional row of every request; "
+            "pass pairs [B, 2], or a law with guidance_scale=1."
+        )
+    if guided:
+        logits = logits.index_select(0, pairs.t().flatten())  # [2B, W, V], the conditional rows first
+    batch_size, width = slots.shape
+    count = width - 1 if num_drafts is None else num_drafts
+    noise, checked = CounterNoise(keys, slots.device), CheckedLaw(law, _EVERY_SLOT, deferred=True)
+    sampled = draw_tokens(checked, noise, logits, slots, guided)  # [B, W]
+    kept = accepted_prefix(sampled[:, :-1] == drafts)
+    last = law(logits[:, -1:], guided, slots[:, -1:])  # [B, 1, V]
+    behind = slots[:, -1:] + torch.arange(1, count + 1, device=slots.device)  # [B, D]
+    further = noise.categorical(last.expand(-1, count, -1), behind, TOKEN)
+    at = kept[:, None] + torch.arange(1, count + 1, device=slots.device)  # [B, D], at most W - 1 + D
+    return sampled, kept + 1, width - 1 - kept, torch.cat([sampled, further], 1).gather(1, at)
 
 
 # -- positions -------------------------------------------------------------------------------------------------------
