@@ -14,7 +14,6 @@ from tests.tiny import seeded
 from visual_spec.models.columns.musicgen import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import columns_drafted
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
@@ -130,7 +129,7 @@ def test_callback_sees_every_call():
 
 
 def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(columns_drafted)
+    operations = operations_of(DraftedColumnSampler)
     for acceptance in ("exact", "identical"):
         drafted(acceptance)
     assert not operations.that_ask_the_host()

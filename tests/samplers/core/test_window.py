@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.samplers.test_columns import MODEL as COLUMNS
 from tests.tiny import seeded, tiny_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
 from visual_spec.samplers.core import window
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.window import WindowPolicy
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -102,6 +106,35 @@ def test_tokens_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale)
     assert torch.equal(alone.images, plain[1:2])
 
 
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@pytest.mark.parametrize("prices", ["real", "changing"])
+def test_columns_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale):
+    widths: list[int] = []
+    if prices == "changing":
+        order = np.random.default_rng(0).choice([1, 2, 4, 8, 16], 500).tolist()
+        monkeypatch.setattr(
+            WindowPolicy, "choose", lambda self: widths.append(order[len(widths)]) or widths[-1]
+        )
+    asked: Any = dict(law=TokenLaw(guidance_scale=guidance_scale), batch_size=3)
+    condition = torch.tensor([1, 0, 2])
+    plain = ColumnAutoregressiveSampler()(COLUMNS, condition, generator=seeded(1, 2, 3), **asked)
+    for initial_draft in COLUMN_DRAFTS:
+        sampler = ColumnJacobiSampler("auto", initial_draft=initial_draft)
+        found = sampler(COLUMNS, condition, generator=seeded(1, 2, 3), **asked)
+        assert torch.equal(found.tokens, plain.tokens)
+        assert found.trace.commit_call.shape == plain.trace.commit_call.shape
+        if prices == "changing":  # every call commits at most its own window
+            for row in range(3):
+                per_call = torch.bincount(found.trace.commit_call[row])[1:].tolist()
+                assert all(count <= width for count, width in zip(per_call, widths, strict=False))
+            assert found.trace.target_calls.max() < plain.trace.target_calls.max()
+        widths.clear()
+    alone = ColumnJacobiSampler("auto")(
+        COLUMNS, condition[1:2], generator=seeded(2), **{**asked, "batch_size": 1}
+    )
+    assert torch.equal(alone.tokens, plain.tokens[1:2])
+
+
 def test_what_was_timed_is_remembered_by_model_and_batch():
     model = torch.nn.Linear(1, 1)
     first = WindowPolicy.of(model, (1, False, "cpu"))
@@ -116,3 +149,10 @@ def test_a_window_that_depends_on_time_is_refused_where_tokens_would():
         SpeculativeJacobiSampler(window="auto", acceptance="exact")
     with pytest.raises(ValueError, match="or 'auto'"):
         SpeculativeJacobiSampler(window="wide")
+    for settings in (dict(acceptance="exact"), dict(acceptance="grouped", unit="codebook")):
+        with pytest.raises(
+            ValueError, match="depend on measured times.*Pass acceptance='identical', or a number"
+        ):
+            ColumnJacobiSampler(window="auto", **settings)
+    with pytest.raises(ValueError, match="window='wide'; pass an integer of at least 1, or 'auto'"):
+        ColumnJacobiSampler(window="wide")
