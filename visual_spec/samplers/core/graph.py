@@ -122,7 +122,7 @@ def recorded(
     The first call of a width runs as it is, which compiles what has to be compiled. Then the step is recorded.
 
     Args:
-        key: hashable, everything that the step depends on beside the model and the tensors of the parts.
+        key: hashable, everything that the step depends on beside the models and the tensors of the parts.
         step: binds tensors of the parts anew, or changes them in place. It is kept as long as its recording.
         parts: a decode that has been prepared. Use the returned parts in its place.
         watch: times the replayed calls, as phase "step".
