@@ -13,10 +13,10 @@ class AutoregressiveSampler(Sampler):
 
     Args:
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
-            does so where it can.
+            replays them wherever possible.
 
     Raises:
-        ValueError: another value.
+        ValueError: `graph` has another value.
     """
 
     promise = "identical"

@@ -11,7 +11,7 @@ from visual_spec.samplers.core.pattern import ColumnSampler, ColumnState
 
 
 class ColumnAutoregressiveSampler(ColumnSampler):
-    """Draws the tokens of each column from the model's laws, with the noise of their own entries, step by step.
+    """Draws the tokens of each column from the model's laws, step by step, each with the noise of its entry.
 
     Args:
         graph: as in `AutoregressiveSampler`.

@@ -1,9 +1,9 @@
 """Speculative decoding of columns: a cheap model drafts a few columns, one target call scores them all.
 
-The loop is that of `drafted`, the test of a column that of `columns_jacobi`: with one coin for all K codebooks, which
-keeps a column drawn from Q with probability min(1, P / Q), as often as any rule can. Drafts come from text that is
-committed, and from drafts behind it. In music this is what matters: what is drafted behind a wrong column, as Jacobi
-decoding does, is wrong itself (docs/RESULTS.md).
+The loop is that of `drafted`, the test of a column that of `columns_jacobi`: one coin for all K codebooks, which keeps
+a column drawn from Q with probability min(1, P / Q), as often as any rule can. Each draft follows committed columns, or
+drafts that follow them. In music this matters: a column drafted after a wrong column, as in Jacobi decoding, is itself
+wrong (docs/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from visual_spec.samplers.core.verification import Verdict
 
 
 class ColumnFeatureDrafter(Protocol):
-    """A drafter that looks at what its target makes of the columns, and gives guided logits in one row a sample.
+    """A drafter that reads the target's features of the columns, and returns guided logits, one row a sample.
 
     The other kind of drafter is any `ColumnModel` with the target's steps, codebooks and codes.
     """
@@ -38,10 +38,10 @@ class ColumnFeatureDrafter(Protocol):
     def vocab_size(self) -> int: ...
 
     def follow(self, model: Any, state: Any, *, window: int, guidance_scale: float) -> Any:
-        """Allocate the drafter's state beside a target that has just been prefilled; it is not `guided`.
+        """Allocate the drafter's state beside a target that has just been prefilled. The state is not `guided`.
 
         Args:
-            window: the most columns that one call of the drafter will have.
+            window: the most columns of one drafter call.
 
         Raises:
             ValueError: the drafter was made for another target.
@@ -49,21 +49,21 @@ class ColumnFeatureDrafter(Protocol):
         ...
 
     def observe(self, state: Any, steps: Tensor) -> None:
-        """Take note of what the target's last call made of the columns at steps [B, W]."""
+        """Record the target's features from its last call at steps [B, W]."""
         ...
 
     def __call__(self, state: Any, tokens: Tensor, steps: Tensor) -> Tensor:
-        """As `ColumnModel.__call__`, logits [B, W, K, V] whether the target is guided or not."""
+        """As `ColumnModel.__call__`; logits [B, W, K, V] whether the target is guided or not."""
         ...
 
 
 @dataclass
 class DraftedColumnState(ColumnDraftState):
-    """Between two calls there are no drafts.
+    """A batch between two calls, without drafts.
 
     Attributes:
         drafter_cache: the drafter's own state.
-        fed: long [B], the steps before it have been fed to the drafter as they are.
+        fed: long [B], the number of leading steps that the drafter has been fed in final form.
     """
 
     drafter_cache: DecodeState
@@ -74,16 +74,16 @@ class DraftedColumnSampler(ColumnChainSampler):
     """Speculative decoding of several codebooks: a drafter draws a chain of columns, the target keeps a prefix of it.
 
     As `DraftedSampler` (Leviathan et al., ICML 2023, algorithm 1), with the column as the unit; with a
-    `ColumnEagleDrafter`, the chain of EAGLE. Lossless for any drafter. It needs one: `pipe.drafter`.
+    `ColumnEagleDrafter`, the chain of EAGLE. Lossless for any drafter. Pass one as `pipe.drafter`.
 
     Args:
         num_drafts: columns drafted before a target call, at least 1. Each costs a drafter call.
-        acceptance: "exact", one coin for each column, or "identical": draft and verify with each entry's own noise, for
-            the tokens of `ColumnAutoregressiveSampler` for the same generator. That keeps fewer drafts.
+        acceptance: "exact", one coin for each column; or "identical": draft and verify with each entry's own noise,
+            which returns the tokens of `ColumnAutoregressiveSampler` for the same generator but keeps fewer drafts.
         graph: as in `SpeculativeJacobiSampler`.
 
     Raises:
-        ValueError: a value that is not one of these.
+        ValueError: a setting has a value that is not listed here.
     """
 
     takes = ("drafter", "drafter_condition")
@@ -100,7 +100,7 @@ class DraftedColumnSampler(ColumnChainSampler):
         check_column_drafter(model, parts.get("drafter"))
 
     def num_drafts(self, model: Any) -> int:
-        """Columns drafted before a target call: no more than the clip has."""
+        """Columns drafted before a target call, at most those of the clip."""
         return max(1, min(self.config.num_drafts, model.grid.num_tokens - 1))
 
     def window_of(self, model: Any) -> int:
@@ -122,12 +122,12 @@ class DraftedColumnSampler(ColumnChainSampler):
         return DraftedColumnState.begin(run, scratch=window, drafter_cache=cache, fed=fed)
 
     def propose(self, run: Run, state: DraftedColumnState) -> Draft:
-        """`num_drafts` columns, one drafter call each."""
+        """Draft `num_drafts` columns, one drafter call each."""
         pattern, law = run.pattern, partial(draft_law, run.law)
-        # The identical mode draws with the entries' own noise: what the target would draw, if the drafter were right.
+        # The identical mode draws with the entries' own noise, so a draft equals the target's token if the laws agree.
         noise = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
-        # All that the last call can have committed, in one call of fixed width. Columns behind the newest one are
-        # scratch, at steps that are fed again before anything looks at them.
+        # Feed all columns that the last call may have committed, in one call of fixed width. Columns after the newest
+        # one are scratch, at steps that are fed again before anything reads them.
         steps = state.fed[:, None] + torch.arange(self.window_of(run.model), device=run.device)  # [B, W]
         fed = pattern.with_special(rows_of(state.tokens, steps), steps)
         logits = run.drafter(state.drafter_cache, fed, steps)  # [R, W, K, V]
@@ -160,10 +160,10 @@ class DraftedColumnSampler(ColumnChainSampler):
 
 
 def check_column_drafter(model: ColumnModel, drafter: Any) -> None:
-    """Refuse, before any compute, a drafter whose columns the model could not score.
+    """Refuse, before any compute, a drafter whose columns the model cannot score.
 
     Raises:
-        ValueError: no drafter, or one of other codebooks, steps or codes; says what fits.
+        ValueError: there is no drafter, or its codebooks, steps or codes differ; the message says what fits.
     """
     fits = f"{model.grid.codebooks} codebooks of {model.vocab_size} codes"
     if drafter is None:

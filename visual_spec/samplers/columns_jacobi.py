@@ -1,7 +1,7 @@
-"""Jacobi decoding of several codebooks: a window of drafted columns is scored in one call, the kept ones committed.
+"""Jacobi decoding of several codebooks: one call scores a window of drafted columns, and the kept ones are committed.
 
-The drafts, the couplings and the proofs are those of one codebook (`jacobi`). What is new is the test of a column, in
-two exact forms: with one coin for all its tokens (unit "column"), or with a coin for each (unit "codebook").
+Drafts, couplings and proofs are those of one codebook (`jacobi`). The test of a column is new. It has two exact forms:
+one coin for all its tokens (unit "column"), or one coin for each token (unit "codebook").
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COLUMN_DRAFTS = (UNIFORM, LEFT, LAST_LAW)
 
 @dataclass
 class ColumnJacobiState(ColumnDraftState):
-    """Between two calls `tokens` holds drafts for the W - 1 steps behind the text.
+    """A batch between two calls. `tokens` holds drafts for the W - 1 steps after the committed columns.
 
     Attributes:
         label: the laws that the drafts were drawn from, entry by entry; None under acceptance "identical".
-        width: steps that the next call scores, at most the window; None: all of it.
+        width: steps that the next call scores, at most the window; None: the whole window.
     """
 
     label: Label | None = None
@@ -52,23 +52,23 @@ class ColumnJacobiSampler(ColumnChainSampler):
     of `ColumnAutoregressiveSampler` for the same generator. "exact" tests a column with one coin, unit "column", or
     each token with a coin of its own, unit "codebook"; the former never keeps a column less often. All are lossless.
 
-    The relaxed acceptances are not. They test each token beside those of similar sound (`relaxed_columns`), so they
-    need unit "codebook", and the trace measures their cost, per token.
+    The relaxed acceptances are lossy. They test each token together with those of similar sound (`relaxed_columns`), so
+    they need unit "codebook". The trace measures their cost per token.
 
     Args:
         window: steps scored by one call, at least 1; or "auto", as in `SpeculativeJacobiSampler`.
         coupling: how the drafts of an entry in successive rounds depend on each other: "gumbel", "independent" or
             "maximal".
         acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
-        unit: "column" or "codebook". Under "identical" it makes no difference.
+        unit: "column" or "codebook". Under "identical" both give the same tokens.
         initial_draft: the draft of a step that enters the window: "uniform" over the allowed ids, a copy of the column
-            to the "left", or a draw from the laws of the last column scored, "last_law".
+            to the "left", or a draw from the laws of the last scored column, "last_law".
         relaxation: the numbers of a relaxed acceptance, by name, such as {"delta": 0.2}; see `Relaxation`. A call then
-            takes `codebook`, [K, V, D], the codes of each codebook as they are decoded.
+            takes `codebook`, [K, V, D], the codes of each codebook as the decoder sees them.
         graph: as in `SpeculativeJacobiSampler`.
 
     Raises:
-        ValueError: a value that is not one of these.
+        ValueError: a setting has a value that is not listed here.
     """
 
     takes = ("codebook",)
@@ -105,7 +105,7 @@ class ColumnJacobiSampler(ColumnChainSampler):
 
     @property
     def redraws(self) -> bool:
-        """Whether drafts are drawn anew after every call, rather than carried over from verification."""
+        """Whether drafts are drawn anew after every call, instead of carried over from verification."""
         return not self.identical and not self.coupled
 
     def window_of(self, model: Any) -> int:
@@ -143,13 +143,13 @@ class ColumnJacobiSampler(ColumnChainSampler):
     def redraft(
         self, run: Run, state: ColumnJacobiState, laws: Tensor | None, advance: Tensor, width: int
     ) -> None:
-        """Draft the W - 1 steps behind the text, and label each draft with the law it is drawn from.
+        """Draft the W - 1 steps after the committed columns, and label each draft with the law it is drawn from.
 
         Args:
             laws: [B, C * K, V] of the last call, of which the first `width` columns count.
-            advance: long [B], its columns that were committed. The steps of those behind them are drafted from their
-                own laws, and steps that the call did not reach get an initial draft. Where a column is pending its
-                draft is refused, and any will do: its label is `refused_law`.
+            advance: long [B], the number of its columns that were committed. The steps of later columns are drafted
+                from their own laws; steps that the call did not reach get an initial draft. Where a column is pending,
+                its draft is already refused, so any draft will do: its label is `refused_law`.
         """
         assert laws is not None
         initial_draft, pattern = self.config.initial_draft, run.pattern
@@ -158,18 +158,16 @@ class ColumnJacobiSampler(ColumnChainSampler):
             steps.shape[1], device=steps.device
         )  # column of the last call
         reached = source < width
-        if (
-            self.identical
-        ):  # a wider call before the last one may have scored a step, too: drafts need no label
+        if self.identical:  # an earlier, wider call may also have scored a step: drafts need no label
             reached = reached | (state.commit_call.gather(1, steps) > 0)
-        # Behind the last column its laws stand in, which is the initial draft "last_law". Where the last column is
-        # forced and its successor is not, that is token 0 for certain: a poor draft, rightly labelled.
+        # After the last column, its laws serve as the initial draft "last_law". If the last column is forced and the
+        # next is not, this drafts token 0 with certainty: a poor draft, correctly labelled.
         rows = source.clamp(max=width - 1)[..., None] * pattern.codebooks
         rows = (rows + torch.arange(pattern.codebooks, device=steps.device)).flatten(1)  # [B, (W - 1) * K]
         drafts = rows_of(state.tokens, steps)  # [B, W - 1, K]
         if self.redraws or initial_draft == LAST_LAW:
-            # Under Gumbel coupling an entry is always drawn with its own noise, so that laws that differ little give
-            # the same token; else the noise is fresh in every round.
+            # Gumbel coupling always draws an entry with its own noise, so that similar laws give the same token. Other
+            # couplings use fresh noise in every round.
             noise = (TOKEN, 0) if self.config.coupling == "gumbel" else (DRAFT, state.round)
             fresh = run.noise.categorical(rows_of(laws, rows), pattern.slots(steps), *noise).view_as(drafts)
             drafts = fresh if self.redraws else torch.where(reached[..., None], drafts, fresh)
@@ -179,11 +177,11 @@ class ColumnJacobiSampler(ColumnChainSampler):
             initial = uniform_tokens(run.noise, pattern.slots(steps), state.round, allowed).view_as(drafts)
             drafts = torch.where(reached[..., None], drafts, initial)
         elif initial_draft == LEFT:
-            # The last column the call reached: committed, or a draft that was drawn just now.
+            # The last column that the call reached: committed, or drafted just now.
             newest = (state.lengths - advance + width - 1)[:, None]  # [B, 1]
             state.write(steps, drafts)
             drafts = torch.where(reached[..., None], drafts, rows_of(state.tokens, newest))
-        # An initial draft knows nothing of the pattern.
+        # An initial draft ignores the pattern.
         valid = pattern.valid[steps]  # [B, W - 1, K]
         state.write(steps, drafts.masked_fill(~valid, 0))
         if not self.identical:

@@ -1,9 +1,9 @@
 """Speculative decoding with a drafter: a cheap model drafts a few tokens, one target call scores them all.
 
-Between two steps there are no drafts: the state is the committed text, and the caches of the two models. The drafter's
-cache is written by slot, as the target's is. Every step begins by feeding it all that the last target call can have
-committed, in one call of fixed width (`catch_up`); what it cached of refused drafts is overwritten by that, so rollback
-is a number here too.
+Between two steps there are no drafts: the state is the committed tokens and the caches of the two models. The drafter's
+cache is written by slot, like the target's. Every step first feeds the drafter all tokens that the last target call may
+have committed, in one call of fixed width (`catch_up`). This overwrites the cache entries of refused drafts, so
+rollback is only a change of a number.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from visual_spec.samplers.core.verification import Verdict
 
 @dataclass
 class DraftedState(State):
-    """Between two calls there are no drafts.
+    """A batch between two calls, without drafts.
 
     Attributes:
         drafter_cache: the drafter's own state.
-        fed: long [B], the slots before it have been fed to the drafter as they are.
+        fed: long [B], the number of leading slots that the drafter has been fed in final form.
     """
 
     drafter_cache: DecodeState
@@ -44,7 +44,7 @@ class DraftedState(State):
 
 
 def begin_drafted(run: Run, most: int, window: int) -> DraftedState:
-    """The state after the prefills of both models: slot 0 is committed.
+    """Return the state after the prefills of both models: slot 0 is committed.
 
     Args:
         most: the most tokens that one call commits.
@@ -65,10 +65,10 @@ def begin_drafted(run: Run, most: int, window: int) -> DraftedState:
 
 
 def catch_up(drafter: Any, state: DraftedState, most: int) -> Tensor:
-    """Feed the drafter what was committed since; logits [R, 1, V] behind the newest token.
+    """Feed the drafter the newly committed tokens. Returns the logits [R, 1, V] after the newest token.
 
-    The call has `most` positions whatever was committed. Those behind the newest token hold scratch, at slots that are
-    written again before anything looks at them.
+    The call always has `most` positions. Those after the newest token hold scratch, at slots that are written again
+    before anything reads them.
     """
     slots = state.fed[:, None] + torch.arange(most, device=state.fed.device)  # [B, most]
     logits = drafter(state.drafter_cache, state.tokens.gather(1, slots), slots)  # [R, most, V]
@@ -82,28 +82,28 @@ class DraftedSampler(ChainSampler):
 
     Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023, algorithm 1;
     with an `EagleDrafter`, the chain of EAGLE (Li et al., ICML 2024). Lossless for any drafter over the model's tokens,
-    but under the relaxed acceptances of `relaxed.py`; the trace measures what those cost.
+    except under the relaxed acceptances of `relaxed.py`, whose cost the trace measures.
 
-    Early stop. A row drafts no further once the drafter gave its draft a probability below `stop_below`, and that
-    draft stays. So whether slot i has a draft depends on the tokens and laws of the slots before i alone; given those,
-    a draft that is there follows the law on its label, and a slot without one is drawn from the target: this is all
-    that exactness takes. To drop the improbable draft itself would not be exact: drafts that are left would be
-    those of high probability, and their label would be wrong.
+    Early stop. A row stops drafting after the first draft to which the drafter gave a probability below `stop_below`,
+    and keeps that draft. So whether slot i has a draft depends only on the tokens and laws of the earlier slots. Given
+    those, a draft that exists follows the law on its label, and a slot without a draft is drawn from the target.
+    Exactness needs nothing more. Dropping the improbable draft itself would not be exact: the remaining drafts would be
+    those of high probability, and their labels would be wrong.
 
     Args:
         num_drafts: the most drafts before a target call, at least 1. Each costs a drafter call.
-        stop_below: a probability; 0 never stops early. Shapes stay fixed, so on a GPU a stop saves no time; on
-            the CPU drafting ends as soon as all rows have stopped, and fewer columns are scored.
+        stop_below: a probability; 0 never stops early. Shapes stay fixed, so on a GPU a stop saves no time. On the CPU
+            drafting ends as soon as all rows have stopped, and fewer positions are scored.
         acceptance: "exact" (keep a draft with probability min(1, target / draft)), "identical" (draft and verify
             with each slot's own noise: the tokens of `AutoregressiveSampler` for the same generator), or a relaxed
             rule: "grouped", "clustered" or "lantern".
-        relaxation: the numbers of a relaxed rule, by name, such as {"delta": 0.2}; see `Relaxation`. What each rule
-            guarantees for drawn drafts is said with it.
+        relaxation: the numbers of a relaxed rule, by name, such as {"delta": 0.2}; see `Relaxation`. Each rule
+            documents its guarantee for drawn drafts.
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
-            does so where it can.
+            replays them wherever possible.
 
     Raises:
-        ValueError: a value that is not one of these.
+        ValueError: a setting has a value that is not listed here.
     """
 
     takes = ("drafter", "drafter_condition", "codebook")
@@ -129,7 +129,7 @@ class DraftedSampler(ChainSampler):
         check_drafter(self, model, parts.get("drafter"))
 
     def num_drafts(self, model: Any) -> int:
-        """The most drafts of a step: no more than the grid has room for."""
+        """The most drafts of a step, at most those that fit the grid."""
         return max(1, min(self.config.num_drafts, model.grid.num_tokens - 1))
 
     def window_of(self, model: Any) -> int:
@@ -140,10 +140,10 @@ class DraftedSampler(ChainSampler):
         return begin_drafted(run, window, window)
 
     def propose(self, run: Run, state: DraftedState) -> Draft:
-        """Up to `num_drafts` tokens, one drafter call each."""
-        # The identical mode draws with the slot's own noise: what the target would draw, if the drafter were right.
+        """Draft up to `num_drafts` tokens, one drafter call each."""
+        # The identical mode draws with the slot's own noise, so a draft equals the target's token if the laws agree.
         stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
-        going = state.lengths < run.num_tokens  # [B], rows that draft on
+        going = state.lengths < run.num_tokens  # [B], rows that still draft
         tokens, laws, drafted = [], [], []
         logits = catch_up(run.drafter, state, self.window_of(run.model))  # [R, 1, V]
         for index in range(self.num_drafts(run.model)):
@@ -153,7 +153,7 @@ class DraftedSampler(ChainSampler):
             laws.append(draft_law(run.law, logits, slots, run.guided))  # [B, 1, V]
             tokens.append(run.noise.categorical(laws[-1], slots, stream, round))
             drafted.append(going)
-            # The draft that was improbable stays a draft; the stop takes effect behind it. See `DraftedSampler`.
+            # The improbable draft itself stays; the stop takes effect after it. See `DraftedSampler`.
             probable = laws[-1].gather(-1, tokens[-1][..., None])[:, 0, 0].exp() >= self.config.stop_below
             going = going & probable & (slots[:, 0] + 1 < run.num_tokens)
             if nobody(going):
@@ -171,5 +171,5 @@ class DraftedSampler(ChainSampler):
 
 
 def nobody(going: Tensor) -> bool:
-    """Whether no row drafts on. Only asked on the CPU: elsewhere asking would stall the device."""
+    """Whether no row drafts any more. Checked only on the CPU: elsewhere the check would stall the device."""
     return going.device.type == "cpu" and not going.any()

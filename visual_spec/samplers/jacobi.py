@@ -1,7 +1,7 @@
-"""Speculative Jacobi decoding: a window of drafts is scored in one call, and the kept ones are committed at once.
+"""Speculative Jacobi decoding: one call scores a window of drafts, and the kept ones are committed at once.
 
-A slot that the last call scored is drafted from what that call found; a slot that enters the window gets an initial
-draft. So drafts are refined from call to call until their turn comes.
+A slot that the last call scored is drafted from the result of that call. A slot that enters the window gets an initial
+draft. So drafts are refined from call to call until they are committed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from visual_spec.samplers.core.window import check_window, widest
 
 @dataclass
 class JacobiState(State):
-    """Between two calls `tokens` holds drafts for the W - 1 slots behind the text.
+    """A batch between two calls. `tokens` holds drafts for the W - 1 slots after the committed tokens.
 
     Attributes:
         label: the laws that the drafts were drawn from; None under acceptance "identical".
-        width: slots that the next call scores, at most the window; None: all of it.
+        width: slots that the next call scores, at most the window; None: the whole window.
     """
 
     label: Label | None = None
@@ -58,23 +58,24 @@ class SpeculativeJacobiSampler(ChainSampler):
     couplings of SCD / MC-SJD (So et al., ICML 2026). Acceptance "identical" verifies with the slot's own Gumbel
     noise as well, and returns the tokens of `AutoregressiveSampler` for the same generator. These are lossless.
 
-    The relaxed acceptances of `relaxed.py` are not: "grouped" (GSD, published with coupling "independent"), "clustered"
-    (its static variant) and "lantern" (LANTERN, LANTERN++). They fit every coupling, and the trace measures their cost.
+    The relaxed acceptances of `relaxed.py` are lossy: "grouped" (GSD, published with coupling "independent"),
+    "clustered" (its static variant) and "lantern" (LANTERN, LANTERN++). They work with every coupling. The trace
+    measures their cost.
 
     Args:
-        window: slots scored by one call, at least 1; or "auto", for acceptance "identical": what commits the most
-            tokens a second on this machine, by the calls that were timed (`visual_spec.samplers.core.window`).
+        window: slots scored by one call, at least 1; or "auto" with acceptance "identical": the window with the most
+            tokens per second on this machine, by measured calls (`visual_spec.samplers.core.window`).
         coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
             "maximal".
         acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
         initial_draft: the draft of a slot that enters the window: "uniform" over the allowed ids, a copy of the
-            token to the "left" or "up", or a draw from the law of the last slot scored, "last_law".
+            token to the "left" or "up", or a draw from the law of the last scored slot, "last_law".
         relaxation: the numbers of a relaxed acceptance, by name, such as {"delta": 0.2}; see `Relaxation`.
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
-            does so where it can. Complete samples then stay in the batch to its end.
+            replays them wherever possible. Completed samples then stay in the batch until it ends.
 
     Raises:
-        ValueError: a value that is not one of these.
+        ValueError: a setting has a value that is not listed here.
     """
 
     @register_to_config
@@ -92,7 +93,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         check_jacobi(coupling, acceptance, initial_draft, graph)
 
     def width(self, model: Any) -> int:
-        """Slots that are drafted and scored at most: the window, or the grid where that is smaller."""
+        """The most slots that a call drafts and scores: the window, or the grid if it is smaller."""
         return min(widest(self.config.window), model.grid.num_tokens)
 
     def window_of(self, model: Any) -> int:
@@ -100,7 +101,7 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     @property
     def redraws(self) -> bool:
-        """Whether drafts are drawn anew after every call, rather than carried over from verification."""
+        """Whether drafts are drawn anew after every call, instead of carried over from verification."""
         return not self.identical and not self.coupled
 
     @property
@@ -129,7 +130,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         return Draft(state.tokens.gather(1, slots), state.label, "last call")
 
     def settle(self, run: Run, state: JacobiState, slots: Tensor, verdict: Verdict) -> None:
-        if self.redraws:  # the drafts behind the replacement are about to be drawn
+        if self.redraws:  # the drafts after the replacement are drawn below
             refused = verdict.kept[:, None]
             state.tokens.scatter_(1, slots.gather(1, refused), verdict.tokens.gather(1, refused))
         else:
@@ -143,8 +144,8 @@ class SpeculativeJacobiSampler(ChainSampler):
         return self._draft_noise(state)
 
     def _draft_noise(self, state: JacobiState) -> tuple[int, int | Tensor]:
-        # Under Gumbel coupling a slot is always drawn with its own noise, so that laws that differ little give the same
-        # token; else the noise is fresh in every round.
+        # Gumbel coupling always draws a slot with its own noise, so that similar laws give the same token. Other
+        # couplings use fresh noise in every round.
         return (TOKEN, 0) if self.config.coupling == "gumbel" else (DRAFT, state.round)
 
     def redraft(
@@ -156,26 +157,24 @@ class SpeculativeJacobiSampler(ChainSampler):
         width: int,
         drawn: Tensor | None = None,
     ) -> None:
-        """Draft the W - 1 slots behind the text, and label each draft with the law it is drawn from.
+        """Draft the W - 1 slots after the committed tokens, and label each draft with the law it is drawn from.
 
         Args:
-            laws: [B, C, V] of the last call, of which the first `width` positions count; None where nothing is drawn.
-            advance: long [B], its positions that were committed. The slots of those behind them are drafted from their
-                own laws, and slots that the call did not reach get an initial draft.
-            drawn: long [B, width], draws from the laws that a kernel has made already.
+            laws: [B, C, V] of the last call, of which the first `width` positions count; None if nothing is drawn.
+            advance: long [B], the number of its positions that were committed. The slots of later positions are drafted
+                from their own laws; slots that the call did not reach get an initial draft.
+            drawn: long [B, width], draws from the laws that a kernel has already made.
         """
         initial_draft, slots = self.config.initial_draft, state.next_slots(self.width(run.model) - 1)
         source = advance[:, None] + torch.arange(
             slots.shape[1], device=slots.device
         )  # position of the last call
         reached, rows = source < width, source.clamp(max=width - 1)
-        if (
-            self.identical
-        ):  # a wider call before the last one may have scored a slot, too: drafts need no label
+        if self.identical:  # an earlier, wider call may also have scored a slot: drafts need no label
             reached = reached | (state.commit_call.gather(1, slots) > 0)
         drafts = state.tokens.gather(1, slots)
         if self.redraws or initial_draft == LAST_LAW:
-            # Behind the last position its law stands in: the initial draft "last_law".
+            # After the last position, its law serves as the initial draft "last_law".
             if drawn is None:
                 assert laws is not None
                 fresh = run.noise.categorical(rows_of(laws, rows), slots, *self._draft_noise(state))
@@ -200,10 +199,10 @@ class SpeculativeJacobiSampler(ChainSampler):
 
 
 def check_jacobi(coupling: str, acceptance: str, initial_draft: str, graph: bool | str) -> None:
-    """Refuse how a window is drafted, tested or replayed, if there is no such way.
+    """Refuse settings that are unknown, or do not fit each other.
 
     Raises:
-        ValueError: names what is allowed.
+        ValueError: a setting has another value; the message lists the allowed ones.
     """
     check_coupled(coupling, acceptance)
     check_choice("initial_draft", initial_draft, INITIAL_DRAFTS)

@@ -1,13 +1,13 @@
-"""Masked parallel decoding: MaskGIT, MAGNeT, and what is made of the same pieces.
+"""Masked parallel decoding: MaskGIT, MAGNeT, and other methods made of the same parts.
 
-All tokens are hidden at first. Every step is one forward of a `MaskedModel`, draws all hidden tokens, keeps some of the
-draws for good, and hides the others again; the last one keeps all. Codebooks are decoded one after the other. The law
-of what comes out is the decoder's own: there is no autoregressive one to compare it with.
+All tokens are hidden at first. Every step is one forward of a `MaskedModel`. It draws all hidden tokens, keeps some of
+the draws for good, and hides the others again; the last step keeps all. Codebooks are decoded one after the other. The
+decoder defines its own output law: there is no autoregressive law to compare it with.
 
 * Chang et al., "MaskGIT: masked generative image transformer", CVPR 2022, section 3.2.
 * Ziv et al., "Masked audio generation using a single non-autoregressive transformer" (MAGNeT), ICLR 2024, section 3:
-  spans, stages, falling guidance; section 3.4: rescoring with another model, which the released code does not have.
-  `masked_hybrid` has its other addition, clips whose first seconds are autoregressive.
+  spans, stages, falling guidance; section 3.4: rescoring with another model, which the released code lacks.
+  `masked_hybrid` has the paper's other addition, clips with an autoregressive beginning.
 * Besnier et al., "Halton scheduler for masked generative image transformer", ICLR 2025.
 """
 
@@ -43,7 +43,7 @@ from visual_spec.samplers.core.masking import (
 from visual_spec.samplers.core.noise import CHOICE
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 
-# Falling temperatures end here, not at 0 (MAGNeT's code).
+# Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
 
 
@@ -51,13 +51,13 @@ _LEAST_TEMPERATURE = 0.01
 class MaskedTrace(DecodeTrace):
     """A `DecodeTrace` of a masked decode. There is no prefill: call 0 is the first forward of the model.
 
-    `commit_call` is the call at which all codebooks of a slot were there, 0 for slots that were given, and
-    `tokens_per_call` counts slots that were decoded.
+    `commit_call` is the call at which the last codebook of a slot was kept, 0 for given slots. `tokens_per_call` counts
+    decoded slots.
 
     Attributes:
-        entry_call: long [B, L, K], the call at which each token was kept, -1 where it was given.
-        rescorer_calls: forwards of the model that rescored.
-        first_calls: long [B], how many of `target_calls` are those of the model that decoded the beginning (hybrid).
+        entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
+        rescorer_calls: forwards of the rescoring model.
+        first_calls: long [B], the part of `target_calls` made by the model that decoded the beginning (hybrid).
     """
 
     entry_call: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -66,12 +66,12 @@ class MaskedTrace(DecodeTrace):
 
     @property
     def tokens_per_call(self) -> Tensor:
-        """Decoded slots over target calls: float [B]."""
+        """Decoded slots per target call: float [B]."""
         return (self.entry_call >= 0).any(-1).sum(1) / self.target_calls.float()
 
     @property
     def output_law(self) -> str:
-        """What the output law is, in words."""
+        """The output law in words."""
         return "the law of masked decoding"
 
 
@@ -82,12 +82,12 @@ class MaskedState:
     Attributes:
         cache: the model's own state.
         tokens: long [B, L, K], the mask id where a token is hidden.
-        entry_call: long [B, L, K], the call at which each token was kept, -1 before, and where it was given.
+        entry_call: long [B, L, K], the call at which each token was kept; -1 for tokens not yet kept, and given ones.
         target_calls: long [B].
         plan: (codebook, step) of every call.
-        steps: calls of each codebook.
+        steps: number of calls of each codebook.
         round: index of the last call, -1 before the first.
-        stage: of the codebook that is decoded.
+        stage: state of the codebook that is being decoded.
     """
 
     cache: Any
@@ -102,7 +102,7 @@ class MaskedState:
 
     @property
     def commit_call(self) -> Tensor:
-        """The call at which all codebooks of a slot were there, 0 for slots that were given: long [B, L]."""
+        """The call at which the last codebook of a slot was kept, 0 for given slots: long [B, L]."""
         return self.entry_call.amax(-1).clamp(min=0)
 
 
@@ -111,12 +111,12 @@ class Stage:
     """The decoding of one codebook.
 
     Attributes:
-        unknown: bool [B, L], what is decoded.
+        unknown: bool [B, L], the tokens to decode.
         hidden: bool [B, U], the units that are not kept yet.
-        shares: of the tokens that are hidden, before every step.
-        counts: long [B] each, the units that are hidden before every step, and 0 behind the last.
+        shares: hidden share of the tokens before every step.
+        counts: long [B] each, the number of hidden units before every step, and 0 after the last.
         entries, units: long [B, L] and [B, U], counter slots.
-        order: [B, U], scores that keep units in a fixed order; None where draws are scored.
+        order: [B, U], scores that keep units in a fixed order; None if draws are scored.
     """
 
     unknown: Tensor
@@ -129,38 +129,37 @@ class Stage:
 
 
 class MaskedSampler(Sampler):
-    """Draws all hidden tokens at every step, and keeps the surest. `PRESETS` has the settings of the papers.
+    """Draws all hidden tokens at every step, and keeps those of highest score. `PRESETS` has published settings.
 
     Args:
         steps: forwards of each codebook: one number for all of them, or one for each.
-        schedule: of the share that is hidden, one of `masking.SCHEDULES`.
-        clock: "maskgit" ends the schedule behind the last step, "magnet" at it; see `masking.CLOCKS`.
+        schedule: of the hidden share, one of `masking.SCHEDULES`.
+        clock: "maskgit" ends the schedule after the last step, "magnet" at it; see `masking.CLOCKS`.
         score: what is kept first, one of `masking.SCORES`.
-        choice_temperature: standard Gumbel noise on the score is scaled by it, less and less: by the share of the steps
-            that are left. 0: no noise.
+        choice_temperature: scale of the Gumbel noise on the score, times the share of steps that are left. 0: no noise.
         span: slots that are kept or hidden together. More than 1 for sequences only.
-        span_score: "max" takes a span for as sure as its surest token, "sum" sums over them (with log-probabilities:
-            the probability of the whole span).
-        temperature: "constant" is the law's; "falling" scales it by the share of the steps that are left, to 0.01.
-        guidance: "constant" is the law's scale; "falling" goes from it to `least_guidance` as less and less is hidden
-            (MAGNeT), "rising" the other way (masked image models).
-        least_guidance: at least 1, no guidance.
-        filtered_score: score draws by the law they were drawn from; if not, by that law before top-k and top-p.
-        rescorer_share: of the masked model in the probability of a draw, when another one rescores it.
+        span_score: "max" is the score of a span's best token, "sum" the sum of its scores (with log-probabilities: the
+            probability of the whole span).
+        temperature: "constant" uses the law's; "falling" scales it by the share of steps that are left, down to 0.01.
+        guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
+            (MAGNeT); "rising" goes the other way (masked image models).
+        least_guidance: at least 1, which means no guidance.
+        filtered_score: score draws by the law they were drawn from. False: by that law before top-k and top-p.
+        rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
 
     A call takes
-        given: long [B, L, K] (or [B, L] of one codebook), tokens that are known already; the mask id where they are to
-            be decoded. None: nowhere.
+        given: long [B, L, K] (or [B, L] for one codebook), known tokens; the mask id marks tokens to decode. None: no
+            token is known.
         rescorer: an autoregressive model of the same codes; draws are then ranked by a mixture of both models'
-            probabilities (MAGNeT, section 3.4). It costs one forward a step, but for the last steps of codebooks.
-            Codes that are still hidden are special to it, as are those outside of a clip.
-        rescorer_condition: of the rescorer; None: the same as the model's.
+            probabilities (MAGNeT, section 3.4). It costs one forward a step, except in the last step of each codebook.
+            Hidden codes, and codes outside a clip, are its special token.
+        rescorer_condition: condition of the rescorer; None: the model's.
 
-    and returns tokens long [B, L], or [B, L, K] of several codebooks, with a `MaskedTrace`. The callback gets the
-    tokens that each sample has kept or was given, divided by the codebooks and rounded down.
+    and returns tokens long [B, L], or [B, L, K] for several codebooks, with a `MaskedTrace`. The callback gets the
+    number of kept or given tokens of each sample, divided by the number of codebooks and rounded down.
 
     Raises:
-        ValueError: an unknown name, or a number out of its range.
+        ValueError: a name is unknown, or a number is out of its range.
     """
 
     takes = ("given", "rescorer", "rescorer_condition")
@@ -240,12 +239,12 @@ class MaskedSampler(Sampler):
         )
 
     def step(self, run: Run, state: MaskedState) -> None:
-        """Draw all hidden tokens of a codebook, keep the surest, and hide the others again."""
+        """Draw all hidden tokens of a codebook, keep those of highest score, and hide the others again."""
         state.round += 1
         codebook, step = state.plan[state.round]
         stage = state.stage = self._begin_stage(run, state, codebook) if step == 0 else state.stage
         assert stage is not None
-        left = 1 - (step + 1) / state.steps[codebook]  # of the steps
+        left = 1 - (step + 1) / state.steps[codebook]  # share of the steps
         run.law.law = self._law(run.law_given, stage.shares[step], left)
         logits = run.model(state.cache, state.tokens, codebook)  # [R, L, V]
         run.lap("model")
@@ -258,10 +257,10 @@ class MaskedSampler(Sampler):
             run.noise,
             logits,
             stage.entries,
-            # The logits of a slot where nothing is drawn are never used: they count as past the grid.
+            # The logits of slots without a draw are never used, so they are marked as past the grid and not checked.
             torch.where(drawing, stage.entries, run.num_tokens),
             step,
-            # The last step keeps all, whatever its score.
+            # The last step keeps all draws, whatever their score.
             score=self.config.score if stage.order is None and left else None,
             filtered=self.config.filtered_score,
         )
@@ -302,7 +301,7 @@ class MaskedSampler(Sampler):
         drawing: Tensor,
         left: float,
     ) -> Tensor:
-        """How sure the units of the draws in `state.tokens` are, [B, U], from how sure single draws are, [B, L]."""
+        """Scores [B, U] of the units of the draws in `state.tokens`, from scores [B, L] of single draws."""
         assert state.stage is not None
         rescorer = run.parts.get("rescorer")
         if rescorer is not None:
@@ -329,7 +328,7 @@ class MaskedSampler(Sampler):
         return SampleResult(tokens if run.model.grid.codebooks > 1 else tokens[..., 0], found)
 
     def _law(self, law: TokenLaw, share: float, left: float) -> TokenLaw:
-        """The law of a step at which `share` is hidden, with `left` of the steps behind it."""
+        """The law of a step at which `share` is hidden and the share `left` of the steps is still to come."""
         scale, temperature = law.guidance_scale, law.temperature
         if law.guided and self.config["guidance"] != "constant":
             weight = share if self.config["guidance"] == "falling" else 1 - share
@@ -341,7 +340,7 @@ class MaskedSampler(Sampler):
     def _rescored(
         self, sure: Tensor, rescorer: Rescorer, condition: Any, tokens: Tensor, mask_id: int, stage: int
     ) -> Tensor:
-        """`sure` [B, L] of the draws in `tokens` [B, L, K], mixed with what the rescorer says of them."""
+        """Mix the scores `sure` [B, L] of the draws in `tokens` [B, L, K] with the rescorer's probabilities."""
         codes = tokens.masked_fill(tokens == mask_id, rescorer.special_id).transpose(1, 2)
         logits = rescorer.teacher_forced(codes, condition)[:, stage]  # [B, L, V]
         other = TokenLaw()(logits, False).gather(-1, codes[:, stage, :, None])[..., 0].to(sure)
@@ -381,7 +380,7 @@ class MaskedSampler(Sampler):
             _check_rescorer(model, parts["rescorer"], self.config.score)
 
     def _steps(self, model: MaskedModel, given: Tensor | None) -> list[int]:
-        """Calls of each codebook. One that is given whole costs none."""
+        """Return the calls of each codebook. A codebook whose tokens are all given costs none."""
         steps, codebooks = self.config.steps, model.grid.codebooks
         counts = [steps] * codebooks if isinstance(steps, int) else list(steps)
         if given is None:
@@ -432,7 +431,7 @@ def _at_least_one(number: Any) -> bool:
 
 
 def _counters(count: int, stage: int, codebooks: int, batch_size: int, device: torch.device) -> Tensor:
-    """Counter slots of a codebook's tokens or units: long [B, count]. They are those of `PatternView.slots`."""
+    """Return the counter slots of a codebook's tokens or units, those of `PatternView.slots`: long [B, count]."""
     return (torch.arange(count, device=device) * codebooks + stage).expand(batch_size, -1)
 
 
@@ -441,7 +440,7 @@ def _counters(count: int, stage: int, codebooks: int, batch_size: int, device: t
 
 @dataclass(frozen=True)
 class MaskedPreset:
-    """Published settings: those of the sampler, `MaskedSampler(**settings)`, and the law."""
+    """Published settings: `MaskedSampler(**settings)`, and the law."""
 
     settings: dict[str, Any]
     law: TokenLaw
@@ -456,11 +455,11 @@ _SOUND = TokenLaw(guidance_scale=20.0, temperature=3.5, top_p=0.8)
 PRESETS = {
     "maskgit": MaskedPreset(dict(steps=8, choice_temperature=4.5), TokenLaw()),
     "mage": MaskedPreset(dict(steps=20, choice_temperature=6.0), TokenLaw()),
-    # Its noise falls from 2 at the first step to 0 at the last of 12.
+    # The Gumbel scale falls from 2 at the first step to 0 at the last of 12.
     "amused": MaskedPreset(dict(steps=12, choice_temperature=2.0 * 12 / 11), TokenLaw(guidance_scale=10.0)),
     "halton": MaskedPreset(dict(steps=32, schedule="arccos", score="halton"), TokenLaw()),
-    # The audio models differ in the length they were trained for, and in what they were trained on. The released
-    # interface decodes all of them with the first one's settings; these are those of the training configurations.
+    # The audio models differ in clip length and in training data. The released interface decodes all of them with the
+    # first one's settings; these are the settings of the training configurations.
     "magnet-10s": MaskedPreset(dict(steps=(20, 10, 10, 10), **_MAGNET), _MUSIC),
     "magnet-30s": MaskedPreset(dict(steps=(60, 10, 10, 10), **_MAGNET), _MUSIC),
     "audio-magnet-10s": MaskedPreset(dict(steps=(20, 10, 10, 10), **_MAGNET), _SOUND),

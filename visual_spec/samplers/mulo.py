@@ -1,9 +1,9 @@
-"""Multi-scale local speculative decoding: a picture is guessed from a small one, then corrected where it is wrong.
+"""Multi-scale local speculative decoding: a picture is drafted from a small one, then corrected where it is wrong.
 
 MuLo-SD (Peruzzo et al., "Multi-scale local speculative decoding for image generation", 2026). A low-resolution model
 draws a small picture, an up-sampler turns it into a law for every token of the large one, and the target scores all
-drafts in one call. A refused draft is replaced, and only its spatial neighbourhood is looked at again: the published
-method never returns to the rest of the raster, which is where it gains and where it gives up exactness.
+drafts in one call. A refused draft is replaced, and only its spatial neighbourhood is verified again. The published
+method never returns to the rest of the raster: this makes it fast, and not exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from visual_spec.samplers.core.trace import DivergenceMeter
 
 
 def pooled(law: Tensor, drafts: Tensor, neighbours: Tensor) -> Tensor:
-    """Mass that a law gives a draft and its nearest codes: [B, N].
+    """Return the mass that a law gives to a draft and its nearest codes: [B, N].
 
     Args:
         law: [B, N, V] log-probabilities.
@@ -37,9 +37,9 @@ def pooled(law: Tensor, drafts: Tensor, neighbours: Tensor) -> Tensor:
 
 
 def later_neighbours(grid: TokenGrid, radius: int | None) -> Tensor:
-    """Bool [L, L]: [i, j] is true where slot j > i lies within `radius` rows and columns of slot i (None: anywhere).
+    """Bool [L, L]: [i, j] is true if slot j > i lies within `radius` rows and columns of slot i (None: anywhere).
 
-    Earlier slots were verified without knowing slot i, so they have no reason to be looked at again.
+    Earlier slots were verified without knowledge of slot i, so there is no reason to verify them again.
     """
     slots = torch.arange(grid.num_tokens)
     later = slots > slots[:, None]
@@ -52,7 +52,7 @@ def later_neighbours(grid: TokenGrid, radius: int | None) -> Tensor:
 
 @dataclass
 class MultiscaleState(State):
-    """`tokens` is long [B, L], the whole picture as it is guessed.
+    """A batch between two calls. `tokens` is long [B, L], the whole drafted picture.
 
     Attributes:
         label: [B, L, V] log-probabilities, the law that each token was drawn from.
@@ -64,31 +64,30 @@ class MultiscaleState(State):
 
 
 class MultiscaleSampler(Sampler):
-    """Draft every token from a low-resolution picture; verify all in one call, then again around what was refused.
+    """Draft every token from a low-resolution picture; verify all in one call, then again around refused slots.
 
     Args:
-        pool: size of the set of nearest codes over which target and draft probabilities are pooled before they are
-            compared; 1 is the exact ratio. A pool needs a codebook.
-        radius: how many rows and columns around a refused slot are verified again, at least 1; None is every later
-            slot, which with pool 1 and unlimited rounds makes the method lossless (it is maximally coupled Jacobi
-            decoding with the whole picture as its window).
-        max_rounds: verification calls at most; what is then still open stays as it was drawn last. None: until
-            nothing is refused.
+        pool: number of nearest codes over which target and draft probabilities are pooled before the comparison; 1 is
+            the exact ratio. Values above 1 need a codebook.
+        radius: how many rows and columns around a refused slot are verified again, at least 1. None: all later slots;
+            with pool 1 and unlimited rounds this makes the method lossless (it is maximally coupled Jacobi decoding
+            with the whole picture as its window).
+        max_rounds: most verification calls; slots still open then keep their last draw. None: until nothing is refused.
 
-    A call takes `drafter`, which has `transformer`, a `NextTokenModel` over a smaller grid that takes the same
-    condition, and `upsampler`, which maps its tokens [B, l] to logits [B, L, V] of the target's slots. Where `pool` is
-    above 1 it also takes `codebook`, [V, D].
+    A call takes `drafter`. It has `transformer`, a `NextTokenModel` over a smaller grid with the same condition, and
+    `upsampler`, which maps its tokens [B, l] to logits [B, L, V] of the target's slots. If `pool` is above 1, a call
+    also takes `codebook`, [V, D].
 
-    The divergence in the trace is what pooling moves at the slots that are tested, a mean over them. What it does to a
-    slot that a text behind `radius` or `max_rounds` has changed is not counted.
+    The divergence in the trace is the mass that pooling moves at the tested slots, a mean over them. It does not count
+    the effect on a slot whose earlier tokens changed outside `radius` or after `max_rounds`.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of its range.
     """
 
     takes = ("drafter", "codebook")
     needs_drafter = True
-    promise = "lossy"  # but with some settings, see `lossless`
+    promise = "lossy"  # except with some settings, see `lossless`
 
     @register_to_config
     def __init__(self, pool: int = 8, radius: int | None = 2, max_rounds: int | None = 8) -> None:
@@ -106,14 +105,14 @@ class MultiscaleSampler(Sampler):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output law is the model's: no pooling, and everything behind a refusal is verified again."""
+        """Whether the output law is the model's: no pooling, and every slot after a refusal is verified again."""
         return (
             self.config["pool"] == 1 and self.config["radius"] is None and self.config["max_rounds"] is None
         )
 
     @property
     def needs_codebook(self) -> bool:
-        """Whether nearest codes are asked for."""
+        """Whether the pool needs nearest codes."""
         return self.config["pool"] > 1
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
@@ -149,7 +148,7 @@ class MultiscaleSampler(Sampler):
         small = _draw_small_picture(
             run.drafter.transformer, run.condition, run.batch_size, law, run.noise, run.device
         )
-        # The up-sampler knows no guidance: the small picture was guided already.
+        # The up-sampler takes no guidance: the small picture is already guided.
         label = CheckedLaw(TokenLaw(allowed=law.allowed), num_tokens)(
             run.drafter.upsampler(small), slots, False
         )
@@ -177,7 +176,7 @@ class MultiscaleSampler(Sampler):
         )
 
     def step(self, run: Run, state: MultiscaleState) -> None:
-        """Score the picture, test the open slots, replace what is refused, and open what lies around it."""
+        """Score the picture, test the open slots, replace refused drafts, and open the slots around them."""
         slots = torch.arange(run.num_tokens, device=run.device).expand_as(state.tokens)
         logits = state.cache.logits[:, None]  # [R, 1, V]
         if run.num_tokens > 1:
@@ -201,7 +200,7 @@ class MultiscaleSampler(Sampler):
         left = residual(target, state.label)
         replacement = run.noise.categorical(left, slots, RESIDUAL, state.round)
         state.tokens = torch.where(refused, replacement, state.tokens)
-        # Kept or replaced, a token that was tested is a draw from the target law under this text.
+        # Kept or replaced, a tested token is a draw from the target law given the present earlier tokens.
         state.label = torch.where(state.open[..., None], target, state.label)
         state.target_calls += state.open.any(1)
         state.commit_call.masked_fill_(state.open, state.round)
@@ -225,7 +224,7 @@ def _draw_small_picture(
     noise: CounterNoise,
     device: torch.device,
 ) -> Tensor:
-    """The low-resolution tokens [B, l], token by token, with noise of their own (round 1 of the draft stream)."""
+    """Draw the low-resolution tokens [B, l], token by token, with their own noise (round 1 of the draft stream)."""
     num_tokens = model.grid.num_tokens
     state = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=1)
     checked = CheckedLaw(law, num_tokens)

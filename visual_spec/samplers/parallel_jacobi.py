@@ -1,6 +1,6 @@
 """Parallel Jacobi decoding (PJD): a window of drafts in each of several rows, on a raster model.
 
-`core/rows.py` says what such an order costs in exactness.
+`core/rows.py` describes the loss of exactness.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ ROW_DRAFTS = (LEFT, UP, UNIFORM)
 
 @dataclass
 class ParallelJacobiState(RowState):
-    """Between two calls `tokens` holds drafts behind the text of every open row.
+    """A batch between two calls. `tokens` holds drafts after the committed tokens of every open row.
 
     Attributes:
-        label: the laws that the drafts were drawn from, for each position of the next call; None under acceptance
-            "identical".
+        label: the law of each draft of the next call, by position; None under acceptance "identical".
     """
 
     label: Label | None = None
@@ -41,27 +40,29 @@ class ParallelJacobiState(RowState):
 class ParallelJacobiSampler(RowSampler):
     """Parallel Jacobi decoding: a window of drafts in each of several rows, all scored in one call.
 
-    Liao et al., "Parallel Jacobi decoding for fast autoregressive image generation" (PJD), CVPR 2026. In every row the
-    drafts are kept up to the first refusal, as `SpeculativeJacobiSampler` does in the raster sequence. Under the
-    row-causal mask drafts are seen in their own row only; rows below see committed tokens. So the rows above run as
-    if the rows below were not there, and the rule is exact given what is seen: each token follows the model's law given
-    the tokens of its row before it and the tokens that the rows above held at the call that committed it. A `lead` of
-    at least the width makes that the raster law (and, with acceptance "identical", the tokens of
-    `AutoregressiveSampler` for the same generator).
+    Liao et al., "Parallel Jacobi decoding for fast autoregressive image generation" (PJD), CVPR 2026. Every row keeps
+    its drafts up to the first refusal, as `SpeculativeJacobiSampler` does in the raster sequence. Under the row-causal
+    mask, drafts are seen in their own row only; rows below see committed tokens. So a row does not depend on the rows
+    below it, and the rule is exact given what is seen: each token follows the model's law given the earlier tokens of
+    its row and the tokens that the rows above held at the call that committed it. With a `lead` of at least the width
+    that is the raster law (and, with acceptance "identical", the tokens of `AutoregressiveSampler` for the same
+    generator).
 
-    A row stays `lead` tokens behind the row above throughout, not at its start only, so that the token above is always
-    there; the paper's abstract and figure do not say.
+    A row stays `lead` tokens behind the row above throughout, not only at its start, so that the token above always
+    exists. The paper's abstract and figure do not say which.
 
     Args:
-        rows: rows that may be open at once, at least 1.
-        drafts: drafts a row, at least 1; a call scores up to rows * (drafts + 1) slots.
-        lead: tokens that a row is behind the row above at least, at least 1.
+        rows: most rows open at once, at least 1.
+        drafts: drafts per row, at least 1; a call scores up to rows * (drafts + 1) slots.
+        lead: least number of tokens that a row stays behind the row above, at least 1.
         coupling, acceptance: as in `SpeculativeJacobiSampler`. Acceptance "identical" draws every token with its slot's
             own noise.
         initial_draft: the draft of a slot that enters a window: a copy of the newest token to the "left", of the token
             above, "up", or "uniform" over the allowed ids.
-        measure: as of `ZipARSampler`.
+        measure: as in `ZipARSampler`.
 
+    Raises:
+        ValueError: a setting has a value that is not listed here.
     Raises:
         ValueError: a value that is not one of these.
     """
@@ -86,11 +87,11 @@ class ParallelJacobiSampler(RowSampler):
 
     @property
     def own_noise(self) -> bool:
-        """Whether tokens are drawn with their slots' own noise, and drafts are kept that equal them."""
+        """Whether tokens are drawn with their slots' own noise, so that a draft is kept if it equals the token."""
         return self.config.acceptance == "identical"
 
     def order(self, grid: TokenGrid) -> RowOrder:
-        """At most `rows` rows, `lead` tokens apart."""
+        """Return an order of at most `rows` open rows, `lead` tokens apart."""
         drafts = min(self.config.drafts, grid.width)
         return RowOrder.over(grid, self.config.lead, windows=self.config.rows, drafts=drafts)
 
@@ -104,9 +105,9 @@ class ParallelJacobiSampler(RowSampler):
         return state
 
     def step(self, run: Run, state: ParallelJacobiState) -> None:
-        """In every open row keep the drafts before the first refusal, replace that one, draft again.
+        """Keep the drafts of every open row before the first refusal, replace the refused one, and draft again.
 
-        Commits 1 to D + 1 tokens a row that is scored.
+        Commits 1 to D + 1 tokens in each scored row.
         """
         order = self.order(run.model.grid)
         plan, target = self.score(run, state)
@@ -127,9 +128,9 @@ class ParallelJacobiSampler(RowSampler):
         run.lap("verify")
 
     def _drafts(self, run: Run, state: ParallelJacobiState, plan: RowPlan, order: RowOrder) -> Draft:
-        """The drafts of a call, [B, N], N = A * (D + 1)."""
+        """Return the drafts of a call, [B, N], N = A * (D + 1)."""
         offset = torch.arange(order.drafts + 1, device=run.device)
-        # The last scored position of a window has no draft to test: what it predicts was not fed.
+        # The last scored position of a window has no draft to test: the token that it predicts was not fed.
         tested = (offset < plan.scored[..., None] - 1).flatten(1)  # [B, N]
         label = state.label
         if label is not None:
@@ -139,13 +140,13 @@ class ParallelJacobiSampler(RowSampler):
     def _redraft(
         self, run: Run, state: ParallelJacobiState, target: Tensor, scored: Tensor, advance: Tensor
     ) -> None:
-        """Draft the D slots behind the newest token of every row, and label each draft with its law.
+        """Draft the D slots after the newest token of every row, and label each draft with its law.
 
         Args:
             target: [B, N, V], the laws of the last call.
             scored: long [B, A], how many positions of a window were scored.
-            advance: long [B, A], how many of them were committed: all, if the window has gone on to another row. The
-                positions behind them are drafted from their own law, and the other slots get an initial draft.
+            advance: long [B, A], how many of them were committed; all, if the window has moved to another row. The
+                slots of later positions are drafted from their own laws, and the other slots get an initial draft.
         """
         order, device = self.order(run.model.grid), run.device
         size, width = order.drafts + 1, order.width
@@ -157,12 +158,12 @@ class ParallelJacobiSampler(RowSampler):
         scratch = run.num_tokens + window + offset  # [A, D]
         inside = (column < width) & (state.row < order.rows)[..., None]
         slots = (held_row[..., None] * width + column).where(inside, scratch).flatten(1)  # [B, A * D]
-        source = advance[..., None] + offset  # the position of its window that was about the slot
+        source = advance[..., None] + offset  # the position of its window that predicted the slot
         reached = (source < scored[..., None]).flatten(1)
         rows = (window + source.clamp(max=size - 1)).flatten(1)  # [B, A * D]
         drafts = state.tokens.gather(1, slots)
         if not self.own_noise and self.config.coupling != "maximal":
-            # As in the raster sampler: a slot's own noise under Gumbel coupling, else fresh noise in every round.
+            # As in the raster sampler: the slot's own noise under Gumbel coupling, else fresh noise in every round.
             noise = (TOKEN, 0) if self.config.coupling == "gumbel" else (DRAFT, state.round)
             at = slots.where(reached, scratch.flatten())
             drafts = run.noise.categorical(rows_of(target, rows), at, *noise)
@@ -184,11 +185,11 @@ class ParallelJacobiSampler(RowSampler):
     def _copied(
         self, state: RowState, order: RowOrder, row: Tensor, length: Tensor, column: Tensor
     ) -> Tensor:
-        """The token above (none in the first row), or the newest of the row, or of the row above if it has none."""
+        """Return the token above (if any), or the newest token of the row, or of the row above if the row is empty."""
         above = state.lengths.gather(1, (row - 1).clamp(min=0))
         newest = (row * order.width + length).where(length > 0, (row - 1) * order.width + above) - 1
         source = newest[..., None].expand_as(column)
         if self.config.initial_draft == UP:
             source = ((row - 1)[..., None] * order.width + column).where((row > 0)[..., None], source)
-        # Where that token is not committed yet the slot may not be drawn in the next call, and is drafted again.
+        # If that token is not committed yet, the slot cannot be drawn in the next call and is drafted again.
         return state.tokens.gather(1, source.clamp(min=0).flatten(1)).view_as(column)

@@ -1,35 +1,35 @@
-"""Jacobi decoding with several drafts for the slots at the window's head: SJD-PAC, done exactly.
+"""Jacobi decoding with several drafts for the first slots of the window: SJD-PAC, made exact.
 
 Half of the calls of speculative Jacobi decoding commit one token, because the first draft is refused. So the first D
-slots hold K siblings each, the usual draft and K - 1 others, and one tree call scores every combination of them:
+slots hold K siblings each, the usual draft and K - 1 others. One tree call scores every combination of them:
 
     root -+- draft of slot n -+- draft of slot n + 1 -- draft of slot n + 2 -- ...   the main branch, W nodes
           |                   +- sibling
           +- sibling ---------+- draft of slot n + 1
                               +- sibling
 
-The walk goes down from the root. At slot i it tests the siblings against the law of the node it stands on, by
-recursive rejection: a kept sibling is the next node, and where all are refused the last residual gives the token, and
-the walk ends. A walk that leaves the main branch and reaches the last level takes one more token from the law of its
-leaf. Slots behind the walk's end are drafted as in `jacobi`, from the laws of the main branch.
+The walk starts at the root. At slot i it tests the siblings against the law of the current node, by recursive
+rejection. A kept sibling is the next node. If all are refused, the last residual gives the token and the walk ends. A
+walk that leaves the main branch and reaches the last level takes one more token from the law of its leaf. Slots after
+the end of the walk are drafted as in `jacobi`, from the laws of the main branch.
 
-Why it is lossless. Call N the randomness used at the slots before i, in all calls. When slot i is first tested is a
-function of N, and so are the law of the node it is tested under and the law its main draft was drawn from, since the
-laws of the call before depend on drafts of earlier slots only. Given N, then,
+Why it is lossless. Let N be the randomness used at the slots before i, in all calls. The call at which slot i is first
+tested is a function of N. So are the law of the node it is tested under and the law its main draft was drawn from,
+because the laws of the previous call depend on drafts of earlier slots only. Then, given N,
 
-* the main draft follows its label: it was drawn from it afresh, or with Gumbel noise of the slot's own, or it came out
-  of recursive rejection, whose output follows the law it was run against, and that law became its label;
-* each other sibling is drawn, in this very call, from that label without the siblings before it, renormalised, which
-  is the law it is labelled with. A label that leaves nothing (a copied token) leaves no siblings;
-* the numbers that accept, and the noise of the residual, are addressed by slot, call and sibling, and serve no other
-  purpose: in one call a slot is either walked over or drafted, and N decides which.
+* the main draft follows its label: it was drawn from the label afresh, or with the slot's own Gumbel noise; or it came
+  from recursive rejection, whose output follows the law it was run against, and that law became its label;
+* each other sibling is drawn in this call from that label without the siblings before it, renormalised, and is labelled
+  with this law. A label with no mass left (a copied token) gives no siblings;
+* the acceptance numbers and the residual's noise are addressed by slot, call and sibling, and have no other use: in one
+  call a slot is either walked over or drafted, and N decides which.
 
 So recursive rejection is exact at slot i given N, and by induction the committed tokens follow the autoregressive law.
-K-SEQ needs siblings that are independent given N: there all others are drawn from the label itself, each with numbers
-of its own, and the same steps hold.
+K-SEQ needs siblings that are independent given N. There all other siblings are drawn from the label itself, each with
+its own numbers, and the same steps hold.
 
 Siblings belong to slots, not to nodes: all nodes of a level share them, which no step above forbids. (The SJD-PAC
-release draws the extra candidates from the residual of the last refusal and labels them with the law itself, which is
+release draws the extra candidates from the residual of the last refusal but labels them with the law itself. This is
 not exact.)
 
 Source: Kang et al., "SJD-PAC: accelerating speculative Jacobi decoding via proactive drafting and adaptive
@@ -67,8 +67,8 @@ SIBLING_RULES = (RECURSIVE, K_SEQ)
 class HeadTree:
     """The nodes of a call: the main branch, root first, then the others, level by level.
 
-    A node at level t (its token is that of slot n + t - 1; the root has level 0) is named by its path: the numbers of
-    the siblings from the root to it, read in base K. Path 0 is the main branch, node t; the others follow.
+    A node at level t holds a token of slot n + t - 1; the root has level 0. Its path names it: the sibling numbers from
+    the root to the node, read in base K. Path 0 is the main branch, node t; the others follow.
     """
 
     window: int
@@ -76,21 +76,21 @@ class HeadTree:
     depth: int
 
     def first(self, level: int) -> int:
-        """The node of path 1 of a level."""
+        """Return the node of path 1 of a level."""
         return self.window + sum(self.siblings**earlier - 1 for earlier in range(1, level))
 
     @property
     def nodes(self) -> int:
-        """Nodes of a call."""
+        """Number of nodes of a call."""
         return self.first(self.depth + 1)
 
     def node(self, level: int, path: Tensor) -> Tensor:
-        """Where the node of each path is: long, of the shape of `path`."""
+        """Return the node of each path: long, of the shape of `path`."""
         return torch.where(path == 0, level, path + (self.first(level) - 1))
 
     @cache  # noqa: B019 (a few shapes, for the life of the process)
     def layout(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """The level of every node [N], the sibling it holds [N], and who sees whom: bool [N, N]."""
+        """Return the level of every node [N], the sibling it holds [N], and bool [N, N]: which nodes each node sees."""
         levels, numbers, ancestors = list(range(self.window)), [0] * self.window, []
         for node in range(self.window):
             ancestors.append(set(range(node + 1)))
@@ -110,28 +110,28 @@ class HeadTree:
 
 
 class ProactiveJacobiSampler(SpeculativeJacobiSampler):
-    """Speculative Jacobi decoding with K siblings for each of the first D slots of the window, from the exact law.
+    """Speculative Jacobi decoding with K siblings for each of the first D slots of the window. Lossless.
 
     With one sibling it returns the tokens of `SpeculativeJacobiSampler` with the same coupling and acceptance. A call
-    scores `window` nodes of the main branch, and K + K**2 + ... + K**D - D more; models that decode one picture
-    at a time have room for them. See the module for the method and why it is lossless.
+    scores `window` nodes of the main branch and K + K**2 + ... + K**D - D others; models that decode one picture at a
+    time have room for them. The module docstring describes the method and proves that it is lossless.
 
     Args:
         window: slots of the main branch, at least 2.
-        siblings: K, drafts for each slot at the head, at least 1.
-        depth: D, slots that have siblings, at least 1 and below the window.
+        siblings: K, drafts for each of the first slots, at least 1.
+        depth: D, number of slots with siblings, at least 1 and below the window.
         coupling: as in `SpeculativeJacobiSampler`: "maximal", "independent" or "gumbel".
-        acceptance: "exact", or "identical", which needs coupling "gumbel" and returns the tokens of
+        acceptance: "exact"; or "identical", which needs coupling "gumbel" and returns the tokens of
             `AutoregressiveSampler` for the same generator.
-        initial_draft: as in `SpeculativeJacobiSampler`. A copied token has no siblings: a slot gets them once a call
+        initial_draft: as in `SpeculativeJacobiSampler`. A copied token has no siblings: a slot gets them after a call
             has scored it.
-        sibling_rule: "recursive" (siblings that differ, tested by recursive rejection), or "k-seq" (independent
-            siblings, K-SEQ of SpecTr). Both are exact; not for acceptance "identical". `sibling_gaps` of
-            `visual_spec.eval.quality` tells how far each is from the best that any rule could keep.
+        sibling_rule: "recursive" (different siblings, tested by recursive rejection), or "k-seq" (independent
+            siblings, K-SEQ of SpecTr). Both are exact; not used by acceptance "identical". `sibling_gaps` of
+            `visual_spec.eval.quality` measures how far each is from the best possible rule.
         graph: as in `SpeculativeJacobiSampler`.
 
     Raises:
-        ValueError: a value that is not one of these, or a tree of more than 1024 nodes.
+        ValueError: a setting has a value that is not listed here, or the tree has more than 1024 nodes.
     """
 
     takes = ()
@@ -164,7 +164,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
                 f"depth={depth} in a window of {window} slots, which has {window - 1} drafts; pass a depth below the "
                 "window."
             )
-        # The power alone may be astronomical, so it is bounded first.
+        # The power alone may be astronomical, so the depth is bounded first.
         nodes = siblings ** min(depth, 11)
         if siblings > 1 and (nodes > MOST_NODES or HeadTree(window, siblings, depth).nodes > MOST_NODES):
             raise ValueError(
@@ -176,7 +176,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         return max(super().width(model), self.config.depth + 1)
 
     def tree(self, model: Any) -> HeadTree:
-        """The shape of a call."""
+        """Return the shape of a call's tree."""
         return HeadTree(self.width(model), self.config.siblings, self.config.depth)
 
     def window_of(self, model: Any) -> int:
@@ -184,7 +184,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
 
     @property
     def labels(self) -> bool:
-        return True  # under acceptance "identical" too: siblings come from the laws
+        return True  # also under acceptance "identical": siblings are drawn from the laws
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
@@ -200,9 +200,9 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
             )
 
     def step(self, run: Run, state: JacobiState) -> None:
-        """One target call: score the tree, walk down it, replace the refused token, draft again.
+        """Make one target call: score the tree, walk down it, replace the refused token, draft again.
 
-        Commits 1 to W tokens a row; a complete row stays as it is.
+        Commits 1 to W tokens a row. A complete row does not change.
         """
         window, tree = self.width(run.model), self.tree(run.model)
         count, depth = self.config.siblings, self.config.depth
@@ -225,7 +225,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         run.lap("model")
         target = run.law(logits, node_slots + 1, run.guided)  # [B, N, V]
 
-        # A row that has left the walk goes on along the main branch: what comes out then is the slot's next draft.
+        # A row whose walk has ended continues along the main branch: the outcome there is the slot's next draft.
         path, kept = torch.zeros_like(state.lengths), torch.zeros_like(state.lengths)
         walking = torch.ones_like(state.lengths, dtype=torch.bool)
         nodes, laws, chosen = [], [], []
@@ -250,7 +250,7 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
             kept = kept + walking
             path = torch.where(walking, path * count + accepted, 0)
 
-        # Behind the head the main branch goes on. At its first slot a walk that ends in another leaf takes its last
+        # After the head the main branch continues. At its first slot, a walk that ends in another leaf takes its last
         # token.
         nodes.append(tree.node(depth, path)[:, None])
         laws += [rows_of(target, nodes[-1]), target[:, depth + 1 : window]]
@@ -275,10 +275,10 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
     def _siblings(
         self, run: Run, state: JacobiState, draft: Draft, slots: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """The siblings of the first D slots, the main draft first: tokens [B, D, K]; the laws [B, K, V] of each slot.
+        """The siblings of the first D slots, main draft first: tokens [B, D, K]; and the laws [B, K, V] of each slot.
 
-        Under Gumbel coupling siblings that differ are the K best of the slot's own noise, which the main draft is the
-        best of. Independent siblings have noise of their own.
+        Under Gumbel coupling, different siblings are the K best of the slot's own noise, and the main draft is the
+        best. Independent siblings have their own noise.
         """
         assert draft.label is not None
         count, depth = self.config.siblings - 1, self.config.depth

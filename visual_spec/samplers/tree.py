@@ -1,12 +1,12 @@
 """Speculative decoding with a tree of drafts: one target call scores many continuations, one path is kept.
 
-A step drafts the tree level by level, scores all of it in one tree call of the target, walks from the root to a child
-that is kept, to one of its children, and so on, and commits the path and one token more. `prepare` and the state
-are those of `drafted.py`: between two steps there are no drafts.
+A step drafts the tree level by level and scores all of it in one tree call of the target. It then walks from the root
+to a kept child, to a kept child of that one, and so on, and commits the path and one more token. `prepare` and the
+state are those of `drafted.py`: between two steps there are no drafts.
 
 With siblings "top-k", `num_nodes` and acceptance "lantern" this is the walk of LANTERN (Jang et al., ICLR 2025) over
 EAGLE-2's tree; with siblings drawn without replacement and a `factor`, that of LANTERN++ (Park et al., 2025). LANTERN's
-release takes all K neighbours of a refused draft out of the target law; here only those that lent to it are.
+release removes all K neighbours of a refused draft from the target law; this sampler removes only those that lent mass.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ SIBLINGS = (WITHOUT_REPLACEMENT, TOP_K)
 
 @dataclass
 class Tree:
-    """Drafts of one step. Node 0 is the root, the newest committed token; parents stand before their children.
+    """The drafts of one step. Node 0 is the root, the newest committed token; parents precede their children.
 
     Attributes:
         tokens: long [B, N].
-        parents: long [B, N], the number of each node's parent; the root's is itself.
-        ranks: long [B, N], the place of a node among its siblings, in the order they were drawn.
+        parents: long [B, N], the number of each node's parent; the root is its own parent.
+        ranks: long [B, N], the place of a node among its siblings, in the order of their draws.
         depths: long [B, N], 0 for the root.
-        scores: [B, N], logarithm of how likely the path to each node is to be kept (`worth_of_children`); -inf where
-            there is no draft.
-        laws: [B, 1 + (depth - 1) * width, V], the drafter's law behind each node; None where no rule needs it.
+        scores: [B, N], log of the estimated probability that the path to each node is kept (`worth_of_children`); -inf
+            for a missing draft.
+        laws: [B, 1 + (depth - 1) * width, V], the drafter's law after each node; None if no rule needs it.
     """
 
     tokens: Tensor
@@ -59,8 +59,8 @@ class Tree:
     laws: Tensor | None
 
     def nodes(self, chosen: Tensor) -> Tree:
-        """The tree of some nodes [B, M], in ascending order and with each node's ancestors among them."""
-        place = torch.zeros_like(self.parents)  # of each old node among the chosen
+        """Return the tree of the chosen nodes [B, M], in ascending order and including each node's ancestors."""
+        place = torch.zeros_like(self.parents)  # new number of each old node
         place.scatter_(1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen))
         tokens, ranks, depths, scores = (
             values.gather(1, chosen) for values in (self.tokens, self.ranks, self.depths, self.scores)
@@ -69,7 +69,7 @@ class Tree:
 
 
 def ancestry(parents: Tensor, depth: int) -> Tensor:
-    """Which nodes each node sees, itself and its ancestors: parents long [B, N] to bool [B, N, N]."""
+    """Return which nodes each node sees, its ancestors and itself: parents long [B, N] to bool [B, N, N]."""
     itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
     visible = itself.expand(len(parents), -1, -1)
     rows = parents[..., None].expand(-1, -1, parents.shape[1])
@@ -79,16 +79,16 @@ def ancestry(parents: Tensor, depth: int) -> Tensor:
 
 
 def worth_of_children(draft: Tensor, best: Tensor, settings: Any) -> Tensor:
-    """Logarithm of how likely each child is to be kept once its parent is: an estimate, made before drawing any.
+    """Return the log of each child's estimated probability of being kept once its parent is, before any child is drawn.
 
-    The most probable tokens are kept about as often as the drafter's law says (EAGLE-2). For drawn children that is
-    the wrong measure: a draw is kept with probability min(1, target / draft), whether it was a probable one or not.
-    Where the laws differ by small independent errors of their logits, the first is refused about in proportion to
-    1 - sum of draft(x)**2, which is 0 for a point and nearly 1 for a flat law. What is then left of the target lies
-    where it exceeds the draft, and a further sibling hits it about one time in three.
+    The most probable tokens are kept about as often as the drafter's law says (EAGLE-2). For drawn children that
+    measure is wrong: a draw is kept with probability min(1, target / draft), whether it was probable or not. If the
+    laws differ by small independent errors of their logits, the first child is refused about in proportion to 1 - sum
+    of draft(x)**2. This is 0 for a point and nearly 1 for a flat law. The rest of the target then lies where it exceeds
+    the draft, and a further sibling hits it about one time in three.
 
     Args:
-        draft: [B, N, V], the law behind each node.
+        draft: [B, N, V], the law after each node.
         best: [B, N, K], its largest values, in descending order.
 
     Returns:
@@ -97,7 +97,7 @@ def worth_of_children(draft: Tensor, best: Tensor, settings: Any) -> Tensor:
     if settings.siblings == TOP_K:
         return best
     spread = 1 - draft.exp().square().sum(-1, keepdim=True)
-    # At most 3/4: above it a second child would be worth more than the first, without which it has no law.
+    # At most 3/4: above it a second child would be worth more than the first, and a second child needs the first.
     refused = ((1 - settings.expected_acceptance) * spread).clamp_(0, 0.75)  # [B, N, 1]
     later = torch.arange(best.shape[-1] - 1, device=best.device)
     return torch.cat([(1 - refused).log(), (refused / 3).log() + later * math.log(2 / 3)], -1)
@@ -105,12 +105,12 @@ def worth_of_children(draft: Tensor, best: Tensor, settings: Any) -> Tensor:
 
 @dataclass
 class Path:
-    """What a walk down the tree kept.
+    """The result of a walk down the tree.
 
     Attributes:
-        nodes: long [B, D + 1], the root, then the accepted nodes; behind the last one it is repeated.
-        kept: long [B], how many nodes were accepted.
-        replacement: long [B, 1], the token behind the path.
+        nodes: long [B, D + 1], the root, then the accepted nodes; the last one is repeated to fill.
+        kept: long [B], the number of accepted nodes.
+        replacement: long [B, 1], the token after the path.
     """
 
     nodes: Tensor
@@ -121,23 +121,22 @@ class Path:
 class TreeSampler(Sampler):
     """Speculative decoding with a tree of drafts, verified by recursive rejection.
 
-    Tree attention and multi-round rejection are SpecInfer's (Miao et al., ASPLOS 2024, section 4); the tree follows
-    the drafter's confidence as in EAGLE-2 (Li et al., EMNLP 2024). Lossless for any drafter over the model's tokens,
-    but under the relaxed acceptances of `relaxed.py`.
+    Tree attention and multi-round rejection are SpecInfer's (Miao et al., ASPLOS 2024, section 4); the tree follows the
+    drafter's confidence as in EAGLE-2 (Li et al., EMNLP 2024). Lossless for any drafter over the model's tokens, except
+    under the relaxed acceptances of `relaxed.py`.
 
-    Why it is. Let slot i be behind the path that has been kept. The tests that led there looked at the drafts of slots
-    before i only, and so did the choice of how many children the node reached should have: it was made from
-    path probabilities and from the law behind each node, before the children were drawn. Given all that, the
-    children follow the laws on their labels, in the order drawn, and acceptance and residual noise are fresh; so
-    recursive rejection commits a token of the target law at slot i. Choosing among drafts after they are drawn
-    (`num_nodes`, the second choice of EAGLE-2) breaks this, unless nothing is drawn: the most probable
-    tokens are a function of the text, and their labels are points.
+    Why it is lossless. Let slot i come directly after the kept path. The tests that led there depend only on the drafts
+    of slots before i. So does the number of children of the reached node: path probabilities and the law after each
+    node decide it before the children are drawn. Given all that, the children follow the laws on their labels, in the
+    order drawn, and the noise of acceptance and residual is fresh. So recursive rejection commits a token of the target
+    law at slot i. A choice among drafts after they are drawn (`num_nodes`, the second choice of EAGLE-2) breaks this,
+    unless nothing is drawn: the most probable tokens are a function of the earlier tokens, and their labels are points.
 
-    Relaxed acceptance. Every test of recursive rejection is made by the rule; `siblings.recursive_rejection` says what
-    a refused sibling leaves to the next. LANTERN's `delta` bounds what one test of a "top-k" sibling moves, so a slot
-    moves `delta` times the number of tests made for it, at most; with `bounded` the siblings of a slot share one
-    `delta`, drawn or not (`relaxed.budget_behind`). The trace's divergence is the distance itself for "top-k", and an
-    upper bound in the mean for drawn siblings (`siblings.moved_mass`).
+    Relaxed acceptance. The rule makes every test of recursive rejection; `siblings.recursive_rejection` says what a
+    refused sibling leaves to the next. LANTERN's `delta` bounds what one test of a "top-k" sibling moves, so a slot
+    moves at most `delta` times the number of its tests. With `bounded`, the siblings of a slot share one `delta`, drawn
+    or not (`relaxed.budget_behind`). The trace's divergence is the exact distance for "top-k", and an upper bound in
+    the mean for drawn siblings (`siblings.moved_mass`).
 
     Args:
         depth: levels, at least 1: the most drafts that one call can accept.
@@ -145,18 +144,18 @@ class TreeSampler(Sampler):
         num_nodes: score only the most probable nodes; None scores all depth * width. Not for siblings that are drawn
             and verified exactly.
         siblings: "without-replacement" (drawn from the drafter's law, all different), or "top-k" (its most probable).
-        acceptance: "exact" (recursive rejection), or "identical" (a child is kept when it is the token that
-            the slot's own noise draws from the target law: the tokens of `AutoregressiveSampler`, same generator.
-            Siblings without replacement are then the drafter's best guesses under the same noise), or a relaxed rule:
+        acceptance: "exact" (recursive rejection); "identical" (a child is kept if it is the token that the slot's own
+            noise draws from the target law: the tokens of `AutoregressiveSampler` for the same generator. Siblings
+            without replacement are then the drafter's best guesses under the same noise); or a relaxed rule:
             "grouped", "clustered" or "lantern".
-        expected_acceptance: a guess, above 0 and at most 1, at how often the first of drawn siblings is kept where the
-            drafter's law is flat. It shapes the tree (1: a chain, lower: more siblings), not what comes out.
+        expected_acceptance: estimate, above 0 and at most 1, of how often the first of drawn siblings is kept if the
+            drafter's law is flat. It shapes the tree (1: a chain, lower: more siblings), not the output law.
         relaxation: the numbers of a relaxed rule, by name, such as {"delta": 0.2}; see `Relaxation`.
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
-            does so where it can.
+            replays them wherever possible.
 
     Raises:
-        ValueError: a value that is not one of these.
+        ValueError: a setting has a value that is not listed here.
     """
 
     takes = ("drafter", "drafter_condition", "codebook")
@@ -187,7 +186,7 @@ class TreeSampler(Sampler):
 
     @property
     def num_scored(self) -> int:
-        """Nodes of the target call: the root, and the drafts that are scored."""
+        """Number of nodes of the target call: the root, and the scored drafts."""
         return 1 + (self.config.num_nodes or self.config.depth * self.config.width)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
@@ -207,11 +206,11 @@ class TreeSampler(Sampler):
     def prepare(self, run: Run) -> DraftedState:
         check_room(self.num_scored, run.cache.window)
         depth, width = self.config.depth, self.config.width
-        # The most nodes of a drafter call: all levels but the last, or a text of depth + 1 tokens to catch up.
+        # The most nodes of a drafter call: all levels but the last, or the depth + 1 tokens of a catch-up.
         return begin_drafted(run, depth + 1, max((depth - 1) * width, depth + 1))
 
     def step(self, run: Run, state: DraftedState) -> None:
-        """Draft a tree, score it in one call, commit the path that is kept and one token more."""
+        """Draft a tree, score it in one call, commit the kept path and one more token."""
         depth = self.config.depth
         tree = self.propose(run, state)
         run.lap("draft")
@@ -226,7 +225,7 @@ class TreeSampler(Sampler):
             features = state.cache.features  # [R, N, dim]
             along = path.nodes.repeat(len(features) // len(slots), 1)
             run.drafter.observe(state.drafter_cache, rows_of(features, along), slots - 1)
-        # The accepted drafts, then the replacement where the path ends.
+        # The accepted drafts, then the replacement after the path.
         drafts = tree.tokens.gather(1, path.nodes[:, 1:])
         tokens = torch.cat([drafts, path.replacement], 1).scatter(1, path.kept[:, None], path.replacement)
         state.tokens.scatter_(1, slots, tokens)
@@ -236,8 +235,8 @@ class TreeSampler(Sampler):
     def propose(self, run: Run, state: DraftedState) -> Tree:
         """Draft a tree of `width` nodes on each of `depth` levels; each level but the last costs a drafter call."""
         depth, width, top_k = self.config.depth, self.config.width, self.config.siblings == TOP_K
-        # Nodes of one level share a slot, and so its noise. Only one of them can be on the path that is kept, and which
-        # one it is does not depend on this noise.
+        # Nodes of one level share a slot, and so its noise. At most one of them is on the kept path, and which one does
+        # not depend on this noise.
         stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
         zero = torch.zeros_like(state.lengths)[:, None]  # [B, 1]
         logits = catch_up(run.drafter, state, depth + 1)  # [R, 1, V]
@@ -250,8 +249,8 @@ class TreeSampler(Sampler):
             slots = state.lengths[:, None].expand(-1, logits.shape[1]) + level - 1
             draft = draft_law(run.law, logits, slots, run.guided)  # [B, nodes of the last level, V]
             best = draft.topk(min(width, draft.shape[-1]), -1)
-            # How many children a node gets is settled before they are drawn. The sort is stable, so that among equally
-            # worthy ones child k comes before child k + 1.
+            # The number of children of a node is decided before they are drawn. The sort is stable, so that among equal
+            # scores child k comes before child k + 1.
             worth = tree.scores[:, first:, None] + worth_of_children(draft, best.values, self.config)
             if top_k:
                 children, ranked = best.indices, worth
@@ -259,7 +258,7 @@ class TreeSampler(Sampler):
                 children = run.noise.ranking(
                     draft, slots, best.values.shape[-1], stream, round
                 )  # [B, nodes, K]
-                # First draws of first draws are always there: a tree keeps no fewer drafts than the chain in it.
+                # The chain of first children is always included: a tree has at least the drafts of its chain.
                 ranked = worth.clone()
                 ranked[:, 0, 0].fill_(torch.inf)
             order = (
@@ -268,7 +267,7 @@ class TreeSampler(Sampler):
             parents, ranks = order // best.values.shape[-1], order % best.values.shape[-1]
             tokens = children.flatten(1).gather(1, order)
             scores = worth.flatten(1).gather(1, order)
-            # The grid ends here, and a law of fewer tokens than children runs out: what comes then is no draft.
+            # Past the end of the grid, or of the law's support, there is no draft.
             there = best.values.flatten(1).gather(1, order) > -torch.inf
             scores = torch.where(there & (slots[:, :1] < run.num_tokens), scores, -torch.inf)
             tree = Tree(
@@ -281,13 +280,13 @@ class TreeSampler(Sampler):
             )
             laws.append(draft)
             if level < depth:
-                # The drafter's text ends with the root: its tree is the forest behind it.
+                # The committed tokens in the drafter's cache end with the root, so it gets the tree without its root.
                 visible = ancestry(tree.parents, level)[:, 1:, 1:]
                 places = state.lengths[:, None] - 1 + tree.depths[:, 1:]
                 logits = run.drafter(state.drafter_cache, tree.tokens[:, 1:], places, visible)[:, -width:]
         if self.num_scored <= depth * width:
-            # EAGLE-2's second choice. A node is no more probable than its parent and the sort is stable, so no parent
-            # is left out before its child.
+            # EAGLE-2's second choice. A node is at most as probable as its parent and the sort is stable, so no child
+            # is chosen without its parent.
             chosen = tree.scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.num_scored]
             return tree.nodes(chosen.sort(-1).values)
         if not self.identical and not top_k:
@@ -295,19 +294,19 @@ class TreeSampler(Sampler):
         return tree
 
     def walk(self, run: Run, state: DraftedState, tree: Tree, target: Tensor) -> Path:
-        """From the root, test the children of the node reached, until none is kept or the tree ends.
+        """Walk from the root: test the children of the reached node, until none is kept or the tree ends.
 
         Args:
-            target: [B, N, V], the target law behind every node.
+            target: [B, N, V], the target law after every node.
         """
         width, slots = self.config.width, state.lengths[:, None]
-        at = torch.zeros_like(slots)  # [B, 1], the node reached
+        at = torch.zeros_like(slots)  # [B, 1], the reached node
         going = torch.ones_like(at, dtype=torch.bool)
         nodes, kept = [at], torch.zeros_like(state.lengths)
-        left = rows_of(target, at)[:, 0]  # [B, V], the law of the token behind the path
+        left = rows_of(target, at)[:, 0]  # [B, V], the law of the token after the path
         count = min(width, tree.tokens.shape[1] - 1)
         for level in range(self.config.depth):
-            # The children of the node reached, in the order they were drawn: [B, K].
+            # The children of the reached node, in the order they were drawn: [B, K].
             child = (tree.parents == at) & (tree.depths == level + 1) & (tree.scores > -torch.inf)
             children = tree.ranks.masked_fill(~child, width).topk(count, largest=False).indices
             there = child.gather(1, children) & going
@@ -353,8 +352,8 @@ def _check_nodes(num_nodes: object, drafted: int, acceptance: str, siblings: str
 
 
 def _sibling_laws(tree: Tree, parent: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
-    """The law that each of the siblings [B, K] was drawn from, given the ones before it: [B, K, V]."""
-    if tree.laws is None:  # the most probable ones: nothing is drawn
+    """Return the law that each of the siblings [B, K] was drawn from, given the ones before it: [B, K, V]."""
+    if tree.laws is None:  # the most probable tokens: nothing is drawn
         points = like.new_full((*tokens.shape, like.shape[-1]), -torch.inf)
         return points.scatter_(-1, tokens[..., None], 0.0)
     # Nodes of the last level have no children, and no law.
@@ -365,10 +364,10 @@ def _sibling_laws(tree: Tree, parent: Tensor, tokens: Tensor, like: Tensor) -> T
 
 
 def check_trees(model: Any, drafter: Any) -> None:
-    """Refuse models that score chains only.
+    """Refuse models that cannot score trees.
 
     Raises:
-        TypeError: names the model or drafter, and the sampler that fits it.
+        TypeError: the model or drafter scores chains only; the message names it, and a sampler that fits it.
     """
     for role, network in (("model", model), ("drafter", drafter)):
         if not hasattr(network, "keep") and not hasattr(network, "follow"):
@@ -382,10 +381,10 @@ def check_room(nodes: int, window: int) -> None:
     """Refuse a tree that is larger than the cache's scratch room.
 
     Args:
-        nodes: of the target call, the root included.
+        nodes: nodes of the target call, including the root.
 
     Raises:
-        ValueError: names the sizes.
+        ValueError: the tree is too large; the message gives the sizes.
     """
     if nodes > window:
         raise ValueError(

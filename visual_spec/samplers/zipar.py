@@ -1,4 +1,4 @@
-"""ZipAR: rows of a raster model decoded side by side, one token a row and call."""
+"""ZipAR: rows of a raster model decoded side by side, one token per row in each call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ZipARState(RowState):
     Attributes:
         held: bool [B, A], the window's row is about to start, and the token at its first slot awaits confirmation
             (adaptive ZipAR).
-        held_law: [B, A, V] log-probabilities, the law that it was drawn from; None before the first call.
+        held_law: [B, A, V] log-probabilities, the law that this token was drawn from; None before the first call.
     """
 
     held: Tensor
@@ -35,33 +35,33 @@ class ZipARState(RowState):
 class ZipARSampler(RowSampler):
     """ZipAR: a row starts once the row above holds `window` tokens, and all open rows advance one token a call.
 
-    He et al., "ZipAR: parallel auto-regressive image generation through spatial locality", ICML 2025; the name window
-    is the paper's. `width + (rows - 1) * window` target calls, prefill included, for rows of `width` tokens. Window 1
-    runs over anti-diagonals, which is Diagonal Decoding (Ye et al. 2025) inside a frame; a window of at least the
-    width is `AutoregressiveSampler`, token for token.
+    He et al., "ZipAR: parallel auto-regressive image generation through spatial locality", ICML 2025; `window` is the
+    paper's name. It makes `width + (rows - 1) * window` target calls, prefill included, for rows of `width` tokens.
+    Window 1 runs along anti-diagonals, which is Diagonal Decoding (Ye et al. 2025) within a frame. A window of at least
+    the width is `AutoregressiveSampler`, token for token.
 
-    A column sees the condition and committed tokens only, never a slot that is still empty. A row that starts before
-    the row above is complete starts from a stand-in, see `RowOrder`.
+    A position sees the condition and committed tokens only, never an empty slot. A row that starts before the row above
+    is complete starts from a stand-in, see `RowOrder`.
 
     With `adaptive` (version 3 of the paper, adaptive window assignment) `window` is the smallest one. Once the row
-    above holds `window` tokens, the row's first token is drawn, from law p_s with s = window, but held. In every
-    following call the row above has one token more, and the held token x is tested: it is kept with probability
-    min(1, p_j(x) / p_(j-1)(x)), and the row starts; or it is replaced by a draw from (p_j - p_(j-1))+ normalised, which
-    is held in turn. When the row above is complete the outcome is final.
+    above holds `window` tokens, the row's first token is drawn from law p_s with s = window, but held. In every
+    following call the row above has one more token, and the held token x is tested. With probability min(1, p_j(x) /
+    p_(j-1)(x)) it is kept, and the row starts. Otherwise a draw from (p_j - p_(j-1))+, normalised, replaces it and is
+    held in turn. When the row above is complete, the result of the test is final.
 
-    What that guarantees: the held token follows p_j after every test, if one also goes on testing after the first
-    success; p_width, with the whole row above, would be reached exactly. Starting the row at the first success
-    changes the law of its first token by no more than the probability that a later test would have refused it. About
-    the rest of the row nothing is said.
+    Guarantee: if testing continued after the first success, the held token would follow p_j after every test, and would
+    reach p_width, the law given the whole row above, exactly. Starting the row at the first success changes the law of
+    its first token by at most the probability that a later test would have refused it. Nothing is guaranteed for the
+    rest of the row.
 
     Args:
         window: tokens that the row above holds when a row starts, at least 1.
         adaptive: start each row when its first token is confirmed, at least one call later than with a fixed window.
-        measure: report how far the laws that were drawn from are from the raster laws. Keeps the law of every token,
-            [B, L, V], and feeds the finished tokens once more.
+        measure: report the distance between the laws that tokens were drawn from and the raster laws. Keeps the law of
+            every token, [B, L, V], and feeds the finished tokens once more.
 
     Raises:
-        ValueError: a window that is not an integer of at least 1.
+        ValueError: the window is not an integer of at least 1.
     """
 
     @register_to_config
@@ -71,7 +71,7 @@ class ZipARSampler(RowSampler):
         check_flag("measure", measure)
 
     def order(self, grid: TokenGrid) -> RowOrder:
-        """Rows `window` tokens apart, as many as may be open."""
+        """Return an order of rows `window` tokens apart, with as many open rows as possible."""
         return RowOrder.over(grid, self.config.window)
 
     def prepare(self, run: Run) -> Any:
@@ -80,13 +80,13 @@ class ZipARSampler(RowSampler):
         return self.begin_rows(run, ZipARState, held=held)
 
     def step(self, run: Run, state: ZipARState) -> None:
-        """One target call: every open row gets its next token."""
+        """Make one target call: every open row gets its next token."""
         plan, target = self.score(run, state)  # one position a window: N = A
         order = self.order(run.model.grid)
         drawn = run.noise.categorical(target, plan.predicted, TOKEN)
         settled = plan.scored > 0
         if self.config.adaptive:
-            # A token that is drawn only now counts as a draft from its own law: kept with probability 1.
+            # A token drawn only now counts as a draft from its own law: it is kept with probability 1.
             held = state.held
             drafts = state.tokens.gather(1, plan.predicted).where(held, drawn)
             label = target if state.held_law is None else state.held_law.where(held[..., None], target)
@@ -95,7 +95,7 @@ class ZipARSampler(RowSampler):
             left = residual(target, label)
             drawn = drafts.where(accept, run.noise.categorical(left, plan.predicted, RESIDUAL, state.round))
             starting = settled & (plan.length == 0)
-            # With the row above complete there is nothing more to wait for: the replacement is final.
+            # With the row above complete there is nothing to wait for: the replacement is final.
             settled = settled & (~starting | (held & accept) | (plan.above == order.width))
             state.held = starting & ~settled
             state.held_law = target

@@ -1,12 +1,12 @@
-"""What every sampler is: a frozen configuration, and a decode that checks, prefills, prepares, steps and reports.
+"""The base of every sampler: a frozen configuration, and a decode that checks, prefills, prepares, steps and reports.
 
-A method writes two functions and states what they need:
+A method writes two functions:
 
-    prepare(run) -> state      what the decode starts from, after the prefill
+    prepare(run) -> state      the state after the prefill
     step(run, state)           one call of the model
 
-`Run` holds what does not change from call to call, a `State` what does. Between two steps the state is all there is, so
-the exactness tests drive the very code that decodes.
+`Run` holds what stays the same from call to call, `State` holds what changes. Nothing else survives a step, so the
+exactness tests can drive the same code that decodes.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ Callback = Callable[[int, Tensor], Any]
 
 @dataclass
 class Run:
-    """One decode: what does not change from call to call.
+    """What stays the same from call to call of one decode.
 
     Attributes:
-        model, condition, batch_size: as given. Complete samples leave the batch: steps count those of the state.
-        cache: the model's own state, from its prefill.
-        law: turns logits into laws.
-        law_given: as given; methods whose law varies from call to call put the others into `law`.
-        noise: of the samples.
-        watch: tells where the time goes.
-        rule: tests drafts, with its tables.
-        parts: what else was given, by the names that the sampler's `takes` lists.
-        tables: what the method computed once for the whole decode.
-        pattern: of a model of columns, what its steps hold.
+        model, condition, batch_size: as given. Completed samples leave the batch, so steps take its size from the
+            state.
+        cache: the model's own state after its prefill.
+        law: turns logits into laws, and checks them.
+        law_given: the law as given. Methods whose law varies from call to call replace `law` by others.
+        noise: the noise of the samples.
+        watch: measures the time of each phase.
+        rule: the rule that tests drafts, with its tables.
+        parts: the other arguments of the call, by the names in the sampler's `takes`.
+        tables: tensors that the method computed once for the whole decode.
+        pattern: the codebook pattern (`PatternView`) of a model of columns.
     """
 
     model: Any
@@ -67,48 +68,48 @@ class Run:
 
     @property
     def guided(self) -> bool:
-        """Whether the model's rows hold unconditional ones too."""
+        """Whether the model also runs unconditional rows."""
         return self.cache.guided
 
     @property
     def device(self) -> torch.device:
-        """Where the decode runs."""
+        """The device of the decode."""
         return device_of(self.cache)
 
     @property
     def num_tokens(self) -> int:
-        """Slots to decode."""
+        """Number of slots to decode."""
         return self.law.num_tokens
 
     @property
     def drafter(self) -> Any:
-        """The second model, where the sampler takes one."""
+        """The second model, if the sampler takes one."""
         return self.parts.get("drafter")
 
     def lap(self, phase: str) -> None:
-        """Attribute the time since the last lap to a phase."""
+        """Attribute the time since the last lap to `phase`."""
         self.watch.lap(phase, self.device)
 
 
 def device_of(cache: Any) -> torch.device:
-    """The device of a model's state."""
+    """Return the device of a model's state."""
     return cache.device if hasattr(cache, "device") else cache.logits.device
 
 
 @dataclass
 class State:
-    """A batch between two calls. Row b has committed the first `lengths[b]` slots. All tensors have the samples first.
+    """A batch between two calls. Row b has committed its first `lengths[b]` slots. Axis 0 of all tensors is the sample.
 
     Attributes:
         cache: the model's own state.
-        tokens: long [B, L + scratch], by slot: committed tokens, then drafts, then scratch; [B, L + scratch, K] of
-            models of columns.
+        tokens: long [B, L + scratch], by slot: committed tokens, then drafts, then scratch. Models of columns have
+            [B, L + scratch, K].
         lengths: long [B].
         round: index of the last call (the prefill is 0); a long tensor [] where calls are recorded as graphs.
         target_calls: long [B].
-        commit_call: long [B, L + scratch], by slot: the last call that had the slot in its window, which for a
-            committed slot is the call that committed it.
-        meter: what a lossy rule does to the law; None for a lossless one.
+        commit_call: long [B, L + scratch], by slot: the last call whose window held the slot. For a committed slot that
+            is the call that committed it.
+        meter: measures what a lossy rule does to the law; None for a lossless rule.
     """
 
     cache: Any
@@ -121,10 +122,10 @@ class State:
 
     @classmethod
     def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
-        """The state after the prefill of a next-token model: slot 0 is drawn from its law, and committed.
+        """Return the state after the prefill of a next-token model: slot 0 is drawn from its law and committed.
 
         Args:
-            scratch: slots past the grid that calls may write.
+            scratch: number of slots past the grid that calls may write.
             more: the other fields of a subclass.
         """
         logits = run.cache.logits[:, None]  # [R, 1, V]
@@ -143,11 +144,11 @@ class State:
         )
 
     def next_slots(self, count: int) -> Tensor:
-        """The `count` slots behind the text of each row: long [B, count]."""
+        """Return the `count` slots after the committed tokens of each row: long [B, count]."""
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
 
     def commit(self, slots: Tensor, count: Tensor, num_tokens: int) -> None:
-        """Commit the first `count`, long [B], of slots long [B, N], which a call has scored. Complete rows stay."""
+        """Commit the first `count`, long [B], of the slots long [B, N] of a call; complete rows do not change."""
         self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
         self.target_calls += self.lengths < num_tokens
         self.lengths = (self.lengths + count).clamp_(max=num_tokens)
@@ -157,10 +158,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
     """A decoding method: a frozen configuration without tensors, swapped like a scheduler of diffusers.
 
     Attributes:
-        takes: names of what a call takes beside the model, its condition and the law, such as "drafter".
-        needs_drafter: whether it drafts with a second model.
-        promise: "identical", "lossless" or "lossy" where no setting `acceptance` decides that.
-        counts_prefill: whether the prefill predicts the first slots, and so counts as call 0.
+        takes: names of the arguments of a call beside the model, its condition and the law, such as "drafter".
+        needs_drafter: whether the sampler drafts with a second model.
+        promise: "identical", "lossless" or "lossy" for a sampler without a setting `acceptance`; else None.
+        counts_prefill: whether the prefill predicts the first slots and therefore counts as call 0.
     """
 
     config_name = "sampler_config.json"
@@ -170,52 +171,52 @@ class Sampler(SchedulerMixin, ConfigMixin):
     promise: ClassVar[str | None] = None
     counts_prefill: ClassVar[bool] = True
 
-    # -- what a method writes
+    # -- what a method must write
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        """Refuse, before any compute, what cannot be decoded.
+        """Refuse, before any compute, a request that cannot be decoded.
 
         Raises:
-            ValueError, TypeError: so; says what can.
+            ValueError, TypeError: the request cannot be decoded; the message says what can.
         """
         check_request(model, law, batch_size)
 
     def window_of(self, model: Any) -> int:
-        """Slots that one call of the model scores at most."""
+        """Return the most slots that one call of the model scores."""
         return 1
 
     def prepare(self, run: Run) -> Any:
-        """The state after the prefill."""
+        """Return the state after the prefill."""
         raise NotImplementedError
 
     def step(self, run: Run, state: Any) -> None:
-        """One call of the model. Updates `state`; no host synchronisation on CUDA."""
+        """Make one call of the model and update `state`, without host synchronisation on CUDA."""
         raise NotImplementedError
 
-    # -- what it may change
+    # -- what a method may override
 
     @property
     def identical(self) -> bool:
-        """Whether the tokens are those of plain decoding for the same generator."""
+        """Whether the tokens equal those of plain decoding with the same generator."""
         return (self.promise or self.config.acceptance) == "identical"
 
     @property
     def lossless(self) -> bool:
-        """Whether the output law is that of plain decoding."""
+        """Whether the output law equals that of plain decoding."""
         return (self.promise or self.config.acceptance) not in ("lossy", *RELAXED)
 
     @property
     def needs_codebook(self) -> bool:
-        """Whether a call needs `codebook`, the code of every token as it is decoded."""
+        """Whether a call needs `codebook`, the code of every token as the decoder sees it."""
         return "acceptance" in self.config and self.relaxation.needs_codebook
 
     @property
     def relaxation(self) -> Relaxation:
-        """How the acceptance relaxes the exact rule, with its numbers."""
+        """The relaxed rule of the configuration, with its numbers."""
         return Relaxation.of(self.config.acceptance, self.config.get("relaxation"))
 
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
-        """What drafts are tested by, with its tables."""
+        """Return the rule that tests drafts, with its tables."""
         if "acceptance" not in self.config or self.config.acceptance == "exact":
             return EXACT
         if self.config.acceptance == "identical":
@@ -225,31 +226,31 @@ class Sampler(SchedulerMixin, ConfigMixin):
     def prefill(
         self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
-        """Run the condition through the model."""
+        """Run the model's prefill on the condition."""
         return model.prefill(
             condition, batch_size=batch_size, guided=law.guided, window=self.window_of(model)
         )
 
     def num_slots(self, model: Any, parts: dict[str, Any]) -> int:
-        """Slots of one sample; the law ignores logits of slots beyond."""
+        """Return the number of slots of one sample. The law does not check logits of later slots."""
         return model.grid.num_tokens
 
     def num_calls(self, run: Run) -> int | None:
-        """Steps of a decode where that is known beforehand; None: until every sample is complete."""
+        """Return the number of steps if it is known beforehand; None: step until every sample is complete."""
         return None
 
     def progress(self, run: Run, state: Any) -> Tensor:
-        """Slots that each sample has, long [B]; it is complete at `run.num_tokens`."""
+        """Return how many slots each sample has, long [B]. A sample is complete at `run.num_tokens`."""
         return state.lengths
 
     def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
-        """What the decode did to the law: `divergence` and `moved_mass` of the trace."""
+        """Return `divergence` and `moved_mass` of the trace: what the decode did to the law."""
         if state.meter is None:
             return None, None
         return state.meter.mean(), state.meter.moved.cpu()
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        """The result, from tokens [B, L] and the fields of the trace."""
+        """Return the result, from tokens [B, L] and the fields of the trace."""
         return SampleResult(tokens, DecodeTrace(**trace))
 
     # -- one decode
@@ -263,11 +264,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
         watch: Stopwatch | None = None,
         **parts: Any,
     ) -> Run:
-        """Check the request, run the prefill, and set up what `prepare` and `step` read.
+        """Run the prefill, and set up what `prepare` and `step` read.
 
         Args:
             keys: int64 [B], one key a sample (`draw_keys`).
-            parts: as listed by `takes`.
+            parts: the arguments listed by `takes`.
         """
         watch = watch or Stopwatch()
         cache = self.prefill(model, condition, law, len(keys), parts)
@@ -293,19 +294,19 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Decode a batch.
 
         Args:
-            model: what answers the calls of this sampler.
+            model: a model that answers the calls of this sampler.
             condition: what the model's `prefill` takes, `batch_size` rows of it.
             law: how logits become the distribution a token is drawn from.
             generator: one `torch.Generator` for the batch, a list of one a sample, or None (PyTorch's default).
             callback: called after every target call with the call's index (the prefill is 0) and the number of
-                committed slots of each sample, long [B], on the model's device. On CUDA the end is noticed one call
-                late, so it may be called once more after the last commit.
-            parts: what else this sampler takes, see `takes`: `drafter`, what drafts; `drafter_condition`, what the
-                drafter's `prefill` takes where that is not `condition`; `codebook`, [V, D], the code of every token as
-                it is decoded, needed where `needs_codebook` says so.
+                committed slots of each sample, long [B], on the model's device. On CUDA the sampler notices the end one
+                call late, so it may call back once more after the last commit.
+            parts: the arguments listed by `takes`. `drafter`: the drafting model. `drafter_condition`: what the
+                drafter's `prefill` takes, if not `condition`. `codebook`: [V, D], the code of every token as the
+                decoder sees it; required if `needs_codebook`.
 
         Raises:
-            ValueError, TypeError: a request that cannot be served.
+            ValueError, TypeError: the request cannot be served.
             FloatingPointError: logits that define no law.
         """
         check_parts(self, parts)
@@ -357,10 +358,10 @@ def decode(
     *,
     shrinks: bool,
 ) -> SampleResult:
-    """Call `advance`, one step on `state`, until every sample is complete, and draw up the result.
+    """Call `advance`, one step on `state`, until every sample is complete; then build the result.
 
     Args:
-        shrinks: False keeps complete samples in the batch, for steps that were recorded for all of it.
+        shrinks: whether completed samples leave the batch. False for steps that were recorded for the whole batch.
     """
     active, num_tokens = ActiveSamples(state), run.num_tokens
     shrinks, on_host = shrinks and active.can_shrink, HostCopy()
@@ -375,7 +376,7 @@ def decode(
                 ended = progress == num_tokens
                 if ended.all():
                     break
-                # Leaving copies the caches, as much work as a call or two; so in groups, if the batch is a large one.
+                # Removing samples copies the caches, which costs a call or two: large batches remove them in groups.
                 if shrinks and 8 * int(ended.sum()) >= len(ended):
                     active.leave(ended, sampler.progress(run, state), run.law, run.noise)
                     on_host = HostCopy()
@@ -403,10 +404,10 @@ def decode(
 
 
 class ActiveSamples:
-    """Which samples of a batch are still decoded; those that are complete leave, so that no call is spent on them.
+    """The samples of a batch that are still decoded. Completed samples leave, so that no call is spent on them.
 
     Args:
-        state: a dataclass whose tensors all have the samples first, and whose other parts can `select` samples, or
+        state: a dataclass whose tensors all have samples as their first axis. Its other parts can `select` samples, or
             do not depend on them.
     """
 
@@ -419,14 +420,14 @@ class ActiveSamples:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether all parts of the state know how to let samples go."""
+        """Whether all parts of the state can `select` samples."""
         return all(
             part is None or isinstance(part, Tensor | int) or _selects(part)
             for part in self._parts().values()
         )
 
     def leave(self, ended: Tensor, progress: Tensor, *others: Any) -> None:
-        """Let samples go, ended bool [those still here] on the host; `others` select the same ones."""
+        """Remove the samples where `ended` is true, bool [those still here] on the host, from `others` as well."""
         results = {name: getattr(self.state, name) for name in self._RESULTS} | {"progress": progress}
         self._whole = {name: self.whole(name, here) for name, here in results.items()}
         kept = (~ended).nonzero()[:, 0].to(self.samples.device)
@@ -440,7 +441,7 @@ class ActiveSamples:
             other.select(kept)
 
     def whole(self, name: str, here: Tensor) -> Tensor:
-        """A result for all samples, those that have left included, from that of the samples still here."""
+        """Return a result for all samples, from that of the samples still here and those that have left."""
         if not self._whole:
             return here
         return self._whole[name].index_copy_(0, self.samples, here)

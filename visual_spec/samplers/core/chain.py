@@ -14,34 +14,34 @@ from visual_spec.samplers.core.verification import Verdict, verify
 
 
 class ChainSampler(Sampler):
-    """Speculative decoding of a next-token model. A method says what it drafts: `propose`.
+    """Speculative decoding of a next-token model. A method defines `propose`, which drafts.
 
-    Settings that it reads, where a method declares them: `acceptance` ("identical", "exact", or a relaxed rule) and
+    It reads these settings, if the method declares them: `acceptance` ("identical", "exact", or a relaxed rule) and
     `relaxation`, the numbers of that rule.
     """
 
     takes = ("codebook",)
 
     def propose(self, run: Run, state: Any) -> Draft:
-        """Drafts for the slots behind the text, [B, N], with their labels. The state has lengths and tokens."""
+        """Return labelled drafts for the slots after the committed tokens, [B, N]."""
         raise NotImplementedError
 
     def settle(self, run: Run, state: Any, slots: Tensor, verdict: Verdict) -> None:
-        """Put what a call found out into the state.
+        """Update the state after a call.
 
         Args:
-            slots: long [B, N + 1], those that the call has scored.
+            slots: long [B, N + 1], the slots that the call scored.
         """
         state.tokens.scatter_(1, slots, verdict.tokens)
         state.commit(slots, verdict.kept + 1, run.num_tokens)
 
     @property
     def coupled(self) -> bool:
-        """Whether drafts behind a refusal are kept or replaced too, to serve again."""
+        """Whether verification also keeps or replaces the drafts after a refusal, for the next call to test."""
         return False
 
     def redraw(self, state: Any) -> tuple[int, int | Tensor] | None:
-        """Stream and round of the noise that draws the next drafts from the laws of this call; None for no draws."""
+        """Return stream and round of the noise that draws the next drafts from this call's laws; None: no draws."""
         return None
 
     @property
@@ -54,7 +54,7 @@ class ChainSampler(Sampler):
         self.relaxation.check(parts.get("codebook"), model.vocab_size)
 
     def step(self, run: Run, state: Any) -> None:
-        """Commits 1 to N + 1 tokens a row; a complete row stays as it is."""
+        """Commit 1 to N + 1 tokens a row. A complete row does not change."""
         draft = with_bonus(self.propose(run, state))  # [B, N + 1]
         slots = state.next_slots(draft.tokens.shape[1])  # the slots that this call scores
         newest = state.tokens.gather(1, slots[:, :1] - 1)

@@ -1,8 +1,8 @@
-"""Drafts: proposed tokens, each with the law it was truly drawn from. The seam between proposing and verifying.
+"""Drafts: proposed tokens, each labelled with the law it was truly drawn from. They link proposing and verifying.
 
-Any draft is legal; what keeps a sampler exact is the label. A copied token is a point law, although the token that was
-copied was itself random: given the earlier slots, which the copy is read from, there is no choice left. Acceptance
-"identical" looks at the tokens only, so it needs no labels, and any heuristic may draft.
+Any draft is legal; the label keeps the sampler exact. A copied token is labelled with a point law, although the copied
+token was itself random: given the earlier slots that the copy is read from, no randomness is left. Acceptance
+"identical" uses only the tokens, so it needs no labels, and any heuristic may draft.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INITIAL_DRAFTS = (UNIFORM, LEFT, UP, LAST_LAW)
 
 @dataclass
 class Label:
-    """The laws that drafts were drawn from, as rows of stored laws: nothing is copied as a window moves on.
+    """The laws that drafts were drawn from, as row numbers into stored laws. Moving the window copies no laws.
 
     Attributes:
         laws: [B, C, V] log-probabilities.
@@ -41,7 +41,7 @@ class Label:
     allowed: tuple[int, int]
 
     def dense(self, tokens: Tensor) -> Tensor:
-        """The law of each draft, [B, N, V] log-probabilities; -inf everywhere where there is none.
+        """Return the law of each draft, [B, N, V] log-probabilities; -inf everywhere where there is no draft.
 
         Args:
             tokens: long [B, N], the drafts.
@@ -57,18 +57,18 @@ class Label:
         return dense.scatter_(-1, at, point)
 
     def select(self, samples: Tensor) -> None:
-        """Go on with some of the samples only, long [N]."""
+        """Continue with the samples long [N] only."""
         self.laws, self.rows = self.laws[samples], self.rows[samples]
 
 
 @dataclass
 class Draft:
-    """Proposed tokens for the slots behind the text, or for the entries of columns.
+    """Proposed tokens for the next slots, or for the entries of the next columns.
 
     Attributes:
-        tokens: long [B, N], -1 where there is none.
-        label: None where the acceptance looks at tokens only.
-        provenance: how they were made, a word for people.
+        tokens: long [B, N], -1 where there is no draft.
+        label: the laws of the drafts; None if the acceptance uses tokens only.
+        provenance: how the drafts were made, in one word, for display.
     """
 
     tokens: Tensor
@@ -76,7 +76,7 @@ class Draft:
     provenance: str
 
     def behind(self, count: int) -> Draft:
-        """The same without the first `count` positions."""
+        """Return the draft without its first `count` positions."""
         label = self.label
         if label is not None:
             label = Label(label.laws, label.rows[:, count:], label.allowed)
@@ -84,17 +84,17 @@ class Draft:
 
     @staticmethod
     def points(tokens: Tensor, vocab_size: int, provenance: str) -> Draft:
-        """Drafts that are a function of the text, such as copies: long [B, N], -1 where there is none."""
+        """Return drafts that are a function of earlier tokens, such as copies: long [B, N], -1 for no draft."""
         rows = torch.where(tokens < 0, NO_DRAFT, POINT_LAW)
         none = torch.zeros(len(tokens), 1, vocab_size, device=tokens.device)
         return Draft(tokens, Label(none, rows, (0, vocab_size)), provenance)
 
 
 def with_bonus(draft: Draft, group: int = 1) -> Draft:
-    """The same, with one more position that has no draft: the last one that a call scores, whose token is a bonus.
+    """Return the draft with one more position that has no draft: the last scored position, whose token is a bonus.
 
     Args:
-        group: tokens of a position.
+        group: tokens per position.
     """
     label = draft.label
     if label is not None:
@@ -103,10 +103,10 @@ def with_bonus(draft: Draft, group: int = 1) -> Draft:
 
 
 def rows_of(values: Tensor, rows: Tensor) -> Tensor:
-    """values [B, C, V] at rows long [B, N]: [B, N, V]."""
+    """Return the rows long [B, N] of values [B, C, V]: [B, N, V]."""
     batch_size, count, size = values.shape
     first = torch.arange(0, batch_size * count, count, device=values.device)[:, None]
-    # Whole rows by one index, not a gather of V indices each.
+    # Index whole rows: a gather would need V indices for each.
     found = values.reshape(-1, size).index_select(0, (first + rows).flatten())
     return found.view(*rows.shape, size)
 
@@ -114,19 +114,19 @@ def rows_of(values: Tensor, rows: Tensor) -> Tensor:
 def uniform_tokens(
     noise: CounterNoise, slots: Tensor, round: int | Tensor, allowed: tuple[int, int]
 ) -> Tensor:
-    """Every allowed id with equal probability, for slots long [B, N]: long [B, N].
+    """Return ids drawn uniformly from the allowed ones, for slots long [B, N]: long [B, N].
 
     Args:
         allowed: half-open range of token ids.
     """
     first, stop = allowed
-    # float64: in float32 some ids of a large vocabulary would come up 0.1% more often than the label says.
+    # float64: float32 would draw some ids of a large vocabulary 0.1% more often than the label says.
     position = noise.uniform(slots, DRAFT, round, torch.float64).mul_(stop - first)
     return position.long().clamp_(max=stop - first - 1).add_(first)
 
 
 def copied_tokens(direction: str, tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
-    """The token to the left or above: the spatial locality-aware initialisation of SJD (Teng et al., ICLR 2025).
+    """Return the token to the left or above: the spatial locality-aware initialisation of SJD (Teng et al., ICLR 2025).
 
     Args:
         direction: "left" or "up".
@@ -141,11 +141,11 @@ def copied_tokens(direction: str, tokens: Tensor, slots: Tensor, newest: Tensor,
 
 
 def copied_slots(direction: str, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
-    """The nearest slot that holds a token, to the left or above: long [B, N].
+    """Return the nearest slot to the left or above that holds a token: long [B, N].
 
-    A slot whose neighbour holds no token yet takes the neighbour's neighbour in the same direction, and so on.
-    Where the row ends before a token is found, "left" looks up; where the frame ends, "up" looks at the same place
-    in earlier frames; and where there is none, the newest token serves.
+    If a slot's neighbour holds no token yet, the search goes on in the same direction. If the row ends before a token
+    is found, "left" looks up; if the frame ends, "up" looks at the same place in earlier frames; if that finds none,
+    the newest token is used.
     """
     frame_size = grid.height * grid.width
     distance = slots - newest  # [B, N], >= 1

@@ -1,8 +1,8 @@
-"""One call of a decode recorded as a CUDA graph: a single launch in place of hundreds, with no Python in between.
+"""Recording one call of a decode as a CUDA graph: one launch in place of hundreds, without Python in between.
 
-A step of a sampler is a function of the tensors that its state holds. It is recorded once with all of them at fixed
-addresses, and at its end writes what it has bound anew back to where it was; so one recording serves every call of a
-decode, and of later decodes of the same shape, whose states are copied over the first one's.
+A step of a sampler is a function of the tensors in its state. It is recorded once, with all of them at fixed addresses.
+At its end it copies every newly bound tensor back to its address. So one recording serves every call of a decode, and
+later decodes of the same shape: their states are copied over the first one's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.trace import Stopwatch
 
 AUTO = "auto"
-# Share of the device's memory that recordings may go on holding after their decodes; the oldest are dropped first.
+# Share of the device's memory that recordings may keep after their decodes; the oldest are dropped first.
 _SHARE = 0.25
 
 # State, law and noise of a decode: what a step reads and changes.
@@ -32,15 +32,15 @@ Step = Callable[[Any, CheckedLaw, CounterNoise], None]
 
 @dataclass
 class Recording:
-    """A step, the parts of a decode that it works on, and the graph of each width that was recorded.
+    """A step, the parts of a decode that it works on, and one graph for each recorded width.
 
     Attributes:
         parts: those of the first decode; later ones are copied over them.
-        weights: addresses of the model's weights, which graphs know by nothing else.
-        shapes: of the tensors of the parts.
-        replays: {width of the state: what replays the graph; None where recording failed}.
-        steps: those that were recorded. Graphs read what these hold, such as tables, by address.
-        memory: one pool for the graphs.
+        weights: addresses of the models' weights. A graph is valid only for these addresses.
+        shapes: shapes of the tensors of the parts.
+        replays: {width of the state: function that replays the graph; None where recording failed}.
+        steps: the recorded steps. Graphs read what these hold, such as tables, by address.
+        memory: the memory pool that all graphs share.
     """
 
     parts: Parts
@@ -56,12 +56,12 @@ class Recording:
         return sum(tensor.nbytes for tensor in _tensors(self.parts))
 
 
-# {what owns the weights: {what else matters: recording}}, each in the order of use.
+# {owner of the weights: {the rest of the key: recording}}, each in the order of use.
 _RECORDINGS: WeakKeyDictionary[Any, dict[Any, Recording]] = WeakKeyDictionary()
 
 
 def forget(model: Any = None) -> None:
-    """Give back the memory of the recordings of a model, or of all."""
+    """Free the memory of a model's recordings, or of all recordings."""
     if model is None:
         _RECORDINGS.clear()
     else:
@@ -72,17 +72,17 @@ def check_graph(graph: object) -> None:
     """Refuse a setting `graph` that is neither True, False nor "auto".
 
     Raises:
-        ValueError: another value is given.
+        ValueError: the value is another one.
     """
     if not (graph == AUTO or isinstance(graph, bool)):
         raise ValueError(f"graph={graph!r}; pass True, False or {AUTO!r}.")
 
 
 def wants_graph(graph: bool | str, model: Any) -> bool:
-    """Whether to record a decode, decided before anything is computed. "auto" records wherever that can be done.
+    """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
 
     Raises:
-        ValueError: True on another device than CUDA, or for a model that is moved between devices.
+        ValueError: `graph` is True, but the device is not CUDA, or the model is moved between devices.
     """
     if graph is False:
         return False
@@ -102,8 +102,7 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
 
 
 def can_record(state: Any) -> bool:
-    """Whether a model's state, or the models' states in a sampler's state, say which of their tensors last from call to
-    call."""
+    """Return whether the model states in a state, or a model's own state, declare the tensors that last between calls."""
     return all(_has_buffers(cache) for cache in _caches(state))
 
 
@@ -117,21 +116,21 @@ def recorded(
     drafter: Any = None,
     strict: bool = False,
 ) -> tuple[Parts, Callable[[], None]]:
-    """Put a decode at the addresses of a recording: its parts there, and a function that advances them by one call.
+    """Move a decode to the addresses of a recording. Returns its parts there, and a function that makes one call.
 
-    The first call of a width runs as it is, which compiles what has to be compiled. Then the step is recorded.
+    The first call of each width runs unrecorded, so that everything is compiled. Then the step is recorded.
 
     Args:
-        key: hashable, everything that the step depends on beside the models and the tensors of the parts.
+        key: hashable; everything that the step depends on, except the models and the tensors of the parts.
         step: binds tensors of the parts anew, or changes them in place. It is kept as long as its recording.
-        parts: a decode that has been prepared. Use the returned parts in its place.
+        parts: a prepared decode. Use the returned parts in its place.
         watch: times the replayed calls, as phase "step".
         drafter: another model that the step calls.
-        strict: raise where recording fails. False warns, and goes on without a graph.
+        strict: raise if recording fails. False: warn, and continue without a graph.
 
     Raises:
-        TypeError: the state of a model does not say what its buffers are.
-        RuntimeError: something in the step cannot be recorded, and `strict` is set.
+        TypeError: a model's state does not say what its buffers are.
+        RuntimeError: the step cannot be recorded, and `strict` is set.
     """
     state = parts[0]
     for cache in _caches(state):
@@ -149,7 +148,7 @@ def recorded(
         for fixed, new in zip(_tensors(recording.parts), _tensors(parts), strict=True):
             fixed.copy_(new)
         if hasattr(state, "width"):
-            recording.parts[0].width = state.width  # a policy may have left another one there
+            recording.parts[0].width = state.width  # a window policy may have changed it
     known[key] = recording
     _make_room(device, recording)
     fixed_parts = recording.parts
@@ -169,7 +168,7 @@ def recorded(
 
 
 def step_in_place(step: Step, parts: Parts) -> None:
-    """A step, after which the tensors of the parts are where they were before."""
+    """Run a step, then copy newly bound tensors back to their old addresses."""
     before = list(_places(parts))
     held = {id(fixed) for _, fixed in before}
     step(*parts)
@@ -185,7 +184,7 @@ def step_in_place(step: Step, parts: Parts) -> None:
 
 
 def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any] | None:
-    """What replays a step of the recording; None where it cannot be recorded. Nothing is computed."""
+    """Return a function that replays a step of the recording; None if it cannot be recorded. Computes nothing."""
     before = list(_places(recording.parts))
     try:
         replay, recording.memory = _capture(lambda: step_in_place(step, recording.parts), recording.memory)
@@ -203,7 +202,7 @@ def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any]
 
 
 def _capture(run: Callable[[], None], memory: Any) -> tuple[Callable[[], Any], Any]:
-    """What replays `run`, and the memory pool of the graph."""
+    """Return a function that replays `run`, and the graph's memory pool."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):
         run()
@@ -213,12 +212,12 @@ def _capture(run: Callable[[], None], memory: Any) -> tuple[Callable[[], Any], A
 # -- the tensors of a decode -------------------------------------------------------------------------------------------
 
 
-# Where a tensor is kept: the number of a part, then attributes.
+# The place of a tensor: the number of a part, then attribute names.
 Path = tuple[Any, ...]
 
 
 def _places(parts: Parts) -> Iterator[tuple[Path, Tensor]]:
-    """Where tensors are kept, but for those of the models' states."""
+    """Yield the places of all tensors, except those in model states."""
     for number, part in enumerate(parts):
         yield from _inside(part, (number,))
 
@@ -249,13 +248,13 @@ def _has_buffers(cache: DecodeState) -> bool:
 
 
 def _tensors(parts: Parts) -> list[Tensor]:
-    """All tensors that last from call to call, in one order."""
+    """Return all tensors that last from call to call, in a fixed order."""
     buffers = [tensor for cache in _caches(parts[0]) for tensor in cache.buffers()]
     return [tensor for _, tensor in _places(parts)] + buffers
 
 
 def _addresses(model: Any) -> tuple[int, ...]:
-    """Where the weights are. Quantised ones have no address of their own, and count as moved when they are others."""
+    """Return the addresses of the weights. Quantised weights have none; they count as moved when the objects change."""
     weights = [parameter for module in modules_of(model) for parameter in module.parameters()]
     return tuple(one.data_ptr() if type(one) is nn.Parameter else id(one) for one in weights)
 
@@ -265,7 +264,7 @@ def _is_offloaded(model: Any) -> bool:
 
 
 def _make_room(device: torch.device, needed: Recording) -> None:
-    """Drop the oldest recordings until they hold no more than their share of the device's memory."""
+    """Drop the oldest recordings until the rest fit their share of the device's memory."""
     if device.type != "cuda":
         return
     room = _SHARE * torch.cuda.get_device_properties(device).total_memory

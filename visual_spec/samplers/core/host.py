@@ -1,4 +1,4 @@
-"""What the host may learn of a decode without stalling the device."""
+"""Reading values of a decode on the host without stalling the device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Brings a small tensor to the host; on CUDA one call late, because asking at once would stall the device."""
+    """Copies a small tensor to the host. On CUDA it arrives one call late, because waiting would stall the device."""
 
     def __init__(self) -> None:
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
 
     def __call__(self, value: Tensor) -> Tensor | None:
-        """The value; on CUDA that of the call before, and None at the first call."""
+        """Return the value; on CUDA the value of the previous call, and None at the first call."""
         if value.device.type != "cuda":
             return value
         earlier = self._pending

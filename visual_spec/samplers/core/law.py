@@ -1,7 +1,7 @@
-"""The law of a token: what turns raw logits into the distribution a token is sampled from.
+"""The law of a token: the distribution that a token is sampled from, computed from raw logits.
 
-It is applied once, to target and drafter alike, and never to a residual: filtering a residual again changes
-the output law (top-p below 1 and temperatures other than 1 do).
+It is applied once, to target and drafter alike, and never to a residual: filtering a residual again changes the output
+law (with top-p below 1, or a temperature other than 1).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_finite
 
-# Below it, dividing large logits overflows float32.
+# Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
 
 
@@ -25,19 +25,19 @@ class TokenLaw:
 
     Args:
         guidance_scale: `s` of classifier-free guidance, `unconditional + s * (conditional - unconditional)`
-            (Ho and Salimans 2022, equation 6, in logits, with s = 1 + w). Guidance is active above 1, and
-            at 1 or below the model's conditional law is used as it is.
-        temperature: logits are divided by it; 0, or at least 1e-6. 0 is greedy decoding: all mass on the
-            largest logit, on the lowest id where several are equal.
-        top_k: keep the `top_k` largest logits, and all that equal the smallest of them. 0 is off.
-        top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`, and all that equal
-            the least probable of them (Holtzman et al. 2020, section 3.1). 1 is off.
+            (Ho and Salimans 2022, equation 6, in logits, with s = 1 + w). Guidance is active above 1. At 1 or below,
+            the model's conditional law is used unchanged.
+        temperature: logits are divided by it; 0, or at least 1e-6. 0 is greedy decoding: all mass on the largest
+            logit, and on the lowest id if several are equal.
+        top_k: keep the `top_k` largest logits, and ties with the smallest of them. 0 is off.
+        top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`, and ties with the least
+            probable of them (Holtzman et al. 2020, section 3.1). 1 is off.
         allowed: half-open range (first, last + 1) of token ids; None allows the whole vocabulary.
-        guidance_until: slots at or beyond it are drawn from the conditional law; None guides every slot. LlamaGen's
+        guidance_until: slots from this one on are drawn from the conditional law; None guides every slot. LlamaGen's
             `cfg_interval=n` guides its first token and n + 1 more, so it is `guidance_until=n + 2`.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
     """
 
     guidance_scale: float = 1.0
@@ -76,11 +76,11 @@ class TokenLaw:
 
     @property
     def guided(self) -> bool:
-        """True when the model must be run on unconditional rows too."""
+        """Whether the model must also run unconditional rows."""
         return self.guidance_scale > 1 and self.guidance_until != 0
 
     def numbers(self, guided: bool, vocab_size: int) -> LawNumbers:
-        """The law in plain numbers, as `visual_spec.kernels` take it; `guided` as of a call."""
+        """Return the law as plain numbers for `visual_spec.kernels`; `guided` is that of a call."""
         first, stop = self.allowed or (0, vocab_size)
         until = EVERY_SLOT if self.guidance_until is None else self.guidance_until
         return LawNumbers(
@@ -88,20 +88,20 @@ class TokenLaw:
         )
 
     def __call__(self, logits: Tensor, guided: bool, slots: Tensor | None = None) -> Tensor:
-        """The law at every slot of a window.
+        """Return the law at every position of a window.
 
         Args:
             logits: [R, W, V]; R = 2B when guided (B conditional rows, then B unconditional ones), else B.
                 -inf is legal and forbids a token (with guidance: when either row has it).
-            guided: whether the unconditional rows are there.
-            slots: long [B, W], the grid slots that the columns predict; only `guidance_until` looks at them.
+            guided: whether the logits hold unconditional rows.
+            slots: long [B, W], the grid slots that the positions predict; only `guidance_until` needs them.
 
         Returns:
             Log-probabilities [B, W, V], -inf outside the support; float64 for float64 logits, else float32.
 
         Raises:
-            ValueError: logits of another shape, an odd number of guided rows, `allowed` beyond the
-                vocabulary, guided logits without the slots that `guidance_until` needs.
+            ValueError: the logits have another shape or an odd number of guided rows, `allowed` exceeds the
+                vocabulary, or guided logits come without the slots that `guidance_until` needs.
         """
         if logits.dim() != 3:
             raise ValueError(f"logits have shape {tuple(logits.shape)}; pass [rows, window, vocabulary].")
@@ -134,12 +134,12 @@ def check_finite(
 
     Args:
         logits: [R, W, V], R a multiple of B.
-        slots: [B, W], the grid slots the columns predict.
-        allowed: the law's allowed range; only ids within it are looked at.
-        samples: [B], the numbers by which the message is to name the samples; default 0, 1, ...
+        slots: [B, W], the grid slots that the positions predict.
+        allowed: the law's allowed range; other ids are not checked.
+        samples: [B], the numbers that the message uses for the samples; default 0, 1, ...
 
     Raises:
-        FloatingPointError: nan, +inf, or only -inf in some row and column; names sample, column and slot.
+        FloatingPointError: some row and position has nan, +inf, or only -inf; names sample, position and slot.
     """
     if allowed is not None:
         logits = logits[..., slice(*allowed)]

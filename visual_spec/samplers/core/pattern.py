@@ -1,7 +1,7 @@
-"""Columns: the K tokens of one step of a codebook pattern, as the samplers of several codebooks see them.
+"""Columns, the K tokens of one step of a codebook pattern, for samplers of several codebooks.
 
-Given the columns before it, the tokens of a column are independent. Slots are steps. The noise of codebook k at step s
-has the counter slot s * K + k, its entry: one codebook is decoded with the noise of the plain samplers.
+Given the earlier columns, the tokens of a column are independent. Slots are steps. The noise of codebook k at step s
+uses the counter slot s * K + k, called its entry. So one codebook gets the same noise as in the plain samplers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from visual_spec.samplers.core.verification import Verdict, verify_laws
 
 
 class PatternView:
-    """What the steps of a model's pattern hold. An entry without a token is token 0 to the sampler, special to others.
+    """The codebook pattern of a model. Entries without a token hold token 0 in the sampler and `special_id` in the
+    model.
 
     Args:
-        window: most columns of a call; that many steps behind the last one are forced as well.
+        window: most columns of a call. The view adds that many steps after the last one, all of them forced.
     """
 
     def __init__(self, model: ColumnModel, window: int, device: torch.device) -> None:
@@ -40,43 +41,43 @@ class PatternView:
         self.valid = F.pad(model.valid.to(device), (0, 0, 0, window))  # [S + W, K]
 
     def slots(self, steps: Tensor) -> Tensor:
-        """Counter slots of all entries of steps [B, N]: long [B, N * K]."""
+        """Return the counter slots of all entries of steps [B, N]: long [B, N * K]."""
         return (
             steps[..., None] * self.codebooks + torch.arange(self.codebooks, device=steps.device)
         ).flatten(1)
 
     def with_special(self, tokens: Tensor, steps: Tensor) -> Tensor:
-        """Tokens [B, N, K] at steps [B, N] or [N] as the model knows them."""
+        """Return tokens [B, N, K] at steps [B, N] or [N] as the model takes them, `special_id` where there is none."""
         return torch.where(self.valid[steps], tokens, self.special_id)
 
     def laws(
         self, law: Callable[[Tensor, Tensor, bool], Tensor], logits: Tensor, steps: Tensor, guided: bool
     ) -> Tensor:
-        """The laws [B, N, K, V] from logits [R, N, K, V] that predict steps [B, N]; forced entries are token 0."""
+        """Return laws [B, N, K, V] from logits [R, N, K, V] that predict steps [B, N]; forced entries are token 0."""
         valid = self.valid[steps]  # [B, N, K]
-        # The logits of a forced entry are never used: they count as past the grid.
+        # The logits of a forced entry are never used, so they are marked as past the grid and not checked.
         at = torch.where(valid, steps[..., None], self.num_steps).flatten(1)
         laws = law(logits.flatten(1, 2), at, guided).view(*valid.shape, -1)
         return self.forced(laws, valid)
 
     def forced(self, laws: Tensor, valid: Tensor) -> Tensor:
-        """Laws [B, N, K, V] with those of forced entries, not `valid` [B, N, K], put on token 0."""
+        """Put the laws of forced entries (`valid` [B, N, K] is false) of laws [B, N, K, V] on token 0."""
         certain = laws.new_full(laws.shape[-1:], -torch.inf)
         certain[:1].fill_(0)
         return torch.where(valid[..., None], laws, certain)
 
     def draw(self, noise: CounterNoise, laws: Tensor, steps: Tensor, stream: int, round: int = 0) -> Tensor:
-        """Tokens [B, N, K] from laws [B, N, K, V]."""
+        """Draw tokens [B, N, K] from laws [B, N, K, V]."""
         return noise.categorical(laws.flatten(1, 2), self.slots(steps), stream, round).view(laws.shape[:-1])
 
 
 @dataclass
 class ColumnState(State):
-    """`tokens` is long [B, S + scratch, K], by step, 0 at forced entries; lengths and calls count steps."""
+    """A batch of columns. `tokens` is long [B, S + scratch, K], 0 at forced entries; lengths and calls count steps."""
 
     @classmethod
     def begin(cls, run: Run, scratch: int, **more: Any) -> Any:
-        """The state after the prefill: step 0 is drawn from its laws, and committed. Sets up `run.pattern`."""
+        """Return the state after the prefill: step 0 is drawn and committed. Also sets `run.pattern`."""
         pattern = run.pattern = PatternView(run.model, scratch, run.device)
         steps = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
         target = pattern.laws(run.law, run.cache.logits[:, None], steps, run.guided)  # [B, 1, K, V]
@@ -95,15 +96,16 @@ class ColumnState(State):
         return state
 
     def write(self, steps: Tensor, tokens: Tensor) -> None:
-        """Put tokens [B, N, K] at steps [B, N]."""
+        """Write tokens [B, N, K] at steps [B, N]."""
         self.tokens.scatter_(1, steps[..., None].expand_as(tokens), tokens)
 
 
 class ColumnSampler(Sampler):
-    """A sampler of models of several codebooks.
+    """A sampler for models of several codebooks.
 
-    The result has tokens long [B, S, K], special where the pattern has no token. The trace counts columns where that of
-    other samplers counts tokens: `commit_call` is [B, S], and `tokens_per_call` the columns per call.
+    The result has tokens long [B, S, K], `special_id` where the pattern has no token. The trace counts columns in place
+    of
+    tokens: `commit_call` is [B, S], and `tokens_per_call` is columns per call.
     """
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
@@ -121,12 +123,12 @@ UNITS = (COLUMN, CODEBOOK)
 
 @dataclass
 class ColumnDraftState(ColumnState):
-    """A batch whose columns are drafted.
+    """A batch with drafted columns.
 
     Attributes:
-        pending: bool [B], the first drafted column was refused already, and is to be replaced: none of the tries at its
-            residual was kept.
-        refused_law: [B, K, V], what that column was drawn from.
+        pending: bool [B]. The first drafted column was refused, but no attempt at its residual was kept. The next call
+            must replace it.
+        refused_law: [B, K, V], the law that the refused column was drawn from.
     """
 
     pending: Tensor
@@ -143,24 +145,24 @@ class ColumnDraftState(ColumnState):
 
 
 class ColumnChainSampler(ColumnSampler):
-    """Drafts a chain of columns, scores it in one call, keeps those before the first refusal and adds one.
+    """Draft a chain of columns, score it in one call, keep the columns before the first refusal and add one.
 
-    The logits behind a column are those of the model only if all K drafts of this column stand, so what is kept or
-    refused is a whole column. A method says what it drafts: `propose`.
+    The logits after a column are valid only if all K drafts of the column stand. So a column is kept or refused as a
+    whole. A method defines `propose`, which drafts.
     """
 
     unit = COLUMN
-    tries = 8  # at the residual of a column, in one call
+    tries = 8  # attempts at the residual of a column in one call
 
     def propose(self, run: Run, state: Any) -> Draft:
-        """Drafts of the columns behind the text, entry by entry: [B, N * K]."""
+        """Return drafts of the next columns, entry by entry: [B, N * K]."""
         raise NotImplementedError
 
     def settle(self, run: Run, state: Any, steps: Tensor, verdict: Verdict, advance: Tensor) -> None:
-        """Put what a call found out into the state.
+        """Update the state after a call.
 
         Args:
-            steps: long [B, N + 1], those that the call has scored.
+            steps: long [B, N + 1], the steps that the call scored.
             advance: long [B], how many of them are final.
         """
         state.write(steps, verdict.tokens.view(*steps.shape, -1))
@@ -168,16 +170,16 @@ class ColumnChainSampler(ColumnSampler):
 
     @property
     def coupled(self) -> bool:
-        """Whether drafts behind a refusal are kept or replaced too, to serve again."""
+        """Whether verification also keeps or replaces the drafts after a refusal, for the next call to test."""
         return False
 
     def step(self, run: Run, state: Any) -> None:
-        """Commits 0 to N + 1 columns a row, 0 only where the replacement is pending; a complete row stays as it is."""
+        """Commit 0 to N + 1 columns a row, 0 only where a replacement is pending. A complete row does not change."""
         pattern = run.pattern
         draft = with_bonus(self.propose(run, state), pattern.codebooks)  # [B, (N + 1) * K]
         steps = state.next_slots(
             draft.tokens.shape[1] // pattern.codebooks
-        )  # [B, N + 1], what this call scores
+        )  # [B, N + 1], scored by this call
         columns = draft.tokens.view(*steps.shape, -1)
         inputs = torch.cat([rows_of(state.tokens, steps[:, :1] - 1), columns[:, :-1]], 1)
         logits = run.model(
@@ -209,7 +211,7 @@ class ColumnChainSampler(ColumnSampler):
     def _verify_products(
         self, run: Run, state: Any, target: Tensor, steps: Tensor, draft: Draft
     ) -> tuple[Verdict, Tensor]:
-        """Test every column as one token (`product_residual`): the verdict, and whether a replacement was found [B]."""
+        """Test each column as one token (`product_residual`). Returns the verdict, and bool [B]: replacement found."""
         assert draft.label is not None
         codebooks, shape = run.pattern.codebooks, (*steps.shape, run.pattern.codebooks, -1)
         label = draft.label.dense(draft.tokens)  # [B, N * K, V]
@@ -222,7 +224,7 @@ class ColumnChainSampler(ColumnSampler):
         accept[:, :1] &= ~state.pending[:, None]
         kept = accepted_prefix(accept)
         if self.coupled:
-            # The next drafts are kept or replaced token by token, a draw from the target law that changes few of them.
+            # Keep or replace the later drafts token by token: a draw from the target law that changes few of them.
             exact = exact_acceptance(target, label, tokens).masked_fill(draft.tokens < 0, 0)
             entries = run.pattern.slots(steps)
             keep = run.noise.bernoulli(exact, entries, RESIDUAL, state.round)  # [B, N * K]
@@ -243,10 +245,10 @@ class ColumnChainSampler(ColumnSampler):
 
 
 def check_column_request(model: ColumnModel, law: TokenLaw, batch_size: int) -> None:
-    """Refuse, before any compute, what a column sampler cannot decode.
+    """Refuse, before any compute, a request that a column sampler cannot decode.
 
     Raises:
-        ValueError: batch size below 1, a model without a pattern, allowed ids beyond the vocabulary.
+        ValueError: the batch size is below 1, the model has no pattern, or `allowed` exceeds the vocabulary.
     """
     check_batch_size(batch_size)
     valid, size = getattr(model, "valid", None), (model.grid.num_tokens, model.grid.codebooks)

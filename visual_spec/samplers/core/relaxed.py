@@ -1,20 +1,20 @@
-"""Relaxed acceptance: a draft is kept more often than the exact rule allows, because tokens like it are likely.
+"""Relaxed acceptance: a draft is kept more often than the exact rule allows if tokens like it are likely.
 
-Picture tokens are interchangeable to a degree, so two published rules test a draft together with its kin: GSD with its
-neighbours in the sorted target law, LANTERN with the nearest codes of the codebook. They trade the output law for speed
-at a fixed rate. A rule that keeps draft x with probability accept(x) moves, at one slot, the mass
+Picture tokens are partly interchangeable. Two published rules therefore test a draft together with similar tokens: GSD
+with its neighbours in the sorted target law, LANTERN with the nearest codes of the codebook. They trade exactness for
+speed at a fixed rate. A rule that keeps draft x with probability accept(x) moves, at one slot, the mass
 
     moved = sum over x of (draft(x) * accept(x) - target(x))+ .
 
-It is at most the total variation distance (TVD) between the law of the committed token and the target law, and it is
-that distance for a rule that keeps no draft less often than the exact one and replaces refused ones from `residual`.
-The share of drafts kept then grows by just as much: rules differ in which tokens they favour, not in the price. A
-decode measures its own `moved` (`trace.DivergenceMeter`).
+This is at most the total variation distance (TVD) between the law of the committed token and the target law. It equals
+that TVD if the rule keeps no draft less often than the exact rule and replaces refused drafts from `residual`. The
+share of kept drafts then grows by the same amount: rules differ in which tokens they favour, not in the price. A decode
+measures its own `moved` (`trace.DivergenceMeter`).
 
-No rule keeps a draft that the target law forbids, whatever its kin.
+No rule keeps a draft that the target law forbids, whatever tokens are similar to it.
 
-Each rule is computed in `kernels` (`grouped_mass`, `clustered_mass`, `lantern_mass`): by one Triton kernel for float32
-laws on a GPU, elsewhere by its definition in PyTorch. What it is and what it guarantees is said here.
+`kernels` computes the rules (`grouped_mass`, `clustered_mass`, `lantern_mass`): one Triton kernel each for float32 laws
+on a GPU, and the definition in PyTorch elsewhere. This module states the rules and their guarantees.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLUSTERED = "clustered"
 LANTERN = "lantern"
 RELAXED = (GROUPED, CLUSTERED, LANTERN)
 
-_TABLE_ROWS = 2**24  # distances held at once while a table is built
+_TABLE_ROWS = 2**24  # distances in memory at once while a table is built
 
 
 # -------------------------------------------------------------------------------------------------------- the rules
@@ -56,27 +56,29 @@ def grouped_acceptance(
     distance: float | None = None,
     codebook: Tensor | None = None,
 ) -> Tensor:
-    """Probability of keeping each draft under GSD: min(1, P(C) / Q(C)), the masses that target and draft law give to C.
+    """Return the probability of keeping each draft under GSD: min(1, P(C) / Q(C)).
 
-    C is the group of the draft x: of the tokens in the order of their target probability (equal ones by id), x, the
-    `size // 2` next less probable and the `(size - 1) // 2` next more probable ones, without those too far from x. At
-    the ends of the order the group is cut off, and tokens that the target law forbids are in no group. Refused drafts
-    are replaced from `residual`. Size 1 is the exact rule. No bound on the divergence is known; it is measured.
-    The group's ratio can also fall below target / draft. With `withheld` the mass that the exact rule would keep and
-    this one refuses, the TVD is `moved` where that is the larger of the two, and between them where it is not.
-    `bounded_acceptance` with delta 1 only gives back what is withheld: fewer refusals, and a TVD that is `moved`.
+    P(C) and Q(C) are the target and draft mass of C, the group of the draft x. Tokens are sorted by target probability
+    (ties by id). C contains x, the `size // 2` next less probable and the `(size - 1) // 2` next more probable tokens,
+    without those too far from x. The group is cut off at the ends of the order. Tokens that the target law forbids are
+    in no group. Refused drafts are replaced from `residual`. Size 1 is the exact rule. No bound on the divergence is
+    known; it is measured.
+
+    The group's ratio can also fall below target / draft. Let `withheld` be the mass that the exact rule would keep and
+    this rule refuses. If `moved` is at least `withheld`, the TVD is `moved`; otherwise it lies between the two.
+    `bounded_acceptance` with delta 1 only gives the withheld mass back: fewer refusals, and a TVD of `moved`.
 
     So et al., "Grouped speculative decoding for autoregressive image generation", ICCV 2025, with dynamic clusters;
     size 14, gap 0.15 and distance 0.5 are the release's. The release measures the distance between input embeddings
-    of the language model, and falls back to the exact rule near the low end of the order; here codes are compared.
+    of the language model, and falls back to the exact rule near the low end of the order; this function compares codes.
 
     Args:
         target, draft_law: [B, N, V] log-probabilities.
         drafts: long [B, N].
         size: tokens of a group, x included.
-        gap: members y have |target(y) - target(x)| < gap.
-        distance: and squared distance of their codes < distance. None: any.
-        codebook: [V, D], needed with `distance`.
+        gap: a member y has |target(y) - target(x)| < gap.
+        distance: the squared distance between the codes of y and x is < distance. None: no limit.
+        codebook: [V, D], required with `distance`.
 
     Returns:
         [B, N], of the laws' dtype.
@@ -85,7 +87,7 @@ def grouped_acceptance(
 
 
 def clustered_acceptance(target: Tensor, draft_law: Tensor, drafts: Tensor, *, clusters: Tensor) -> Tensor:
-    """As `grouped_acceptance`, with groups fixed beforehand: the static clusters that GSD is compared with.
+    """As `grouped_acceptance`, with fixed groups: the static clusters that GSD is compared with.
 
     Args:
         clusters: long [V], the cluster of every token, from `cluster_table`.
@@ -102,26 +104,26 @@ def lantern_acceptance(
     delta: float = 0.1,
     factor: float | None = None,
 ) -> Tensor:
-    """Probability of keeping each draft under LANTERN: min(1, merged(x) / draft(x)).
+    """Return the probability of keeping each draft under LANTERN: min(1, merged(x) / draft(x)).
 
-    merged(x) is the target mass of the draft x and of A, the longest run of its nearest codes, from the nearest on,
-    whose mass in all is at most `delta` (LANTERN), or at most (factor - 1) * target(x) (LANTERN++). Refused drafts are
-    replaced from the residual of `lantern_target`.
+    merged(x) is the target mass of the draft x and of the set A. A holds the nearest codes of x, in order of distance,
+    as many as have a total mass of at most `delta` (LANTERN), or at most (factor - 1) * target(x) (LANTERN++). Refused
+    drafts are replaced from the residual of `lantern_target`.
 
-    What is guaranteed: when x is not random (the draft law is a point, as of a greedy drafter), the committed
-    token's law is within TVD `delta` of the target law; it is `lantern_target`, off by the mass of A. In a tree of the
-    most probable tokens that holds for each test of a sibling, not for all the siblings of a slot together. When drafts
-    are drawn, each x moves the mass of its own A, and the TVD is bounded by nothing but that between draft law and
-    target law. `bounded_rule` repairs both. The factor gives no bound in any case.
+    Guarantee: if x is not random (the draft law is a point, as with a greedy drafter), the committed token's law is
+    within TVD `delta` of the target law; it is `lantern_target`, which differs by the mass of A. In a tree of the most
+    probable tokens this holds for each test of a sibling, not for all siblings of a slot together. If drafts are drawn,
+    each x moves the mass of its own A, and only the TVD between draft law and target law bounds the TVD. `bounded_rule`
+    repairs both cases. The factor gives no bound in any case.
 
     Jang et al., "LANTERN: Accelerating visual autoregressive models with relaxed speculative decoding", ICLR 2025,
-    section 4; Park et al., "LANTERN++", 2025. Distances are those of the codes as decoded.
+    section 4; Park et al., "LANTERN++", 2025. Distances are between the codes that the decoder sees.
 
     Args:
         target, draft_law: [B, N, V] log-probabilities.
         drafts: long [B, N].
-        neighbours: int [V, K], the nearest codes of each, from `neighbour_table`.
-        delta: most mass that is lent, when `factor` is None.
+        neighbours: int [V, K], the nearest codes of each code, from `neighbour_table`.
+        delta: most mass lent to a draft, if `factor` is None.
         factor: lambda of LANTERN++: merged(x) is at most factor * target(x).
 
     Returns:
@@ -133,9 +135,9 @@ def lantern_acceptance(
 def lantern_target(
     target: Tensor, drafts: Tensor, *, neighbours: Tensor, delta: float = 0.1, factor: float | None = None
 ) -> Tensor:
-    """The target law with the mass of A moved to the draft (`lantern_acceptance`): [B, N, V] log-probabilities.
+    """Return the target law with the mass of A moved to the draft (`lantern_acceptance`): [B, N, V] log-probabilities.
 
-    Its residual replaces a refused draft. A slot without a draft, drafts = -1, keeps its target.
+    Its residual replaces a refused draft. A slot without a draft (drafts = -1) keeps its target.
     """
     at = drafts.clamp(min=0)
     near, lent, merged = merge_neighbours(target, at, neighbours, *lending_limit(delta, factor))
@@ -147,19 +149,19 @@ def lantern_target(
 def bounded_acceptance(
     probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor, *, delta: float | Tensor
 ) -> Tensor:
-    """Any relaxed acceptance, held back so that no slot moves more mass than `delta`, however the draft is drawn.
+    """Limit a relaxed acceptance so that no slot moves more mass than `delta`, however the draft is drawn: [B, N].
 
-    What a draft gains over the exact rule, accept(x) - exact(x), is limited to its share of the budget,
+    The gain of a draft over the exact rule, accept(x) - exact(x), is limited to its share of the budget,
 
         delta * (1 - exact(x)) / TVD(target, draft law) .
 
-    The mean of 1 - exact(x) over drafts is that TVD, so the mean gain is at most `delta`; with refused drafts replaced
-    from `residual`, the mean gain is the TVD between the committed token's law and the target law. For a point draft
-    the share is `delta`, and LANTERN with this delta is not changed; where the laws differ by less than `delta`
-    nothing is held back. A rule that keeps a draft less often than the exact one is raised to it. Ours.
+    The mean of 1 - exact(x) over drafts is that TVD, so the mean gain is at most `delta`. If refused drafts are
+    replaced from `residual`, the mean gain is the TVD between the committed token's law and the target law. For a point
+    draft the share is `delta`, so LANTERN with this delta does not change. Where the laws differ by less than `delta`,
+    no limit applies. A rule that keeps a draft less often than the exact rule is raised to it. Ours.
 
     Args:
-        probability: [B, N], what the relaxed rule gives.
+        probability: [B, N], from the relaxed rule.
         target, draft_law: [B, N, V] log-probabilities.
         drafts: long [B, N].
         delta: the bound, 0 to 1; a number, or one for each slot, [B, N].
@@ -172,42 +174,42 @@ def bounded_acceptance(
 def budget_behind(
     probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor, *, delta: float | Tensor
 ) -> Tensor:
-    """The budget that `bounded_acceptance` leaves to the next sibling of a slot when this draft is refused: [B, N].
+    """Return the budget of the next sibling of a slot if `bounded_acceptance` refuses this draft: [B, N].
 
-    A draft x that is kept with probability accept(x) has used accept(x) - exact(x) of its share. The rest is passed
-    on, and counts for more the less often it comes to that:
+    A draft x that is kept with probability accept(x) uses accept(x) - exact(x) of its share. The rest is passed on. It
+    counts for more the less often a refusal happens:
 
         (share(x) - accept(x) + exact(x)) / (1 - accept(x)) , at most 1 .
 
-    Then all siblings of a slot together move no more than `delta`, however they are drawn. By induction from the last
-    one: let the siblings behind a refused x commit a law within that budget of the residual, which is the same for all
-    x. Replacing it by the residual itself changes the law by at most the mean of (1 - accept(x)) * budget(x), and the
-    law with the residual is off by the mean of accept(x) - exact(x) (`bounded_acceptance`); the sum is the mean of
-    share(x), which is `delta`. Ours.
+    Then all siblings of a slot together move at most `delta`, however they are drawn. Proof by induction from the last
+    sibling. Let the siblings after a refused x commit a law within that budget of the residual, which is the same for
+    all x. Replacing their law by the residual itself changes the committed law by at most the mean of
+    (1 - accept(x)) * budget(x). The law with the residual is off by the mean of accept(x) - exact(x)
+    (`bounded_acceptance`). The sum is at most the mean of share(x), which is `delta`. Ours.
 
     Args:
         probability: [B, N], with which `bounded_acceptance` keeps each draft.
-        drafts: long [B, N], -1 where a slot has none; its budget stays.
+        drafts: long [B, N], -1 where a slot has none; such a slot keeps its budget.
         target, draft_law, delta: as given to `bounded_acceptance`.
     """
     exact = exact_acceptance(target, draft_law, drafts.clamp(min=0))
     refused = 1 - probability
     left = (_share(exact, target, draft_law, delta) - (probability - exact)) / refused
-    # What is never refused leaves nothing to ask about.
+    # A draft that is never refused has no next sibling: its budget does not matter, and 0 / 0 is avoided.
     return torch.where((drafts >= 0) & (refused > 0), left.clamp(0, 1), delta)
 
 
 def _share(exact: Tensor, target: Tensor, draft_law: Tensor, delta: float | Tensor) -> Tensor:
-    """What each draft may gain of the budget `delta`: [B, N]."""
+    """Return the most that each draft may gain under the budget `delta`: [B, N]."""
     apart = draft_law.exp().sub_(target.exp()).clamp_(min=0).sum(-1)
-    # Equal laws leave nothing to share out, and no draft that could use it: not 0 / 0.
+    # Equal laws keep every draft anyway, so any share will do; the clamp only avoids 0 / 0.
     return delta * (1 - exact) / apart.clamp_(min=torch.finfo(apart.dtype).tiny)
 
 
 def bounded_rule(
     probability: Callable[[Tensor, Tensor, Tensor], Tensor], delta: float | Tensor
 ) -> AcceptanceRule:
-    """A relaxed acceptance under `bounded_acceptance`, with a budget that the siblings of a slot share."""
+    """Return a relaxed acceptance under `bounded_acceptance`, with one budget for all siblings of a slot."""
 
     def held_back(target: Tensor, draft_law: Tensor, drafts: Tensor) -> Tensor:
         relaxed = probability(target, draft_law, drafts)
@@ -223,24 +225,24 @@ def bounded_rule(
 
 
 def neighbour_table(codebook: Tensor, count: int, device: torch.device | str | None = None) -> Tensor:
-    """The nearest codes of every code, itself excluded, the nearest first: int32 [V, count].
+    """Return the nearest other codes of every code, the nearest first: int32 [V, count].
 
     Args:
         codebook: [V, D], the codes as the decoder sees them (L2-normalised, if it normalises them).
         count: from 1 to V - 1.
-        device: where the table is wanted; by default where the codebook is. It is built there once, and kept for the
-            next call with the same codes.
+        device: device of the table; default: the codebook's. The table is built there once, and cached for the next
+            call with the same codes.
     """
     return _neighbour_table(*_content(codebook, device), count)
 
 
 def cluster_table(codebook: Tensor, count: int, device: torch.device | str | None = None) -> Tensor:
-    """Clusters of codes by k-means, from a fixed start: long [V], numbers below `count`; kept, as `neighbour_table`."""
+    """Return the cluster of each code by k-means from a fixed start: long [V], below `count`; cached."""
     return _cluster_table(*_content(codebook, device), count)
 
 
 def _content(codebook: Tensor, device: torch.device | str | None) -> tuple[bytes, int, torch.device]:
-    # The codes themselves are the key of the cache: pipelines make a fresh tensor of them at every call.
+    # The contents of the codes are the cache key, because pipelines make a new tensor of them at every call.
     codes = codebook.detach().float().cpu().contiguous()
     return codes.numpy().tobytes(), codes.shape[1], torch.device(device or codebook.device)
 
@@ -254,7 +256,7 @@ def _neighbour_table(content: bytes, dim: int, device: torch.device, count: int)
     codes = _codes(content, dim).to(device)
     table = torch.zeros(len(codes), count, dtype=torch.int32, device=device)
     for rows in torch.arange(len(codes), device=device).split(max(1, _TABLE_ROWS // len(codes))):
-        # Not by a product of matrices, which would blur the order of near codes.
+        # No matrix product: its rounding would change the order of near codes.
         apart = torch.cdist(codes[rows], codes, compute_mode="donot_use_mm_for_euclid_dist")
         apart.scatter_(1, rows[:, None], torch.inf)
         table[rows] = smallest(apart, count)[1].int()
@@ -273,20 +275,20 @@ def _cluster_table(content: bytes, dim: int, device: torch.device, count: int) -
 
 @dataclass(frozen=True)
 class Relaxation:
-    """How a sampler accepts drafts: the settings of a configuration, plain values only. `rule` adds the tables.
+    """The settings of an acceptance rule, plain values only. `rule` adds the tables.
 
     Args:
         acceptance: "grouped", "clustered" or "lantern"; or "exact" or "identical", which relax nothing.
-        group_size: tokens of a group; for "clustered" on the mean.
-        probability_gap, code_distance: filters of "grouped"; a code_distance of None needs no codebook.
-        delta: mass that LANTERN lends a draft, and with `bounded` the most that any rule may move at a slot.
-        factor: LANTERN++'s lambda, which then replaces delta as the limit of what is lent.
-        neighbours: how many codes may lend, K of the neighbour table.
-        bounded: hold the rule back to `delta` by `bounded_acceptance`, with refused drafts replaced from `residual`.
-            The siblings of a slot share that budget.
+        group_size: tokens of a group; for "clustered" the mean size.
+        probability_gap, code_distance: filters of "grouped"; code_distance None needs no codebook.
+        delta: mass that LANTERN lends a draft; with `bounded`, the most that any rule may move at a slot.
+        factor: LANTERN++'s lambda, which then limits the lent mass in place of delta.
+        neighbours: how many codes may lend mass, K of the neighbour table.
+        bounded: limit the rule to `delta` by `bounded_acceptance`, and replace refused drafts from `residual`. The
+            siblings of a slot share the budget.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
     """
 
     acceptance: str
@@ -319,15 +321,15 @@ class Relaxation:
 
     @classmethod
     def of(cls, acceptance: str, settings: Mapping[str, Any] | None = None) -> Relaxation:
-        """The record from a name and a mapping of the other settings, as a sampler's configuration holds them.
+        """Return the record for a name and a mapping of the other settings, as in a sampler's configuration.
 
         Args:
-            acceptance: as of the class.
-            settings: values by name, such as {"delta": 0.2}; what it leaves out has its default. None: all defaults.
+            acceptance: as in the class.
+            settings: values by name, such as {"delta": 0.2}; others keep their defaults. None: all defaults.
 
         Raises:
-            ValueError: no mapping, a name that is no setting, any setting for an acceptance that relaxes nothing, or a
-                value out of its range.
+            ValueError: `settings` is not a mapping, names an unknown setting, is given for an acceptance that relaxes
+                nothing, or holds a value out of its range.
         """
         if settings is None:
             return cls(acceptance)
@@ -349,7 +351,7 @@ class Relaxation:
 
     @property
     def lossless(self) -> bool:
-        """Whether committed tokens follow the target law exactly, whatever the laws are."""
+        """Whether committed tokens always follow the target law exactly."""
         return self.acceptance not in RELAXED
 
     @property
@@ -362,7 +364,7 @@ class Relaxation:
         """Refuse, before any compute, a codebook that does not fit the model. `codebook`: [V, D] or None.
 
         Raises:
-            ValueError: none is given and one is needed, another shape, or fewer codes than the settings ask for.
+            ValueError: a required codebook is missing, has another shape, or has fewer codes than the settings need.
         """
         if not self.needs_codebook:
             return
@@ -383,7 +385,7 @@ class Relaxation:
             )
 
     def rule(self, codebook: Tensor | None, device: torch.device | str) -> AcceptanceRule:
-        """The rule with its tables on a device. `codebook` as checked by `check`."""
+        """Return the rule with its tables on a device. `codebook` has passed `check`."""
         if self.lossless:
             return EXACT
         merge = None

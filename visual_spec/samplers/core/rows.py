@@ -1,8 +1,8 @@
-"""Row-parallel decoding of raster models: what ZipAR and parallel Jacobi decoding share.
+"""Row-parallel decoding of raster models: the part that ZipAR and parallel Jacobi decoding share.
 
-Several rows advance in one call, so a token is drawn before all tokens of the rows above are known: it follows the
-model's law given what its position saw, not the raster law. Nothing bounds that difference in advance, and it cannot be
-estimated from the calls of the decode; the setting `measure` measures it on the finished tokens.
+Several rows advance in one call, so a token is drawn before all tokens of the rows above are known. It follows the
+model's law given what its position saw, not the raster law. No bound on the difference is known in advance, and the
+calls of the decode cannot estimate it; the setting `measure` measures it on the finished tokens.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from visual_spec.samplers.core.trace import MEASURE
 
 @dataclass
 class UsedLaws:
-    """laws [B, L + N, V], by slot: the law at the call that committed the slot. Of all samples, to the end."""
+    """Laws [B, L + N, V], by slot: the law at the call that committed the slot. Keeps all samples to the end."""
 
     laws: Tensor
 
 
 @dataclass
 class RowState(State):
-    """`lengths` is long [B, rows], the tokens that each row holds.
+    """A batch between two calls. `lengths` is long [B, rows], the tokens of each row.
 
     Attributes:
-        row: long [B, A], the row that each window is at; past the last row it is idle.
-        used: laws that tokens were drawn from; None unless they are to be measured.
+        row: long [B, A], the row of each window; a window past the last row is idle.
+        used: the laws that tokens were drawn from; None unless they are to be measured.
     """
 
     row: Tensor
     used: UsedLaws | None
 
     def advance(self, order: RowOrder, plan: RowPlan, target: Tensor, count: Tensor) -> None:
-        """Commit the first `count` [B, A] predictions of each window; their tokens have been written.
+        """Commit the first `count` [B, A] predictions of each window. Their tokens are already written.
 
         Args:
             target: [B, N, V], the laws of the predictions.
@@ -59,16 +59,16 @@ class RowState(State):
 
 
 class RowSampler(Sampler):
-    """A sampler of rows side by side. A method says which order, and what one call does.
+    """A sampler that decodes rows side by side. A method defines the order and the step.
 
-    With the setting `measure` the trace has `raster_divergence` as `moved_mass`, and its mean over samples and slots as
-    `divergence`. The extra pass is not counted in `target_calls`; its time is phase `MEASURE`.
+    With the setting `measure`, the trace's `moved_mass` is `raster_divergence`, and its `divergence` is the mean over
+    samples and slots. `target_calls` does not count the extra pass; its time is phase `MEASURE`.
     """
 
     promise = "lossy"
 
     def order(self, grid: TokenGrid) -> RowOrder:
-        """Which slots are decoded when, on this grid."""
+        """Return the decoding order for this grid."""
         raise NotImplementedError
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class RowSampler(Sampler):
         return self.order(model.grid).columns
 
     def begin_rows(self, run: Run, kind: type[RowState], **more: Any) -> Any:
-        """The state after the prefill, of a class of states: slot 0 is committed."""
+        """Return the state after the prefill, of class `kind`: slot 0 is committed."""
         order = self.order(run.model.grid)
         slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
         target = run.law(run.cache.logits[:, None], slots, run.guided)  # [B, 1, V]
@@ -104,7 +104,7 @@ class RowSampler(Sampler):
         )
 
     def score(self, run: Run, state: RowState) -> tuple[RowPlan, Tensor]:
-        """Feed what the order asks for: the plan of the call, and the laws of what it predicts, [B, N, V]."""
+        """Feed the tokens of the order's next call. Returns its plan, and the laws of its predictions, [B, N, V]."""
         plan = self.order(run.model.grid).plan(state.lengths, state.row)
         fed = state.tokens.gather(1, plan.sources)
         logits = run.model(state.cache, fed, plan.slots, seen=plan.seen, predicted=plan.predicted)
@@ -127,15 +127,16 @@ class RowSampler(Sampler):
 def raster_divergence(
     model: OrderModel, condition: Any, tokens: Tensor, used_law: Tensor, law: CheckedLaw, *, guided: bool
 ) -> Tensor:
-    """How far the laws that tokens were drawn from are from the raster laws: total variation, summed over slots, [B].
+    """Return the total variation between the used laws and the raster laws, summed over slots: [B].
 
-    At a slot it is half the sum over ids of |used law - raster law|, 0 to 1. The raster law is the model's given all
-    tokens before the slot, found by feeding the finished tokens once more, row by row. The expectation of the sum is at
-    least the total variation between the law of whole samples and that of autoregressive sampling. (Not so with
-    adaptive starts: there the last law that a row's first token was tested against stands for the law of that token.)
+    At a slot this is half the sum over ids of |used law - raster law|, 0 to 1. The raster law is the model's law given
+    all tokens before the slot; it is found by feeding the finished tokens again, row by row. The expectation of the sum
+    is at least the total variation between the law of whole samples and that of autoregressive sampling. (This does not
+    hold with adaptive starts: there the last law that a row's first token was tested against stands for the law of that
+    token.)
 
     Args:
-        condition: as the decode was given.
+        condition: as given to the decode.
         tokens: long [B, L].
         used_law: [B, L, V] log-probabilities.
     """
@@ -144,7 +145,7 @@ def raster_divergence(
     state = model.prefill(condition, batch_size=batch_size, guided=guided, window=width)
     slots = torch.arange(num_tokens + 1, device=tokens.device).repeat(batch_size, 1)
     total = torch.zeros(batch_size, dtype=torch.float64, device=tokens.device)
-    logits, first = state.logits[:, None], 0  # they predict slot `first` and those behind it
+    logits, first = state.logits[:, None], 0  # they predict slot `first` and later ones
     while True:
         following = first + logits.shape[1]
         raster = law(logits, slots[:, first:following], guided)

@@ -1,14 +1,14 @@
-"""The one test of drafts: which are kept, what replaces the first refused one, and what may be drafted next.
+"""Verification of drafts: which are kept, what replaces the first refused one, and what the next call may test.
 
-    identical   a draft is kept where it is the token that the slot's own noise draws from the target law.
-    exact       a draft x is kept with probability min(1, target(x) / draft(x)), and the first refused one is replaced
-                from (target - draft)+, normalised (Leviathan et al. 2023, algorithm 1).
+    identical   keep a draft if it is the token that the slot's own noise draws from the target law.
+    exact       keep a draft x with probability min(1, target(x) / draft(x)), and replace the first refused one from
+                (target - draft)+, normalised (Leviathan et al. 2023, algorithm 1).
     relaxed     as exact, with the probability of a relaxed rule (`relaxed`).
 
-`verify` is called by every sampler that tests chains of drafts: one chain a sample, several (rows of a picture), or
-chains of columns, whose K tokens stand or fall together. `verify_siblings` tests several drafts of one slot in turn.
-On a GPU one kernel does what follows the model, where the rule allows; samplers need not know.
-`verify_window` is the same test for a serving engine: plain tensors, and no state between calls.
+Every sampler that tests chains of drafts calls `verify`: one chain a sample, several (rows of a picture), or chains of
+columns, whose K tokens stand or fall together. `verify_siblings` tests several drafts of one slot in turn. On a GPU one
+kernel does everything after the model, if the rule allows; samplers need not know. `verify_window` is the same test for
+a serving engine: plain tensors, and no state between calls.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _EVERY_SLOT = 2**62  # no slot is past the grid, where the grid is not known
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a call says about its drafts.
+    """The outcome of a call for its drafts.
 
     Attributes:
-        tokens: long [B, N]. Kept drafts, then the replacement of the first refused one. Behind it every position of a
-            chain holds a draft of its slot: under acceptance "identical" what the slot's noise draws, when `coupled` a
-            draw from the target law that differs from the draft as seldom as can be, else the draft as it was.
-        kept: long [B], drafts (columns) before the first refusal; [B, chains] of several chains.
-        laws: [B, N, V] log-probabilities, the target's; None where a kernel had no use for them.
-        drawn: long [B, N], a draw from the target law at every position, where a kernel made one; else None.
+        tokens: long [B, N]. Kept drafts, then the replacement of the first refused one. Each later position of a chain
+            holds a draft of its slot. Under acceptance "identical" that is the token that the slot's noise draws; if
+            `coupled`, a draw from the target law that rarely differs from the draft; otherwise the draft unchanged.
+        kept: long [B], drafts (columns) before the first refusal; [B, chains] for several chains.
+        laws: [B, N, V] log-probabilities of the target; None if a kernel did not need them.
+        drawn: long [B, N], a draw from the target law at every position, if a kernel made one; else None.
     """
 
     tokens: Tensor
@@ -76,14 +76,14 @@ def verify(
 
     Args:
         logits: [R, N, V], which predict `slots`, long [B, N].
-        draft: of all these slots; the last one has none.
+        draft: a draft for each of these slots, except the last.
         rule: `IDENTICAL`, `EXACT`, or a relaxed one.
-        round: of the test and the replacement.
-        coupled: behind the refusal keep or replace the other drafts too: the drafts of the next call (SCD / MC-SJD).
+        round: round of the test and the replacement.
+        coupled: also keep or replace the drafts after the refusal, for the next call (SCD / MC-SJD).
         redraw: stream and round of the noise with which the sampler will draw its next drafts from the laws. A kernel
             makes these draws on the way (`Verdict.drawn`).
-        meter: counts what a lossy rule moves.
-        needs_laws: the sampler reads `Verdict.laws` whatever the rule.
+        meter: counts the mass that a lossy rule moves.
+        needs_laws: the sampler needs `Verdict.laws` whatever the rule.
     """
     if fits(logits) and rule.identical and not needs_laws:
         tokens = draw_tokens(law, noise, logits, slots, guided)
@@ -118,16 +118,16 @@ def verify_laws(
     chains: int = 1,
     group: int = 1,
 ) -> Verdict:
-    """`verify` where the target laws are known. N = chains * positions * group.
+    """As `verify`, with known target laws. N = chains * positions * group.
 
     Args:
         target: [B, N, V] log-probabilities.
         slots: long [B, N], the counter slots of the noise.
-        draft: in every chain the last position has none.
-        inside: bool [B, N], what the meter may count.
-        chains: tested independently of each other.
-        group: tokens of a position (codebooks of a column), which are kept together or not at all. In the first refused
-            position the tokens that pass their own tests stay, and the others are replaced.
+        draft: the drafts; the last position of every chain has none.
+        inside: bool [B, N], the entries that the meter may count.
+        chains: number of chains, tested independently.
+        group: tokens per position (codebooks of a column), kept or refused together. In the first refused position the
+            tokens that pass their own tests stay, and the others are replaced.
     """
     drafts = draft.tokens
     if rule.identical:
@@ -137,7 +137,7 @@ def verify_laws(
     assert draft.label is not None
     there, at = drafts >= 0, drafts.clamp(min=0)
     label = draft.label.dense(drafts)  # [B, N, V], -inf where there is no draft
-    # What a rule says of a missing draft may be anything, even nan.
+    # The rule's value for a missing draft is undefined, perhaps nan.
     probability = rule.probability(target, label, at).masked_fill(~there, 0)
     accept = keep = noise.bernoulli(probability, slots, ACCEPT, round)
     kept, ahead = _first_refusals(accept, chains, group)  # ahead: positions up to the first refused one
@@ -145,16 +145,17 @@ def verify_laws(
         exact = exact_acceptance(target, label, at).masked_fill(~there, 0)
         meter.add(probability, exact, ahead & there if inside is None else ahead & there & inside)
         if coupled:
-            # A draft for the next call must follow the target law, its label: there the exact rule decides.
+            # A draft for the next call is labelled with the target law and must follow it, so the exact rule decides
+            # here.
             keep = torch.where(ahead, accept, noise.bernoulli(exact, slots, RESIDUAL, round))
     if coupled:
-        # Keep-or-replace is itself a draw from the target law, as close to the draft as can be.
+        # Keep-or-replace is itself a draw from the target law, and agrees with the draft as often as possible.
         refused = ahead & ~_before(kept, drafts.shape[1], group)
         left = residual(rule.refused_target(target, drafts.masked_fill(~refused, -1)), label)
         return Verdict(
             torch.where(keep, drafts, noise.categorical(left, slots, RESIDUAL, round)), kept, target
         )
-    where = _positions(kept, drafts.shape[1], group)  # long [B, chains * group], the first refused ones
+    where = _positions(kept, drafts.shape[1], group)  # long [B, chains * group], the first refused position
     left = rule.refused_target(rows_of(target, where), drafts.gather(1, where))
     left = residual(left, rows_of(label, where))
     replacement = noise.categorical(left, slots.gather(1, where), RESIDUAL, round)
@@ -176,21 +177,21 @@ def verify_siblings(
     meter: DivergenceMeter | None = None,
     drawn: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Test the siblings of one slot in turn: which is kept, and the law of what takes their place if none is.
+    """Test the siblings of one slot in turn. Returns the kept one, and the law of the replacement if none is kept.
 
     Args:
         target: [B, V] log-probabilities.
         siblings: long [B, K].
         labels: [B, K, V], the law of each sibling given those before it; not needed under acceptance "identical".
         slots: long [B, 1].
-        there: bool [B, K], false for a sibling that is not there.
+        there: bool [B, K], false for a missing sibling.
         independent: test by K-SEQ; the siblings are independent draws from one law. Else by recursive rejection.
-        meter: counts what a lossy rule moves.
-        drawn: whether the siblings were drawn; false where they are a function of the text.
+        meter: counts the mass that a lossy rule moves.
+        drawn: whether the siblings were drawn; false if they are a function of earlier tokens.
 
     Returns:
-        kept: long [B], the index of the sibling that is kept, K for none.
-        left: [B, V], the law to draw from where none is kept, with noise `final_noise(rule, round)`.
+        kept: long [B], the index of the kept sibling, K for none.
+        left: [B, V], the law to draw from if none is kept, with noise `final_noise(rule, round)`.
     """
     count = siblings.shape[1]
     if rule.identical:
@@ -209,7 +210,7 @@ def verify_siblings(
 
 
 def final_noise(rule: AcceptanceRule, round: int | Tensor) -> tuple[int, int | Tensor]:
-    """Stream and round of the noise that draws the token behind the kept drafts."""
+    """Return stream and round of the noise that draws the token after the kept drafts."""
     return (TOKEN, 0) if rule.identical else (RESIDUAL, round)
 
 
@@ -283,21 +284,21 @@ def verify_window(
 
 
 def _first_refusals(accept: Tensor, chains: int, group: int) -> tuple[Tensor, Tensor]:
-    """Kept positions of each chain, long [B] or [B, chains]; and bool [B, N], up to the first refused position."""
+    """Return the kept positions of each chain, long [B] or [B, chains]; and bool [B, N], up to the first refusal."""
     kept = accepted_prefix(accept.view(len(accept), chains, -1, group).all(-1))  # [B, chains]
     ahead = _before(kept + 1, accept.shape[1], group)
     return (kept[:, 0] if chains == 1 else kept), ahead
 
 
 def _before(count: Tensor, size: int, group: int) -> Tensor:
-    """The first `count` positions of every chain: long [B] or [B, chains] to bool [B, size]."""
+    """Mark the first `count` positions of every chain: long [B] or [B, chains] to bool [B, size]."""
     count = count.view(len(count), -1)
     position = torch.arange(size // count.shape[1] // group, device=count.device)
     return (position < count[..., None])[..., None].expand(-1, -1, -1, group).flatten(1)
 
 
 def _positions(kept: Tensor, size: int, group: int) -> Tensor:
-    """Where the first refused position of every chain lies: long [B, chains * group]."""
+    """Return the entries of the first refused position of every chain: long [B, chains * group]."""
     kept = kept.view(len(kept), -1)  # [B, chains]
     first = torch.arange(0, size, size // kept.shape[1], device=kept.device) + kept * group
     return (first[..., None] + torch.arange(group, device=kept.device)).flatten(1)
@@ -307,14 +308,14 @@ def _positions(kept: Tensor, size: int, group: int) -> Tensor:
 
 
 def fits(logits: Tensor) -> bool:
-    """Whether the kernels take these logits. They compute in float32."""
+    """Return whether the kernels, which compute in float32, take these logits."""
     return on_gpu(logits) and logits.dtype != torch.float64
 
 
 def draw_tokens(
     law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, stream: int = TOKEN
 ) -> Tensor:
-    """`noise.categorical(law(logits, slots, guided), slots, stream)`, in one kernel where it fits: long [B, N]."""
+    """Return `noise.categorical(law(logits, slots, guided), slots, stream)`, by one kernel if it fits: long [B, N]."""
     if not fits(logits):
         return noise.categorical(law(logits, slots, guided), slots, stream)
     tokens, finite = draw(logits, noise.keys, slots, law.law.numbers(guided, logits.shape[-1]), stream=stream)
@@ -332,7 +333,7 @@ def _verify_by_kernel(
     round: int | Tensor,
     redraw: tuple[int, int | Tensor] | None,
 ) -> Verdict:
-    """`verify` by the exact rule. The kernel replaces every refused draft, so `coupled` makes no difference."""
+    """Verify by the exact rule in one kernel. It replaces every refused draft, so `coupled` makes no difference."""
     assert draft.label is not None
     stream, draw_round = redraw or (None, 0)
     laws, accept, tokens, drawn, finite = verify_kernel(
