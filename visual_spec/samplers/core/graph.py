@@ -102,7 +102,7 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
 
 
 def can_record(state: Any) -> bool:
-    """Return whether the model states in a state, or a model's own state, declare the tensors that last between calls."""
+    """Return whether a model's state, or those in a sampler's state, declare the tensors that last between calls."""
     return all(_has_buffers(cache) for cache in _caches(state))
 
 
