@@ -129,7 +129,15 @@ def watch(monkeypatch: Any, sampler: Any, model: Any, condition: Any, law: Token
     try:
         generator = torch.Generator().manual_seed(0)
         with pytest.raises(Ended):
-            sampler(model, condition, law=law, generator=generator, batch_size=3, callback=look, **parts)
+            sampler(
+                model,
+                condition=condition,
+                law=law,
+                generator=generator,
+                batch_size=3,
+                callback=look,
+                **parts,
+            )
     finally:
         for mode in watched:
             mode.__exit__(None, None, None)
