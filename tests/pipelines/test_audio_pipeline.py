@@ -134,7 +134,7 @@ def test_patterns_by_name(pattern):
 
 def test_relaxed_acceptance_gets_the_codes_of_each_codebook(pipe):
     pipe.sampler = ColumnJacobiSampler(
-        acceptance="grouped", coupling="independent", unit="codebook", group_size=3
+        acceptance="grouped", coupling="independent", unit="codebook", relaxation={"group_size": 3}
     )
     trace = pipe(PROMPT, generator=seeded(1)).trace
     assert not trace.lossless and trace.divergence > 0

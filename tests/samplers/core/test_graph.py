@@ -428,7 +428,7 @@ def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
         )  # looks at it, once
         state: Any = chosen.prepare(run)
         if isinstance(chosen, ProactiveJacobiSampler):
-            chosen.tree.layout(run.device)  # made once for all decodes
+            chosen.tree(model).layout(run.device)  # made once for all decodes
         with NoHost():
             state.round = torch.zeros((), dtype=torch.long, device="cuda")
             step: Any = lambda *_: chosen.step(run, state)  # noqa: E731
