@@ -16,7 +16,7 @@ def clustered_mass(target: Tensor, draft_law: Tensor, drafts: Tensor, *, cluster
     """As `grouped_mass`, with fixed groups.
 
     Args:
-        target, draft_law, drafts: as of `grouped_mass`, and so is the result.
+        target, draft_law, drafts: as in `grouped_mass`, and so is the result.
         clusters: int [V], the cluster of every token.
     """
     check_laws(target, draft_law, drafts)

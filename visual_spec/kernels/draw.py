@@ -1,15 +1,15 @@
-"""From logits to the token that a slot's own noise draws from its law, in one kernel.
+"""One kernel from logits to the token that a slot's own noise draws from its law.
 
 The chain of `TokenLaw` and `CounterNoise.categorical` (guidance, temperature, top-k, top-p, Gumbel race) writes and
-reads back B x W x V numbers a dozen times. Here they stay in registers: one program serves one slot, and passes over
-its logits
+reads B x W x V numbers a dozen times. Here they stay in registers. One program serves one slot and passes over its
+logits
 
     once                without filters; the race needs no normaliser;
-    1 + s + 1 times     with top-k or top-p: for the smallest and the largest logit, s times for the threshold
-                        (`law.least_kept`), and for the race.
+    1 + s + 1 times     with top-k or top-p: once for the smallest and the largest logit, s times for the threshold
+                        (`law.least_kept`), once for the race.
 
-Results are those of the reference but for rounding: a race that ends in a tie to within a few units in the last place
-may fall either way.
+Results equal those of the reference except for rounding: a race that ties to within a few units in the last place may
+go either way.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from visual_spec.kernels.philox import philox_log_exponential
 def draw(
     logits: Tensor, keys: Tensor, slots: Tensor, law: LawNumbers, *, stream: int, round: int | Tensor = 0
 ) -> tuple[Tensor, Tensor]:
-    """Tokens drawn from the laws of a window: argmax(law + gumbel), with the noise of `CounterNoise`.
+    """Draw tokens from the laws of a window: argmax(law + gumbel), with the noise of `CounterNoise`.
 
     Args:
         logits: [R, W, V] in float32, bfloat16 or float16; R = 2B when guided (B conditional rows first), else B.
-        keys: int64 [B]; slots: int64 [B, W], which the columns predict.
-        law: what turns logits into laws.
-        stream, round: of the noise; the round an int, or an int64 tensor of shape [] on the device.
+        keys: int64 [B].
+        slots: int64 [B, W], the slots that the positions predict.
+        law: turns logits into laws.
+        stream, round: address of the noise; the round is an int, or an int64 tensor of shape [] on the device.
 
     Returns:
         Tokens, long [B, W], always within the allowed ids; and BoolTensor [B, W], False where the logits define no law
@@ -53,8 +54,8 @@ def draw(
         elsewhere by `draw_reference`.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: logits of another dtype.
+        ValueError: the shapes do not fit each other.
+        TypeError: the logits have another dtype.
     """
     check_logits(logits, keys, slots, law)
     return _draw_op(logits, keys, slots, as_round(round, slots), stream, *law)
@@ -63,10 +64,10 @@ def draw(
 def categorical_reference(
     log_probs: Tensor, keys: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0
 ) -> Tensor:
-    """Tokens drawn from laws [B, W, V] by the Gumbel-max rule, argmax(log_probs + gumbel): long [B, W].
+    """Draw tokens from laws [B, W, V] by the Gumbel-max rule, argmax(log_probs + gumbel): long [B, W].
 
-    In PyTorch, on any device. It is run as a race: the token whose exponential time, over its probability, is the
-    least. See `CounterNoise.categorical`.
+    In PyTorch, on any device. It runs as a race: each token has an exponential time, divided by its probability, and
+    the least time wins. See `CounterNoise.categorical`.
     """
     noise = philox_log_exponential(keys, slots, log_probs.shape[-1], stream, round, log_probs.dtype)
     return noise.sub_(log_probs).argmin(-1)
@@ -146,12 +147,12 @@ if triton is not None:
 
     @triton.jit
     def race(uniform, weights, ids, soonest, winner, LOGS: tl.constexpr):
-        """Who of a tile arrives before `soonest`: the time log(exponential) - log(weight), and the id, -1 for nobody.
+        """The winner of a tile before `soonest`: the time log(exponential) - log(weight), and the id, -1 for none.
 
-        The race is run in logarithms as `CounterNoise.categorical` does; weights are logarithms where LOGS says so.
+        Times are logarithms, as in `CounterNoise.categorical`; weights are logarithms if LOGS.
         """
-        # -log(1 - u) >= u, so whose u alone is too late cannot win. That spares nearly all tiles their logarithms, most
-        # of the work; the hundredth is far more than they err by.
+        # -log(1 - u) >= u, so a token whose u alone is too late cannot win. This spares nearly all tiles the
+        # logarithms, which are most of the work. The factor 1.01 far exceeds the rounding errors.
         if LOGS:
             gate = tl.exp(soonest + weights)
         else:
@@ -195,7 +196,7 @@ if triton is not None:
         TILES: tl.constexpr,
     ):
         infinity = float("inf")
-        place = tl.program_id(0).to(tl.int64)  # sample * window + column
+        place = tl.program_id(0).to(tl.int64)  # sample * window + position
         sample = place // window
         key, slot, at_round = tl.load(keys + sample), tl.load(slots + place), tl.load(round)
         numbers = (first, stop, scale, inverse, top_k, top_p, until)
@@ -219,6 +220,6 @@ if triton is not None:
                 scores = tl.where(scores >= least, scores, -infinity)
             uniform = uniform_tile(key, slot, at_round, start, STREAM, BLOCKS)
             soonest, winner = race(uniform, scores, ids, soonest, winner, True)
-        # Logits that define no law have no winner; what is fed to the model is then still a token.
+        # Logits that define no law have no winner, but the model must still be fed a token.
         tl.store(tokens + place, tl.maximum(winner, first).to(tl.int64))
         tl.store(finite + place, is_finite(seen, other))

@@ -30,21 +30,21 @@ def grouped_mass(
     distance: float | None = None,
     codebook: Tensor | None = None,
 ) -> Tensor:
-    """Probability of keeping each draft under GSD, min(1, P(C) / Q(C)), the masses that both laws give to its group.
+    """Return the probability of keeping each draft under GSD, min(1, P(C) / Q(C)), target and draft mass of its group.
 
     Args:
-        target, draft_law: [B, N, V] log-probabilities; parts of larger tensors are read where they lie.
+        target, draft_law: [B, N, V] log-probabilities; slices of larger tensors are read without a copy.
         drafts: long [B, N].
         size: tokens of a group, the draft included.
-        gap: members have a probability less than this from the draft's.
-        distance: and a code less than this squared distance from the draft's. None: any.
-        codebook: [V, D], needed with `distance`.
+        gap: a member's probability differs from the draft's by less than this.
+        distance: a member's code has a squared distance from the draft's below this. None: no limit.
+        codebook: [V, D], required with `distance`.
 
     Returns:
         [B, N], of the laws' dtype. By the Triton kernel for float32 laws on CUDA, else by `grouped_mass_reference`.
 
     Raises:
-        ValueError: shapes that do not fit, a size below 1, a distance without codes.
+        ValueError: the shapes do not fit, the size is below 1, or a distance comes without a codebook.
     """
     check_laws(target, draft_law, drafts)
     if size < 1:
@@ -76,7 +76,7 @@ def grouped_mass_reference(
     ids = torch.arange(target.shape[-1], device=target.device)
     after = (target > own) | ((target == own) & (ids > at))  # [B, N, V]
     before = (target < own) | ((target == own) & (ids < at))
-    # Going down, equal ones come by falling id: the flip turns the ids round, and back. Forbidden tokens are at +inf.
+    # In descending order, ties come by falling id: the flip reverses the ids, and back. Forbidden tokens are at +inf.
     less, below = smallest((-target).masked_fill(~before, torch.inf).flip(-1), size // 2)
     more, above = smallest(target.masked_fill(~after, torch.inf), (size - 1) // 2)
     group = torch.cat([ids[-1] - below, at, above], -1)  # [B, N, size]
@@ -85,15 +85,15 @@ def grouped_mass_reference(
     member &= (inside - own.exp()).abs_() < gap
     if distance < float("inf"):
         member &= (codebook[group] - codebook[at]).square().sum(-1) < distance
-    member[..., below.shape[-1]].fill_(True)  # x itself, also when gap or distance is 0
+    member[..., below.shape[-1]].fill_(True)  # x itself, even if gap or distance is 0
     ratio = (inside * member).sum(-1) / (draft_law.gather(-1, group).exp_() * member).sum(-1)
     return ratio.clamp_(max=1).masked_fill_(own.squeeze(-1).isneginf(), 0)
 
 
 def smallest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` smallest values [..., V] in rising order, and their places; of equal ones the first place first.
+    """Return the `count` smallest values [..., V] in ascending order, and their places; ties go to the first place.
 
-    Found by selection, not by a sort of V; and the same on all devices, which break ties of `topk` as they like.
+    Selects instead of sorting V values. The result is the same on all devices, which break ties of `topk` differently.
     """
     size = values.shape[-1]
     count = min(count, size)
@@ -101,7 +101,7 @@ def smallest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return values[..., :0], torch.zeros_like(values[..., :0], dtype=torch.long)
     limit = values.topk(count, largest=False).values[..., -1:]
     places = torch.arange(size, device=values.device)
-    # Below the limit all are in; of those at the limit, as many as there is room for, the first places first.
+    # All values below the limit are included; of those at the limit, the first places, as many as there is room for.
     rank = torch.where(values == limit, places, 2 * size)
     rank = torch.where(values < limit, places - size, rank)
     chosen = rank.topk(count, largest=False, sorted=True).indices
@@ -183,7 +183,7 @@ if triton is not None:
         DISTANCE: tl.constexpr,
         DIM: tl.constexpr,
     ):
-        """What a token adds to the masses of the group, if it was found and is a member."""
+        """Return what a token adds to the masses of the group: zero unless it was found and is a member."""
         score = tl.load(target + ids, mask=found, other=-float("inf"))
         label = tl.load(draft_law + ids, mask=found, other=-float("inf"))
         apart = tl.exp(score) - tl.exp(own)
@@ -226,7 +226,7 @@ if triton is not None:
         draft = tl.load(drafts + place)
         own = tl.load(target + draft)
         target_mass, draft_mass = tl.exp(own), tl.exp(tl.load(draft_law + draft))
-        # The last members found, as places in the order: by probability, then by id.
+        # The last members found, as places in the order (probability, then id).
         low, low_id = own, draft.to(tl.int32)
         high, high_id = own, draft.to(tl.int32)
         for step in range(BELOW):  # never fewer than ABOVE
@@ -238,7 +238,7 @@ if triton is not None:
                 ids = tile * TILE + tl.arange(0, TILE)
                 score = tl.load(target + ids, mask=ids < vocab_size, other=-infinity)
                 allowed = score > -infinity
-                # A lane meets its ids in rising order: of equal ones the last goes first on the way down.
+                # A lane visits its ids in ascending order: of equal values the last comes first on the way down.
                 below = allowed & ((score < low) | ((score == low) & (ids < low_id))) & (score >= next_low)
                 next_low_id = tl.where(below, ids, next_low_id)
                 next_low = tl.where(below, score, next_low)

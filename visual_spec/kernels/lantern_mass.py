@@ -24,13 +24,13 @@ def lantern_mass(
     delta: float = 0.1,
     factor: float | None = None,
 ) -> Tensor:
-    """Probability of keeping each draft under LANTERN, min(1, merged(x) / draft(x)).
+    """Return the probability of keeping each draft under LANTERN, min(1, merged(x) / draft(x)).
 
     Args:
-        target, draft_law, drafts: as of `grouped_mass`, and so is the result.
-        neighbours: int [V, K], the nearest codes of each, the nearest first.
-        delta: most mass that neighbours lend, when `factor` is None.
-        factor: they lend at most (factor - 1) times the draft's own.
+        target, draft_law, drafts: as in `grouped_mass`, and so is the result.
+        neighbours: int [V, K], the nearest codes of each code, the nearest first.
+        delta: most mass that neighbours lend, if `factor` is None.
+        factor: neighbours lend at most (factor - 1) times the draft's own mass.
     """
     check_laws(target, draft_law, drafts)
     if neighbours.dim() != 2 or neighbours.shape[:1] != target.shape[-1:]:
@@ -42,7 +42,7 @@ def lantern_mass(
 
 
 def lending_limit(delta: float, factor: float | None) -> tuple[float, bool]:
-    """How much neighbours lend at most; and True where that is a mass, False where it is times the draft's own."""
+    """The most that neighbours lend; and whether that is a mass (True) or a multiple of the draft's own (False)."""
     return (delta, True) if factor is None else (factor - 1, False)
 
 
@@ -57,7 +57,7 @@ def lantern_mass_reference(
 def merge_neighbours(
     target: Tensor, drafts: Tensor, neighbours: Tensor, limit: float, fixed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The nearest codes [B, N, K], whether each lends its mass, and the mass of the draft with theirs [B, N, 1]."""
+    """Return the nearest codes [B, N, K], whether each lends its mass, and the merged mass of the draft [B, N, 1]."""
     own = target.gather(-1, drafts[..., None]).exp_()
     near = neighbours[drafts].long()
     mass = target.gather(-1, near).exp_()

@@ -1,13 +1,13 @@
 """The law of a token: its one definition, in PyTorch, and the parts that all kernels of laws share.
 
 `law_reference` is what `samplers.core.law.TokenLaw` computes, on every device. Kernels that draw from a law or test
-drafts against it do not write it out: they find the threshold of top-k and top-p, and compare.
+drafts against it do not compute the whole law: they find the threshold of top-k and top-p, and compare with it.
 
-The search for the threshold (`least_kept`) quarters its interval by counting what is above, instead of sorting, until
-it holds one value: s passes over the logits, 4 to 6 for bfloat16 ones and 6 to 9 for float32 ones, at V = 16384 and
-65536. With both filters there are two searches, and one more pass sums the mass that top-k leaves. The logits come from
-memory once; later passes find the row, a few hundred KiB, in the caches. Kernels compute in float32; a logit that ties
-with the threshold to within a few units in the last place may fall on either side of it.
+The search for the threshold (`least_kept`) does not sort. It quarters its interval by counting the logits above, until
+the interval holds one value: s passes over the logits, 4 to 6 for bfloat16 and 6 to 9 for float32, at V = 16384 and
+65536. With both filters there are two searches, and one more pass sums the mass that top-k leaves. The logits are read
+from memory once; later passes find the row, a few hundred KiB, in the caches. Kernels compute in float32; a logit that
+ties with the threshold to within a few units in the last place may fall on either side of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from visual_spec.kernels.launch import on_host, triton
 
-# Tokens that a program looks at together, and its warps: there are few programs, so each is to fill a multiprocessor.
+# Tokens that a program handles together, and its warps: there are few programs, so each should fill a multiprocessor.
 TILE = 2048
 WARPS = 16
 EVERY_SLOT = 2**31 - 1  # `guided_until` of a law that guides every slot
@@ -30,10 +30,10 @@ class LawNumbers(NamedTuple):
     """A `TokenLaw` in plain numbers.
 
     Attributes:
-        guided: the unconditional rows are there.
+        guided: whether the logits hold unconditional rows.
         guidance_scale, temperature, top_k, top_p: as in `TokenLaw`.
         first, stop: the allowed ids, half-open.
-        guided_until: slots at or beyond it are not guided; `EVERY_SLOT` if there are none.
+        guided_until: slots from this one on are not guided; `EVERY_SLOT` guides all.
     """
 
     guided: bool
@@ -46,7 +46,7 @@ class LawNumbers(NamedTuple):
     guided_until: int = EVERY_SLOT
 
     def unfiltered(self) -> LawNumbers:
-        """The law before top-k and top-p. A greedy law counts as a filter too: before it is temperature 1."""
+        """The law before top-k and top-p. Greedy decoding also counts as a filter: without it, temperature is 1."""
         return self._replace(top_k=0, top_p=1.0, temperature=self.temperature or 1.0)
 
 
@@ -54,14 +54,14 @@ class LawNumbers(NamedTuple):
 
 
 def law_reference(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tensor:
-    """The law at every slot of a window, in PyTorch, on any device.
+    """Return the law at every position of a window, in PyTorch, on any device.
 
     Guidance, allowed ids, temperature, top-k, top-p, in this order, then normalised; see `TokenLaw`.
 
     Args:
         logits: [R, W, V]; R = 2B when guided (B conditional rows, then B unconditional ones), else B.
-        slots: long [B, W], which the logits predict; may be None where every slot is guided, or none.
-        law: its numbers.
+        slots: long [B, W], the slots that the positions predict; may be None if every slot or no slot is guided.
+        law: the law's numbers.
 
     Returns:
         Log-probabilities [B, W, V], -inf outside the support; float64 for float64 logits, else float32.
@@ -81,19 +81,19 @@ def law_reference(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tens
 
 
 def unfiltered_reference(logits: Tensor, slots: Tensor | None, law: LawNumbers, log_probs: Tensor) -> Tensor:
-    """The law before its filters (`LawNumbers.unfiltered`), [B, W, V]; `log_probs` is the law itself."""
+    """Return the law before its filters (`LawNumbers.unfiltered`), [B, W, V]; `log_probs` is the law itself."""
     whole = law.unfiltered()
     return log_probs if whole == law else law_reference(logits, slots, whole)
 
 
 def non_finite(logits: Tensor) -> Tensor:
-    """Where logits [R, W, V] define no law (nan, +inf, or all -inf): BoolTensor [R, W]. No host sync."""
-    # The maximum shows all three: nan propagates, +inf wins, and -inf is left when there is nothing else.
+    """Return where logits [R, W, V] define no law (nan, +inf, or all -inf): BoolTensor [R, W]. No host sync."""
+    # The maximum shows all three: nan propagates, +inf wins, and -inf remains only if there is nothing else.
     return ~logits.amax(-1).isfinite()
 
 
 def finite_reference(logits: Tensor, law: LawNumbers) -> Tensor:
-    """BoolTensor [B, W], False where a row of the logits [R, W, V] defines no law."""
+    """Return BoolTensor [B, W], False where a row of the logits [R, W, V] defines no law."""
     bad = non_finite(logits[..., law.first : law.stop])
     return ~(torch.stack(bad.chunk(2)).any(0) if law.guided else bad)
 
@@ -106,12 +106,12 @@ def _guide(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tensor:
     if law.guided_until == EVERY_SLOT:
         return guided
     assert slots is not None
-    # The conditional logits themselves: scale 1 would round them, and let the other row forbid tokens.
+    # The conditional logits themselves: scale 1 would round them, and let the unconditional row forbid tokens.
     return torch.where((slots < law.guided_until)[..., None], guided, conditional)
 
 
 def _greedy(logits: Tensor) -> Tensor:
-    best = logits.argmax(-1, keepdim=True)  # the first of equal ones
+    best = logits.argmax(-1, keepdim=True)  # the first among ties
     return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
 
 
@@ -126,31 +126,31 @@ def _filter(logits: Tensor, law: LawNumbers) -> Tensor:
         least = _kth_largest(logits, top_k)
     else:
         return logits.log_softmax(-1)
-    # By value, not by index: equal logits share their fate, whatever order a sort leaves them in.
+    # By value, not by index: equal logits are kept or dropped together, whatever order a sort leaves them in.
     return logits.masked_fill(logits < least, -torch.inf).log_softmax(-1)
 
 
 def _least_in_top_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The smallest logit that top-k and then top-p keep: [..., 1]."""
+    """Return the smallest logit that top-k and then top-p keep: [..., 1]."""
     ordered = _descending(logits)
     ordered = ordered.masked_fill(ordered < ordered[..., top_k - 1, None], -torch.inf)
     mass = ordered.softmax(-1).cumsum(-1)
-    # A token is in the set when the mass before it falls short of top_p.
+    # A token is in the set if the mass before it is below top_p.
     last = (mass[..., :-1] < top_p).sum(-1, keepdim=True)
-    # Rounding can leave the whole sum below a top_p near 1: then all that top-k left is kept, and no more.
+    # Rounding can leave the whole sum below a top_p near 1: then keep exactly what top-k left.
     last = last.clamp(max=top_k - 1)
     return ordered.gather(-1, last)
 
 
 def _descending(logits: Tensor) -> Tensor:
-    # NumPy selects and sorts with vector instructions: 6 to 30 times as fast as PyTorch on the CPU.
+    # NumPy selects and sorts with vector instructions, 6 to 30 times as fast as PyTorch on the CPU.
     if on_host(logits):
         return torch.from_numpy(np.sort(logits.detach().numpy(), axis=-1)).flip(-1)
     return logits.sort(-1, descending=True).values
 
 
 def _kth_largest(logits: Tensor, k: int) -> Tensor:
-    """The k-th largest logit: [..., 1]."""
+    """Return the k-th largest logit: [..., 1]."""
     if on_host(logits):
         place = logits.shape[-1] - k
         return torch.from_numpy(np.partition(logits.detach().numpy(), place, axis=-1)[..., place, None])
@@ -164,8 +164,8 @@ def check_logits(logits: Tensor, keys: Tensor, slots: Tensor, law: LawNumbers) -
     """Refuse shapes that do not fit each other.
 
     Raises:
-        ValueError: so.
-        TypeError: logits of a dtype that the kernels do not compute in.
+        ValueError: the shapes do not fit each other.
+        TypeError: the kernels do not compute in the dtype of the logits.
     """
     rows = slots.shape[0] * (2 if law.guided else 1)
     if slots.dim() != 2 or keys.shape != slots.shape[:1]:
@@ -190,7 +190,7 @@ def check_logits(logits: Tensor, keys: Tensor, slots: Tensor, law: LawNumbers) -
 
 
 def as_round(round: int | Tensor, slots: Tensor) -> Tensor:
-    """The round as an int64 tensor of shape []."""
+    """Return the round as an int64 tensor of shape []."""
     if isinstance(round, int):
         return torch.full((), round, device=slots.device)
     if round.shape != ():
@@ -201,19 +201,19 @@ def as_round(round: int | Tensor, slots: Tensor) -> Tensor:
 
 
 def kernel_numbers(law: LawNumbers) -> tuple[int, int, float, float, float, float, int]:
-    """The numbers of a law as the kernels take them, in order: from `first` to `until`."""
+    """Return the numbers of a law in the order of the kernels' arguments, from `first` to `until`."""
     inverse = 1.0 if law.temperature == 0 else 1.0 / law.temperature
     return law.first, law.stop, law.guidance_scale, inverse, float(law.top_k), law.top_p, law.guided_until
 
 
 def tiles(law: LawNumbers, tile: int) -> int:
-    """Tiles over the allowed ids, from the multiple of 4 at or before the first."""
-    # Known when a kernel is compiled: a model has one vocabulary, and a loop of known length is the faster one.
+    """Return the number of tiles over the allowed ids, from the multiple of 4 at or before the first."""
+    # A compile-time constant: a model has one vocabulary, and a loop of known length is faster.
     return -(-(law.stop - law.first // 4 * 4) // tile)
 
 
 def kernel_switches(law: LawNumbers) -> dict[str, bool]:
-    """What a kernel is compiled for."""
+    """Return the compile-time switches of a kernel."""
     warm = law.temperature != 0
     return dict(
         GUIDED=law.guided,
@@ -231,7 +231,7 @@ if triton is not None:
 
     @triton.jit
     def guided_logits(row, ids, inside, GUIDED: tl.constexpr):
-        """Logits of the law at some ids, -inf where forbidden; and the two that were read, with nan as +inf."""
+        """Return the law's logits at some ids, -inf where forbidden; and the two loaded values, with nan as +inf."""
         conditional, unconditional, _, _, scale, inverse, guide_here = row
         infinity = float("inf")
         scores = tl.load(conditional + ids, mask=inside, other=-infinity).to(tl.float32)
@@ -250,7 +250,7 @@ if triton is not None:
     def logits_row(
         logits, sample, column, slot, batch_size, row_stride, column_stride, numbers, GUIDED: tl.constexpr
     ):
-        """The tuple for a column of a sample."""
+        """Return the tuple for a position of a sample."""
         first, stop, scale, inverse, _, _, until = numbers
         conditional = logits + sample * row_stride + column * column_stride
         unconditional = conditional
@@ -260,12 +260,12 @@ if triton is not None:
 
     @triton.jit
     def tile_ids(start, BLOCKS: tl.constexpr):
-        """Ids from `start` on, [BLOCKS, 4]: those whose noise is in one block of the counter are in one row."""
+        """Return the ids from `start` on, [BLOCKS, 4]: ids whose noise is in one counter block share a row."""
         return start + tl.arange(0, BLOCKS)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
     @triton.jit
     def extent(row, GUIDED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-        """One pass: the smallest logit above -inf, the largest, and its id, the lowest where several are equal."""
+        """In one pass, return the smallest logit above -inf, the largest, and its id, the lowest among ties."""
         infinity = float("inf")
         low = tl.full([TILE], infinity, tl.float32)
         high = tl.full([TILE], -infinity, tl.float32)
@@ -281,7 +281,7 @@ if triton is not None:
 
     @triton.jit
     def mass_from(row, least, peak, GUIDED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-        """One pass: the sum of exp(logit - peak) over the logits from `least` on."""
+        """In one pass, return the sum of exp(logit - peak) over the logits that are at least `least`."""
         total = tl.zeros([TILE], tl.float32)
         for tile in range(TILES):
             ids = row[2] // 4 * 4 + tile * TILE + tl.arange(0, TILE)
@@ -300,16 +300,16 @@ if triton is not None:
         TILE: tl.constexpr,
         TILES: tl.constexpr,
     ):
-        """The smallest logit that a filter keeps: those above it count (or weigh, in units of `high`) below `limit`.
+        """The smallest logit that a filter keeps: the count (or the mass, in units of `high`) above it is < `limit`.
 
-        Top-k and top-p both keep a logit, and all that equal it, when those above it fall short of the limit. The
-        answer lies from `low`, the smallest candidate, to `high`, the largest logit, which is kept. Three pivots cut
-        that interval; the quarter with the answer becomes the interval, closed in to the logits it holds. So every pass
-        takes at least one logit out, and nearly always three quarters of the width.
+        Top-k and top-p both keep a logit, and its ties, if the count or mass of the logits above it is below the limit.
+        The answer lies between `low`, the smallest candidate, and `high`, the largest logit, which is always kept.
+        Three pivots cut that interval. The quarter with the answer becomes the next interval, shrunk to the logits it
+        holds. So every pass removes at least one logit, and nearly always three quarters of the width.
         """
         infinity = float("inf")
         peak = high
-        low = tl.where(high < infinity, low, high)  # no law: end at once
+        low = tl.where(high < infinity, low, high)  # the logits define no law: end at once
         while low < high:
             step = 0.25 * high - 0.25 * low  # cannot overflow
             pivot1 = tl.where(low + step < high, low + step, low)
@@ -340,8 +340,8 @@ if triton is not None:
                 least1 = tl.minimum(least1, tl.where(scores > pivot1, scores, infinity))
                 least2 = tl.minimum(least2, tl.where(scores > pivot2, scores, infinity))
                 least3 = tl.minimum(least3, tl.where(scores > pivot3, scores, infinity))
-            # With less than the limit above a pivot, the largest logit up to it is kept; else the answer is above the
-            # pivot. Sums of subsets are ordered like the subsets, rounded or not.
+            # If less than the limit is above a pivot, the largest logit up to the pivot is kept; otherwise the answer
+            # is above the pivot. Sums of subsets are ordered like the subsets, rounded or not.
             if tl.sum(above1) < limit:
                 high = tl.max(most1)
             elif tl.sum(above2) < limit:
@@ -366,7 +366,7 @@ if triton is not None:
         TILE: tl.constexpr,
         TILES: tl.constexpr,
     ):
-        """The smallest logit that is kept; and, if PEAK or a filter needs it, the largest one and its id."""
+        """Return the smallest logit that is kept; and, if PEAK or a filter needs it, the largest one and its id."""
         _, _, _, _, top_k, top_p, _ = numbers
         least = -float("inf")
         peak = 0.0
@@ -382,6 +382,6 @@ if triton is not None:
 
     @triton.jit
     def is_finite(seen, other):
-        """Whether the largest logits of both rows, nan as +inf, are those of a law."""
+        """Return whether the largest logits of both rows, nan as +inf, are those of a law."""
         worst, least = tl.max(tl.max(seen, 1), 0), tl.max(tl.max(other, 1), 0)
         return (tl.maximum(worst, least) < float("inf")) & (tl.minimum(worst, least) > -float("inf"))

@@ -1,15 +1,15 @@
-"""The mass of a draft and its kin: what the kernels of relaxed acceptance share.
+"""The parts that the kernels of relaxed acceptance share: the mass of a draft together with similar tokens.
 
-Each is the probability of keeping a draft by a relaxed rule, one program a draft, defined in its own file:
+Each kernel computes the probability of keeping a draft by a relaxed rule, one program a draft, in its own file:
 
-    grouped_mass      GSD's groups; size // 2 passes over the target law. Each finds the next member down the order of
-                      probability and the next one up, so nothing is sorted, and the draft law and the codes are read
+    grouped_mass      GSD's groups; size // 2 passes over the target law. Each pass finds the next member down the order
+                      of probability and the next one up, so nothing is sorted, and the draft law and the codes are read
                       at members only;
     clustered_mass    static clusters; one pass over the target law, the draft law and the cluster numbers;
     lantern_mass      LANTERN's neighbours; no pass, K neighbours are looked up.
 
-What the rules are, and what they guarantee, is said in `samplers.core.relaxed`. Only drafts that tie with another
-token, a gap, a distance or a limit to within float32 rounding may differ between a kernel and its definition.
+`samplers.core.relaxed` states the rules and their guarantees. A kernel and its definition may differ only for drafts
+that tie with another token, a gap, a distance or a limit to within float32 rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARPS = 8
 
 
 def fits(target: Tensor, draft_law: Tensor) -> bool:
-    """Whether the kernels take these laws: on a GPU, both in float32, which they compute in."""
+    """Return whether the kernels take these laws: on a GPU and both in float32, in which they compute."""
     return on_gpu(target) and target.dtype == draft_law.dtype == torch.float32
 
 
@@ -34,7 +34,7 @@ def check_laws(target: Tensor, draft_law: Tensor, drafts: Tensor) -> None:
     """Refuse shapes that do not fit each other.
 
     Raises:
-        ValueError: laws that are not both [B, N, V], or drafts that are not [B, N].
+        ValueError: the laws are not both [B, N, V], or the drafts are not [B, N].
     """
     if target.dim() != 3 or draft_law.shape != target.shape or drafts.shape != target.shape[:2]:
         raise ValueError(
@@ -44,21 +44,21 @@ def check_laws(target: Tensor, draft_law: Tensor, drafts: Tensor) -> None:
 
 
 def one_a_draft(target: Tensor, draft_law: Tensor, drafts: Tensor, *_: Any) -> Tensor:
-    """Room for what the kernels find, float32 [B, N]."""
+    """Return an empty output of the kernels, float32 [B, N]."""
     return drafts.new_empty(drafts.shape, dtype=torch.float32)
 
 
 def law_rows(target: Tensor, draft_law: Tensor) -> tuple[Any, ...]:
-    """The laws, the drafts of a sample, and the steps from sample to sample and from draft to draft in either law.
+    """Return the laws, the drafts of a sample, and the strides between samples and between drafts of either law.
 
-    Samplers test all columns of a window but the last, or every K-th: such parts are not copied.
+    Samplers test all positions of a window except the last, or every K-th: such slices are not copied.
     """
     target, draft_law = rows_of_numbers(target), rows_of_numbers(draft_law)
     return target, draft_law, target.shape[1], *target.stride()[:2], *draft_law.stride()[:2]
 
 
 def power_of_two(count: int) -> int:
-    """The least one from `count` on."""
+    """Return the least power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
@@ -67,8 +67,8 @@ if triton is not None:
 
     @triton.jit
     def keep(target_mass, draft_mass, own):
-        """The ratio as a probability; nothing that the target forbids is kept."""
+        """Return the ratio as a probability; a token that the target forbids is never kept."""
         ratio = tl.minimum(target_mass / draft_mass, 1.0)
-        # The minimum with a nan is 1; the definitions pass a nan on.
+        # The minimum with a nan is 1 here; the definitions return nan.
         ratio = tl.where((target_mass == 0.0) & (draft_mass == 0.0), float("nan"), ratio)
         return tl.where(own > -float("inf"), ratio, 0.0)

@@ -1,16 +1,16 @@
 """The verification of a window of drafts by the exact rule, in one kernel: law, test, residual, next drafts.
 
-One program serves one column: the chain of `TokenLaw`, `exact_acceptance`, the residual race of a refused draft, and
+One program serves one position: the chain of `TokenLaw`, `exact_acceptance`, the residual race of a refused draft, and
 the redraft of the slot from its new law. It passes over the logits as `draw` does, and twice more, because the law is
-stored and so must be normalised first: without filters three times (the largest logit, the mass, the rest), once from
-memory and twice from the caches. The stored draft law is read once, and only where the draft was refused. The law, the
+stored and must therefore be normalised first: without filters three passes (the largest logit, the mass, the rest), one
+from memory and two from the caches. The stored draft law is read once, and only if the draft was refused. The law, the
 label of the next drafts, is the only array of B x W x V that is written, once.
 
-There is no second definition of the test here: what the kernel computes is written out where samplers take it step by
-step, and its tests compare it with that.
+This file does not define the test a second time: samplers write out step by step what the kernel computes, and its
+tests compare it with that.
 
-The draft law of a column is a row of the laws stored by an earlier call, found by its number, or a point or uniform law
-that needs no row. So labels are not copied as the window moves.
+The draft law of a position is a row of the laws that an earlier call stored, given by its number, or a point or uniform
+law that needs no row. So no labels are copied as the window moves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from visual_spec.kernels.law import (
     tiles,
 )
 
-# In the place of the number of a stored law.
+# Values in place of the number of a stored law.
 NO_DRAFT = -1
 POINT_LAW = -2  # all mass on the draft
 UNIFORM_LAW = -3  # over the allowed ids
@@ -58,30 +58,30 @@ def verify(
     draw_stream: int | None = None,
     draw_round: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Test the drafts of a window, replace those that are refused, and draw the slots anew from their laws.
+    """Test the drafts of a window, replace the refused ones, and draw the slots anew from their laws.
 
     Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
 
     Args:
-        logits, keys, slots, law: as for `draw`.
+        logits, keys, slots, law: as in `draw`.
         drafts: long [B, W].
         stored_laws: float32 [B, C, V] log-probabilities.
-        draft_laws: long [B, W], the column of `stored_laws` that each draft was drawn from, or NO_DRAFT, POINT_LAW, or
+        draft_laws: long [B, W], the row of `stored_laws` that each draft was drawn from, or NO_DRAFT, POINT_LAW, or
             UNIFORM_LAW.
-        round: of the test and of the replacement.
-        accept_stream, residual_stream: of their noise.
+        round: round of the test and of the replacement.
+        accept_stream, residual_stream: streams of their noise.
         draw_stream, draw_round: noise of the redraft; None for no redraft.
 
     Returns:
         laws: float32 [B, W, V] log-probabilities, -inf outside the support.
-        accept: BoolTensor [B, W], whether each draft is kept; False where there is none.
-        tokens: long [B, W], the draft where it is kept, else a draw from the residual (from the law, without a draft).
+        accept: BoolTensor [B, W], whether each draft is kept; False without a draft.
+        tokens: long [B, W], the draft if it is kept, else a draw from the residual (from the law, without a draft).
         drawn: long [B, W], draws from the laws; [B, 0] without a redraft.
         finite: as from `draw`.
 
     Raises:
-        ValueError: shapes that do not fit, or logits that are on no GPU, or there without Triton.
-        TypeError: logits or stored laws of another dtype.
+        ValueError: the shapes do not fit, or the logits are not on a GPU, or Triton is missing there.
+        TypeError: the logits or stored laws have another dtype.
     """
     check_logits(logits, keys, slots, law)
     if drafts.shape != slots.shape or draft_laws.shape != slots.shape:
@@ -245,7 +245,7 @@ if triton is not None:
 
     @triton.jit
     def _log_law(scores, ids, least, peak, best, log_mass, GREEDY: tl.constexpr):
-        """Log-probabilities of ids with these logits."""
+        """Return the log-probabilities of ids with these logits."""
         infinity = float("inf")
         if GREEDY:
             law = tl.where(ids == best, 0.0, -infinity)
@@ -295,7 +295,7 @@ if triton is not None:
         ALL_TILES: tl.constexpr,
     ):
         infinity = float("inf")
-        place = tl.program_id(0).to(tl.int64)  # sample * window + column
+        place = tl.program_id(0).to(tl.int64)  # sample * window + position
         sample = place // window
         key, slot, this_round = tl.load(keys + sample), tl.load(slots + place), tl.load(round)
         numbers = (first, stop, scale, inverse, top_k, top_p, until)
@@ -307,7 +307,7 @@ if triton is not None:
         if not GREEDY:
             log_mass = tl.log(mass_from(row, least, peak, GUIDED, TILE, TILES))
 
-        # The test. The constants are those of the module: -1 no draft, -2 a point law, -3 the uniform one.
+        # The test. The constants are the module's: -1 no draft, -2 a point law, -3 the uniform law.
         kind = tl.load(draft_laws + place)
         draft = tl.load(drafts + place)
         label_row = stored_laws + sample * law_row_stride + tl.where(kind >= 0, kind, 0) * law_column_stride
@@ -344,7 +344,7 @@ if triton is not None:
                 uniform = uniform_tile(key, slot, this_round, start, RESIDUAL_STREAM, BLOCKS)
                 soonest, winner = race(uniform, excess, ids, soonest, winner, False)
         if (not kept) & (winner < 0):
-            # Equal laws: a draft was refused by rounding only, and the residual is the law.
+            # Equal laws: the draft was refused only by rounding, and the residual is the law.
             for tile in range(TILES):
                 start = first // 4 * 4 + tile * TILE
                 ids = tile_ids(start, BLOCKS)
