@@ -30,7 +30,8 @@ def over_rows(
     Args:
         known: what became of objects that the first part holds; one that is held twice stays one.
     """
-    first, known = parts[0], {} if known is None else known
+    first: Any = parts[0]
+    known = {} if known is None else known
     if isinstance(first, Tensor):
         return change(list(parts)) if first.dim() else first
     if isinstance(first, list | tuple):
@@ -38,14 +39,13 @@ def over_rows(
     if not is_dataclass(first) or id(first) in known:
         return known.get(id(first), first)
     found = known[id(first)] = copy.copy(first)
-    rows = len(first.logits) if getattr(first, "guided", False) else -1
+    rows = len(parts[0].logits) if getattr(first, "guided", False) else -1
 
     def inside(tensors: list[Tensor]) -> Tensor:
         if len(tensors[0]) != rows:
             return change(tensors)
-        halves = zip(
-            *(tensor.chunk(2) for tensor in tensors), strict=True
-        )  # conditional and unconditional rows
+        # The rows of the samples, then their unconditional ones.
+        halves = zip(*(tensor.chunk(2) for tensor in tensors), strict=True)
         return torch.cat([change(list(half)) for half in halves])
 
     for field in fields(first):
@@ -81,13 +81,8 @@ def _whole_key(value: Any) -> Iterator[Tensor]:
             yield from _whole_key(getattr(value, field.name))
 
 
-_BOOKKEEPING = {
-    "round",
-    "target_calls",
-    "commit_call",
-    "meter",
-    "width",
-}  # read by no later call of fixed width
+# Read by no later call of the same width.
+_BOOKKEEPING = {"round", "target_calls", "commit_call", "meter", "width"}
 _CHAIN = {"cache", "drafter_cache", "tokens", "lengths", "label", "pending", "refused_law", "fed"}
 
 
@@ -103,18 +98,22 @@ def _before(stop: Tensor, size: int) -> Tensor:
 def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Scrub states of chains (of tokens, of columns): the regions that still count, and what tells states apart.
 
-    Behind the text such a state holds drafts, if it has labels, and the noise they were drawn with; else nothing.
+    Behind the text such a state holds drafts, if it has labels, and the noise they were drawn with; else nothing: which
+    text was committed says nothing about the noise of the slots behind it. Of states with fields that are not known
+    here, all noise is kept, and all that the fields hold tells states apart.
     """
+    others = [field.name for field in fields(state) if field.name not in _CHAIN | _BOOKKEEPING]
     books, length = (1 if run.pattern is None else run.pattern.codebooks), run.num_tokens
     held = widest(sampler.config.window) - 1 if hasattr(state, "label") else 0
     horizon, absurd = (state.lengths + held).clamp(max=length), run.model.vocab_size - 1
     state.tokens = _scrub(state.tokens, ~_before(horizon, state.tokens.shape[1]), absurd)
     state.commit_call = torch.zeros_like(state.commit_call)
-    for name, fed in (("cache", state.lengths - 1), ("drafter_cache", getattr(state, "fed", None))):
-        cache = getattr(state, name, None)
+    fed = {"cache": state.lengths - 1, "drafter_cache": getattr(state, "fed", state.lengths)}
+    for cache, until in ((getattr(state, name, None), until) for name, until in fed.items()):
         if cache is not None:
-            cache.tokens = _scrub(cache.tokens, ~_before(fed, cache.tokens.shape[1]), absurd)
-    count = _before(horizon, length) & ~_before(state.lengths, length)
+            cache.tokens = _scrub(cache.tokens, ~_before(until, cache.tokens.shape[1]), absurd)
+    noisy = torch.full_like(horizon, length) if others else horizon
+    count = _before(noisy, length) & ~_before(state.lengths, length)
     count = count.repeat_interleave(books, 1)
     if run.pattern is not None:
         count &= run.pattern.valid[:length].flatten()  # the noise of a forced entry is of no consequence
@@ -130,9 +129,8 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
         parts += [state.pending, _laws_key(state.refused_law)]
     if hasattr(state, "fed"):
         parts += [state.fed, state.drafter_cache.tokens]
-    for field in fields(state):  # what this file does not know tells states apart
-        if field.name not in _CHAIN | _BOOKKEEPING:
-            parts += _whole_key(getattr(state, field.name))
+    for name in others:
+        parts += _whole_key(getattr(state, name))
     return regions, parts
 
 
