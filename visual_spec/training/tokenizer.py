@@ -1,9 +1,9 @@
 """Train the embedded VQ tokenizer on `shapes`.
 
 LlamaGen's quantiser (unit-sphere codes of 8 numbers, straight-through gradients, commitment loss) with two changes
-that suit a short run without a discriminator: the codebook follows its latents by exponential averages (van den Oord
-et al. 2017, appendix A.1), starting from k-means on a briefly trained autoencoder, and codes that fall out of use are
-moved onto latents that are badly served.
+that suit a short run without a discriminator. The codebook follows its latents by exponential averages (van den Oord
+et al. 2017, appendix A.1), starting from k-means on a briefly trained autoencoder. Unused codes are moved onto badly
+coded latents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TokenizerTraining:
     """Settings of a run.
 
     `crop` is in pixels: small crops give more steps per second, and a local network hardly notices. The last
-    `whole_pictures` of the steps see whole pictures, as many pixels a step.
+    `whole_pictures` of the steps use whole pictures, with as many pixels a step.
     """
 
     steps: int = 9000
@@ -50,7 +50,7 @@ def to_signed(pictures: np.ndarray | Tensor) -> Tensor:
 
 
 def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Absolute error at three scales, squared error, and absolute error of first differences, each a mean.
+    """Return the absolute error at three scales, squared error, and absolute error of first differences, each a mean.
 
     The coarse scales carry the colours of whole tokens, the differences keep edges sharp.
     """
@@ -64,9 +64,9 @@ def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, every: int = 250) -> dict:
-    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+    """Train in place, save the weights in `out`, and return the record, which is also written to `out/training.json`.
 
-    A run that was interrupted goes on from `out/resume.pt`; the finished run removes it.
+    An interrupted run resumes from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
     scenes, pictures = sample_dataset(settings.scenes, settings.seed)
@@ -80,7 +80,7 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
     )
     model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     for step in range(checkpoint.resume(), settings.steps):
-        # One generator per step, so that a resumed run sees what it would have seen.
+        # One generator per step, so that a resumed run sees the same data.
         rng = np.random.default_rng((settings.seed, step))
         chosen = rng.integers(len(pictures), size=settings.batch_size)
         if step < (1 - settings.whole_pictures) * settings.steps:
@@ -123,7 +123,7 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
 
 
 def _crop(picture: np.ndarray, scene: Scene, size: int, rng: np.random.Generator) -> np.ndarray:
-    """A window `[size, size, 3]` aligned to tokens; three in four hold an object, the rest lie anywhere."""
+    """Return a crop `[size, size, 3]` aligned to tokens; three in four hold an object, the rest may be anywhere."""
     last = len(picture) - size
     corner = rng.integers(last // CELL + 1, size=2) * CELL
     if rng.random() < 0.75:
@@ -138,13 +138,13 @@ def _crop(picture: np.ndarray, scene: Scene, size: int, rng: np.random.Generator
 def _initialise_codebook(
     model: VQModel, pictures: np.ndarray, averages: CodeAverages, settings: TokenizerTraining
 ) -> None:
-    """k-means on the unit sphere over latents of a few hundred pictures."""
+    """Run k-means on the unit sphere over latents of a few hundred pictures."""
     codebook = model.quantize.embedding.weight
     batches = [to_signed(pictures[i : i + 50]) for i in range(0, min(500, len(pictures)), 50)]
     latents = torch.cat(
         [rearrange(F.normalize(model.encode_latents(b), dim=1), "b d h w -> (b h w) d") for b in batches]
     )
-    # Distinct starting points: latents of plain background outnumber all others, so farther ones are preferred.
+    # Distinct starting points: latents of plain background outnumber all others, so distant ones are preferred.
     centre = F.normalize(latents.mean(0), dim=-1)
     weight = (1.0 - latents @ centre).clamp_min(1e-4)
     start = latents[torch.multinomial(weight, len(codebook))]
@@ -156,7 +156,7 @@ def _initialise_codebook(
 def _follow_latents(
     codebook: Tensor, latents: Tensor, ids: Tensor, averages: CodeAverages, decay: float, revive: bool
 ) -> None:
-    """Move each code towards the latents it served; move idle codes onto the worst-served latents of this batch."""
+    """Move each code towards its latents; move idle codes onto the worst-coded latents of this batch."""
     count = torch.zeros(len(codebook)).index_add_(0, ids, torch.ones(len(ids)))
     total = torch.zeros_like(codebook).index_add_(0, ids, latents)
     averages.count.mul_(decay).add_(count, alpha=1 - decay)
@@ -178,7 +178,7 @@ def _follow_latents(
 
 @torch.no_grad()
 def judge(model: VQModel, count: int = 200) -> dict:
-    """Peak signal-to-noise ratio in dB and codes in use over held-out scenes."""
+    """Return peak signal-to-noise ratio in dB and the number of used codes on held-out scenes."""
     _, pictures = sample_dataset(count, 12345, held_out=True)
     errors, used = [], set()
     for part in to_signed(pictures).split(20):

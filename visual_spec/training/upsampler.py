@@ -38,7 +38,7 @@ def train_upsampler(
 ) -> dict:
     """Train in place and return the record. `encoder` only reads the words of scenes, which are not used.
 
-    An interrupted run goes on from `out/resume.pt`; the finished run removes it.
+    An interrupted run resumes from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
     low_side = model.config["low_side"]

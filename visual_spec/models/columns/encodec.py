@@ -1,8 +1,8 @@
-"""EnCodec (Defossez et al. 2022), transformers' own class, as waves to codes and back, at once or as a stream.
+"""EnCodec (Defossez et al. 2022), transformers' own class, between waves and codes, at once or as a stream.
 
 The decoder is a convolution, an LSTM, and convolutions up to the sampling rate. The LSTM carries a state from frame to
 frame; everything else looks a few frames to either side. So a stream keeps that state and those frames, and its waves
-are those of decoding the whole clip, seams and all: chunks need not be faded into each other.
+are exactly those of decoding the whole clip: chunks need no cross-fading.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def check_codec(codec: Any) -> None:
 
 @torch.no_grad()
 def encode_waves(codec: Any, waves: Tensor) -> Tensor:
-    """Codes, long [B, K, T], of waves [B, C, N] at the codec's rate.
+    """Return codes, long [B, K, T], of waves [B, C, N] at the codec's rate.
 
-    Of stereo, each codebook of the left channel stands before that of the right one, as in MusicGen.
+    For stereo, each codebook of the left channel comes before that of the right channel, as in MusicGen.
 
     Raises:
-        ValueError: as `check_codec`; waves of another shape, or not finite.
+        ValueError: as in `check_codec`; or the waves have another shape, or are not finite.
     """
     check_codec(codec)
     if waves.ndim != 3 or waves.shape[1] not in (1, 2) or not waves.shape[2]:
@@ -60,21 +60,21 @@ def encode_waves(codec: Any, waves: Tensor) -> Tensor:
 
 
 def decode_codes(codec: Any, codes: Tensor, channels: int = 1) -> Tensor:
-    """Waves [B, C, T * hop] of codes, long [B, K, T]."""
+    """Return waves [B, C, T * hop] of codes, long [B, K, T]."""
     return StreamingDecoder(codec, channels)(codes, last=True)
 
 
 class StreamingDecoder:
-    """Decodes a clip stretch by stretch, to the waves that decoding it whole gives (up to the rounding of sums).
+    """Decodes a clip in stretches, to the same waves as decoding it whole (up to the rounding of sums).
 
-    A stretch comes out `delay` frames short of what was put in, until the last one.
+    The output is `delay` frames behind the input until the last stretch.
 
     Args:
         codec: an `EncodecModel`.
         channels: 2 for codes of stereo, see `encode_waves`.
 
     Raises:
-        ValueError: as `check_codec`; a number of channels that is neither 1 nor 2.
+        ValueError: as in `check_codec`; or the number of channels is neither 1 nor 2.
     """
 
     def __init__(self, codec: Any, channels: int = 1) -> None:
@@ -91,21 +91,21 @@ class StreamingDecoder:
 
     @property
     def delay(self) -> int:
-        """Frames that the decoder looks ahead."""
+        """Number of frames that the decoder looks ahead."""
         return self.first.radius + self.others.radius
 
     @torch.no_grad()
     def __call__(self, codes: Tensor, *, last: bool = False) -> Tensor:
-        """Go on with codes, long [B, K, n].
+        """Decode further codes, long [B, K, n].
 
         Args:
-            last: nothing follows; the waves come out to their end.
+            last: no codes follow; the waves are completed.
 
         Returns:
-            [B, C, m], what can be heard now; the first call starts at the clip's beginning.
+            [B, C, m], the waves that are final now; the first call starts at the clip's beginning.
 
         Raises:
-            ValueError: codes of another shape than before, beyond the codebook, or behind the last ones.
+            ValueError: the codes have another shape than before, exceed the codebook, or come after the last ones.
         """
         codes = self._checked(codes, last)
         latents = self.codec.quantizer.decode(codes.transpose(0, 1)).to(self.codec.dtype)  # [B * C, D, n]
@@ -119,7 +119,7 @@ class StreamingDecoder:
         return hidden.view(-1, self.channels, hidden.shape[-1])
 
     def _checked(self, codes: Tensor, last: bool) -> Tensor:
-        """Codes of single channels, [B * C, K / C, n]."""
+        """Return the codes of single channels, [B * C, K / C, n]."""
         books, size = len(self.codec.quantizer.layers), self.codec.config.codebook_size
         if self.ended:
             raise ValueError("the clip has ended; make another StreamingDecoder for the next one.")
@@ -139,7 +139,7 @@ class StreamingDecoder:
 
 
 class _Local:
-    """Layers that see `radius` frames to either side, run over a stream."""
+    """Layers that look `radius` frames to either side, run over a stream."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
@@ -148,7 +148,7 @@ class _Local:
         self.start = self.done = 0
 
     def __call__(self, frames: Tensor, last: bool) -> Tensor | None:
-        """Output for frames [R, C, n] and those kept from before, as far as what follows cannot change it."""
+        """The output for frames [R, C, n] and those kept from before, as far as later frames cannot change it."""
         kept = frames if self.kept is None else torch.cat([self.kept, frames], -1)
         end = self.start + kept.shape[-1]
         until = end if last else end - self.radius
@@ -158,7 +158,7 @@ class _Local:
         output = kept
         for layer in self.layers:
             output = layer(output)
-        # What the cut edges are padded with is heard at most `radius` frames away.
+        # The padding of the cut edges affects at most `radius` frames.
         output = output[..., (self.done - self.start) * self.hop : (until - self.start) * self.hop]
         start = max(0, until - self.radius)
         self.kept, self.start, self.done = kept[..., start - self.start :], start, until
@@ -166,7 +166,7 @@ class _Local:
 
 
 def _extent(layers: list[nn.Module]) -> tuple[int, int]:
-    """How many frames layers look to either side at most, and the samples that they make of a frame."""
+    """Return how many frames the layers look to either side at most, and the samples that they make of a frame."""
     radius, hop = 0.0, 1
     for layer in layers:
         for module in layer.modules():

@@ -1,7 +1,7 @@
-"""Official checkpoint files of any family: read what is in them without running it, and account for every tensor.
+"""Official checkpoint files of any family: read them without running code in them, and account for every tensor.
 
-Files are read with `torch.load(weights_only=True)` only, memory-mapped where their format allows it. What keys mean is
-written beside each model.
+Files are read with `torch.load(weights_only=True)` only, memory-mapped if their format allows it. Each model's module
+documents the meaning of its keys.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-# Where the weights are: DDP training writes "model", DeepSpeed "module", Lightning "state_dict", FSDP a bare dict,
-# Infinity's tokenizers are in "vae", and VAR's training in "trainer" and there in "var_wo_ddp".
+# Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
+# bare dict, Infinity's tokenizers "vae", and VAR's training "trainer" with "var_wo_ddp" in it.
 _CONTAINERS = (
     ("model",),
     ("module",),
@@ -39,12 +39,12 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         weights: tensors by official key.
-        arguments: those of the training run, where the file holds them.
+        arguments: those of the training run, if the file holds them.
     """
 
     path: Path
@@ -57,7 +57,7 @@ Source = str | os.PathLike | Checkpoint
 
 @dataclass(frozen=True)
 class Difference:
-    """How the keys of a file differ from those of an architecture."""
+    """The difference between the keys of a file and those of an architecture."""
 
     missing: list[str]
     unexpected: list[str]
@@ -88,17 +88,16 @@ class Difference:
 
 
 def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """Read a file without running anything that is in it.
+    """Read a file without running any code in it.
 
-    Prefixes that wrappers of training put before the keys (`module.` of DDP, `_orig_mod.` of torch.compile) are left
-    out.
+    Key prefixes of training wrappers (`module.` of DDP, `_orig_mod.` of torch.compile) are removed.
 
     Args:
-        path: of a `torch.save` file (`.pt`, `.pth`, `.bin`) or a safetensors file, with official keys.
+        path: a `torch.save` file (`.pt`, `.pth`, `.bin`) or a safetensors file, with official keys.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: another kind of file, a damaged one, one that needs pickle, or one that holds no plain weights; says
+        ValueError: the file is of another kind, damaged, needs pickle, or holds no plain weights; the message says
             what it is and what to do.
     """
     path = Path(path)
@@ -106,13 +105,13 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def read_content(path: Path, keep: str = '{"model": c["model"]}') -> Any:
-    """What a file holds, read without running anything that is in it.
+    """Return the content of a file without running any code in it.
 
     Args:
-        keep: Python for the part of the content `c` that is to be saved anew, where reading the file would need pickle.
+        keep: Python expression for the part of the content `c` to save again, shown if the file needs pickle.
 
     Raises:
-        FileNotFoundError, IsADirectoryError, ValueError: as `read_checkpoint`, but that any content will do.
+        FileNotFoundError, IsADirectoryError, ValueError: as in `read_checkpoint`, but any content is accepted.
     """
     if path.is_dir():
         raise IsADirectoryError(
@@ -141,23 +140,23 @@ def read_content(path: Path, keep: str = '{"model": c["model"]}') -> Any:
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
-    except Exception as error:  # of a damaged header any
+    except Exception as error:  # a damaged header can raise any error
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ValueError(f"{path} is truncated or damaged ({reason}); copy or download it again.") from error
 
 
 def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
     try:
-        # Training runs save their argparse.Namespace beside the weights: plain attributes, nothing that runs.
+        # Training runs save their argparse.Namespace beside the weights: plain attributes, no code.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    # The reader of a damaged file can stumble over anything: IndexError, struct.error, TypeError, MemoryError ...
+    # Reading a damaged file can raise anything: IndexError, struct.error, TypeError, MemoryError ...
     except Exception as error:
         reason = " ".join(str(error).split())
         asked = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|GLOBAL) ([\w.]+)", reason)
         if isinstance(error, pickle.UnpicklingError) and (asked or "Unsupported operand" in reason):
             what = f"the Python object {asked[1]}" if asked else "Python objects other than tensors"
-            # Double quotes inside, because the shell's are single ones.
+            # Double quotes inside, because the shell command uses single ones.
             literal = json.dumps(str(path), ensure_ascii=False)
             program = (
                 f'import torch; c = torch.load({literal}, map_location="cpu", weights_only=False); '
@@ -176,10 +175,10 @@ def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
 
 
 def unpack_checkpoint(path: Path, content: Any) -> Checkpoint:
-    """The weights in the content of a file (`read_content`), and the arguments of the training run.
+    """Return the weights in the content of a file (`read_content`), and the arguments of the training run.
 
     Raises:
-        ValueError: there are no plain weights.
+        ValueError: the content holds no plain weights.
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; pass a file with a dict of weights.")
@@ -213,15 +212,15 @@ def _at(content: Any, place: tuple[str, ...]) -> Mapping | None:
 
 
 def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]:
-    """Tensors of a state dict as our models take them: by bare keys, dense, each with memory of its own.
+    """Return the tensors of a state dict in our form: with bare keys, dense, each with its own memory.
 
     Args:
-        tensors: as read; left as they are.
-        name: of where they are from, for errors.
+        tensors: as read; not changed.
+        name: name of their source, for errors.
 
     Raises:
-        ValueError: a key that is no string, two that are one without the prefixes of wrappers, or a tensor without
-            dense values; names them.
+        ValueError: a key is not a string, two keys are equal without wrapper prefixes, or a tensor has no dense values;
+            the message names them.
     """
     strange = [key for key in tensors if not isinstance(key, str)]
     if strange:
@@ -229,7 +228,7 @@ def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]
             f"{name} has keys that are no strings ({some(map(repr, strange))}); pass a state dict, as state_dict() "
             "of a model makes it."
         )
-    # torch.compile wraps any module, a whole model or its layers; DDP the whole model.
+    # torch.compile wraps any module, whole models or single layers; DDP wraps the whole model.
     wrapped = all(key.replace("_orig_mod.", "").startswith("module.") for key in tensors)
     found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -254,7 +253,7 @@ def _strange_layout(tensor: Tensor) -> str:
 
 
 def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors that share memory with others, or with themselves: a saved model could not tell them apart."""
+    """Copy tensors that share memory with others, or with themselves: a saved model could not tell them apart."""
     owners: dict[int, int] = {}
     for tensor in weights.values():
         place = tensor.untyped_storage().data_ptr()
@@ -268,15 +267,16 @@ def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_values(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
-    """Refuse weights that no model computes with. Of those on the meta device only the dtype is known.
+    """Refuse weights that no model can compute with. For weights on the meta device only the dtype is checked.
 
     Args:
         weights: by key.
-        name: of where they are from, for errors.
-        source: what to take instead.
+        name: name of their source, for errors.
+        source: what the message suggests instead.
 
     Raises:
-        ValueError: one that is not of a floating dtype of at least 16 bits, or holds nan or infinity; names it.
+        ValueError: a weight is not of a floating dtype of at least 16 bits, or holds nan or infinity; the message names
+            it.
     """
     for key, tensor in weights.items():
         if tensor.dtype not in FLOATING:
@@ -313,18 +313,18 @@ def fill(
     constants: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> M:
-    """Give a model that was built on the meta device its weights; they stay mapped to the file unless cast.
+    """Give a model that was built on the meta device its weights. They stay mapped to the file unless cast.
 
     Args:
-        weights: those of its state dict and no others, but for constants.
-        name: of where they are from, for errors.
-        what: what they are to fit, for errors; the model's class if empty.
-        constants: buffers of official files that the model computes itself. They may be missing; they may not differ.
+        weights: exactly those of the model's state dict, except constants.
+        name: name of their source, for errors.
+        what: name of what they should fit, for errors; the model's class if empty.
+        constants: buffers of official files that the model computes itself. They may be missing but not differ.
         dtype: to cast the weights to; None keeps theirs.
 
     Raises:
-        ValueError: missing, unexpected or mis-shaped keys, which are listed; a constant of another value; as
-            `check_values`.
+        ValueError: keys are missing, unexpected or mis-shaped (the message lists them), or a constant has another
+            value; also as in `check_values`.
     """
     constants = {key: value for key, value in (constants or {}).items() if key in weights}
     shapes = shapes_of(model) | {key: tuple(value.shape) for key, value in constants.items()}
@@ -342,17 +342,17 @@ def fill(
     model.load_state_dict(weights, assign=True)
     assert not any(buffer.is_meta for key, buffer in model.named_buffers() if key not in weights)
     if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
+        nn.Module.to(model, dtype)  # diffusers' own would warn about an empty list of modules
     return model.eval()
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of every key of a model."""
+    """Return the shape of every key of a model."""
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
 def some(names: Iterable[Any], count: int = 4) -> str:
-    """A list of names for an error: the first few, and how many more."""
+    """Return a list of names for an error: the first few, and how many more."""
     names = list(map(str, names))
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more

@@ -6,29 +6,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ROWS = 8192  # of vectors whose closeness to all centres is held at once
+_ROWS = 8192  # vectors whose distances to all centres are in memory at once
 
 
 @torch.no_grad()
 def k_means(vectors: Tensor, centres: Tensor, rounds: int, *, unit: bool = False) -> tuple[Tensor, Tensor]:
-    """Move centres to the mean of the vectors that are nearest to them, round by round, until nothing changes.
+    """Move each centre to the mean of its nearest vectors, round by round, until nothing changes.
 
-    Deterministic: of centres that are as near the first one takes a vector, and one that serves none stays.
+    Deterministic: ties go to the first centre, and a centre without vectors stays.
 
     Args:
         vectors: `[N, D]`.
-        centres: `[K, D]`, to start from; left as they are.
-        rounds: at most so many.
-        unit: vectors and centres are of unit length, and so are the means.
+        centres: `[K, D]`, the start; not changed.
+        rounds: the most rounds.
+        unit: vectors and centres have unit length, and so do the means.
 
     Returns:
-        The centres `[K, D]`, and of each vector the number of the one that was nearest in the last round, long `[N]`.
+        The centres `[K, D]`, and the number of each vector's nearest centre in the last round, long `[N]`.
     """
     nearest = torch.full((len(vectors),), -1, device=vectors.device)
     for _ in range(rounds):
         before, nearest = nearest, _nearest(vectors, centres, unit)
         if torch.equal(before, nearest):
-            break  # the means of the same vectors are the same
+            break  # the same vectors have the same means
         total = torch.zeros_like(centres).index_add_(0, nearest, vectors)  # [K, D]
         served = torch.bincount(nearest, minlength=len(centres))[:, None]
         means = F.normalize(total, dim=-1) if unit else total / served.clamp(min=1)

@@ -1,4 +1,4 @@
-"""What the adapters to transformers' image generators share: prompts, and a cache that is written by place."""
+"""The parts that adapters to transformers' image generators share: prompts, and a cache that is written by place."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Prompt:
 
     Attributes:
         ids: long [B, T].
-        mask: bool [B, T], true at tokens. Padding stands to the left, and no row is empty.
+        mask: bool [B, T], true at tokens. Padding is on the left, and no row is empty.
         positions: long [B, T], or [3, B, T] for rotary embeddings with three axes; None counts the tokens from 0.
-        start: long [B], the position behind the prompt; None is the number of tokens.
+        start: long [B], the position after the prompt; None is the number of tokens.
 
     Raises:
-        TypeError: ids that are no integers.
-        ValueError: shapes that differ, or a row whose last position is masked.
+        TypeError: the ids are not integers.
+        ValueError: the shapes differ, or the last position of a row is masked.
     """
 
     ids: Tensor
@@ -49,7 +49,7 @@ class Prompt:
 
     @property
     def where(self) -> tuple[Tensor, Tensor]:
-        """Positions of the tokens, and the position behind them."""
+        """Return the positions of the tokens, and the position after them."""
         counted = (self.mask.cumsum(-1) - 1).clamp_min(0)
         return (
             counted if self.positions is None else self.positions,
@@ -57,7 +57,7 @@ class Prompt:
         )
 
     def repeat(self, times: int) -> Prompt:
-        """Every row `times` times, the copies of a row beside each other."""
+        """Repeat every row `times` times, with the copies of a row adjacent."""
         batch = None if self.positions is None else self.positions.ndim - 2
         return Prompt(
             self.ids.repeat_interleave(times, 0),
@@ -69,22 +69,22 @@ class Prompt:
 
 @dataclass
 class ImagePrompt:
-    """What a picture is conditioned on: the prompt, and for guidance the one that stands for no caption."""
+    """The condition of a picture: the prompt, and for guidance the prompt that stands for no caption."""
 
     prompt: Prompt
     unconditional: Prompt | None = None
 
     def repeat(self, times: int) -> ImagePrompt:
-        """Every row `times` times, the copies of a row beside each other."""
+        """Repeat every row `times` times, with the copies of a row adjacent."""
         other = self.unconditional
         return ImagePrompt(self.prompt.repeat(times), None if other is None else other.repeat(times))
 
 
 def one_size(image_sizes: Any) -> tuple[int, int]:
-    """Height and width in tokens, of (height, width) or of a list or tensor [B, 2] of one size.
+    """Return height and width in tokens, from (height, width) or a list or tensor [B, 2] of one size.
 
     Raises:
-        ValueError: no size, something else, or several sizes.
+        ValueError: there is no size, several sizes, or another kind of value.
     """
     sizes = image_sizes.tolist() if isinstance(image_sizes, Tensor) else image_sizes
     pairs = list(sizes) if isinstance(sizes, (list, tuple)) else []
@@ -105,10 +105,10 @@ def one_size(image_sizes: Any) -> tuple[int, int]:
 
 
 def filled(ids: Tensor, drawn: Tensor, placeholder: int) -> Tensor:
-    """Ids [B, T] with the image tokens `drawn` [n] at the placeholders.
+    """Return ids [B, T] with the image tokens `drawn` [n] in place of the placeholders.
 
     Raises:
-        ValueError: another number of placeholders.
+        ValueError: the number of placeholders is not n.
     """
     places = ids == placeholder
     if int(places.sum()) != len(drawn):
@@ -139,7 +139,7 @@ class _SlotLayer(CacheLayerMixin):
         self.hold(StaticCache.allocate(key_states, shape, self.places))
 
     def hold(self, held: StaticCache) -> None:
-        """Have what is held; `keys` and `values` are views for transformers."""
+        """Take over a static cache; `keys` and `values` are views of it for transformers."""
         self.held = held
         self.keys, self.values = held.keys[0], held.values[0]
         self.is_initialized = True
@@ -147,7 +147,7 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [R, H, W, D] where `SlotCache.at` said; the places that are read [R, H, size, D]."""
+        """Write [R, H, W, D] where `SlotCache.at` said. Returns the places that are read, [R, H, size, D]."""
         if self.held is None:
             self.lazy_initialization(key_states, value_states)
         assert self.held is not None
@@ -157,7 +157,7 @@ class _SlotLayer(CacheLayerMixin):
         return self.places.size, 0
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return 0  # rows differ: positions are passed with every call
+        return 0  # rows differ, so positions are passed with every call
 
     def get_max_length(self) -> int:
         return self.num_places
@@ -166,11 +166,11 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """`StaticCache` as transformers takes it: a layer each, allocated at the first forward on the layer's device.
+    """`StaticCache` in the form of transformers: one per layer, allocated at the first forward on the layer's device.
 
     Args:
         num_layers: layers of the decoder.
-        num_places: keys that a row can hold.
+        num_places: most keys of a row.
     """
 
     def __init__(self, num_layers: int, num_places: int) -> None:
@@ -183,21 +183,21 @@ class SlotCache(Cache):
         return sum(held.nbytes for _, held in self._held())
 
     def at(self, places: Tensor, size: int) -> None:
-        """Have the next forward write at places [R, W], and read the first `size` places."""
+        """Make the next forward write at places [R, W], and read the first `size` places."""
         self.places.set(places, size)
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows, long [N], in this order."""
+        """Keep only the rows long [N], in this order."""
         for layer, held in self._held():
             held.select(rows)
             layer.hold(held)
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers, each [1, R, H, S, D]."""
+        """Return keys and values of all layers, each [1, R, H, S, D]."""
         return [buffer for _, held in self._held() for buffer in held.buffers()]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy what stands at places `sources` [R, D] to places `targets` [R, D]."""
+        """Copy the contents of places `sources` [R, D] to places `targets` [R, D]."""
         for _, held in self._held():
             held.copy(sources, targets)
 

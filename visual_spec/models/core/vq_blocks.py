@@ -1,7 +1,7 @@
-"""The convolutional encoder and decoder of VQGAN (Esser et al. 2021, arXiv 2012.09841), as our tokenizers use them.
+"""The convolutional encoder and decoder of VQGAN (Esser et al. 2021, arXiv 2012.09841), for our tokenizers.
 
-LlamaGen, Chameleon, VAR and Infinity took these networks over; they differ in where attention sits, and in what they
-call the parts. Module names are the keys of the official files: a `Layout` holds those that differ.
+LlamaGen, Chameleon, VAR and Infinity use these networks. They differ in the place of attention and in the names of the
+parts. Module names are the keys of the official files: a `Layout` holds those that differ.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Layout:
-    """What official files call the parts of a network.
+    """The names of a network's parts in official files.
 
     Attributes:
         blocks: the residual blocks of a level.
         down, up: the levels of the encoder and of the decoder.
         middle: the two residual blocks at the lowest resolution and the attention between them; None: they are
             numbered.
-        highest_first: the levels of the decoder are numbered from the highest resolution, the last one that runs.
+        highest_first: whether the decoder's levels are numbered from the highest resolution, which runs last.
     """
 
     blocks: str = "block"
@@ -50,7 +50,7 @@ class PositionNorm(nn.GroupNorm):
 
 
 def normalise(channels: int, groups: int | None) -> nn.GroupNorm:
-    """The norm of all blocks: over so many groups of channels, or, with None, `PositionNorm`."""
+    """Return the norm of all blocks: over this many groups of channels, or `PositionNorm` for None."""
     if groups is None:
         return PositionNorm(1, channels, eps=1e-6)
     return nn.GroupNorm(groups, channels, eps=1e-6)
@@ -104,7 +104,7 @@ class FusedAttentionBlock(nn.Module):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What every position of `[B, C, H, W]` reads at all of them, `[B, C, H, W]`."""
+    """Return attention from every position of `[B, C, H, W]` to all positions, `[B, C, H, W]`."""
     height = q.shape[2]
     q, k, v = (rearrange(part, "b c h w -> b 1 (h w) c") for part in (q, k, v))
     return rearrange(F.scaled_dot_product_attention(q, k, v), "b 1 (h w) c -> b c h w", h=height)
@@ -140,16 +140,16 @@ Attention = type[AttentionBlock] | type[FusedAttentionBlock]
 
 @dataclass(frozen=True)
 class Design:
-    """What an encoder and its decoder are built from.
+    """The numbers that define an encoder and its decoder.
 
     Attributes:
         width: channels at full resolution.
-        multipliers: width per resolution level; the picture shrinks by 2 between levels.
+        multipliers: width factor of each resolution level; the picture shrinks by 2 between levels.
         blocks: residual blocks per level of the encoder; the decoder has one more.
-        latent_channels: that the encoder makes and the decoder reads.
+        latent_channels: channels between encoder and decoder.
         groups: see `normalise`.
-        attention: the block at the lowest resolution; None: there is none.
-        level_attention: the lowest level has attention behind each of its blocks too, and not only the middle.
+        attention: the block class at the lowest resolution; None: no attention.
+        level_attention: whether the lowest level has attention after each of its blocks, not only in the middle.
         layout: the names.
     """
 
@@ -164,12 +164,12 @@ class Design:
 
     @property
     def lowest(self) -> int:
-        """Number of the level of the lowest resolution."""
+        """Index of the level of lowest resolution."""
         return len(self.multipliers) - 1
 
 
 class Level(nn.Module):
-    """One resolution: residual blocks, each followed by attention where there is any, then the resampler."""
+    """One resolution: residual blocks, each followed by attention if there is any, then the resampler."""
 
     def __init__(self, design: Design, level: int, widths: Sequence[int], resample: str | None):
         super().__init__()
@@ -206,7 +206,7 @@ def _middle(design: Design, width: int) -> nn.Sequential:
 
 
 class Encoder(nn.Module):
-    """Pictures `[B, 3, H, W]` to latents `[B, latent_channels, h, w]`."""
+    """Maps pictures `[B, 3, H, W]` to latents `[B, latent_channels, h, w]`."""
 
     def __init__(self, design: Design):
         super().__init__()
@@ -230,7 +230,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents `[B, latent_channels, h, w]` to pictures `[B, 3, H, W]`, of about [-1, 1]."""
+    """Maps latents `[B, latent_channels, h, w]` to pictures `[B, 3, H, W]` in about [-1, 1]."""
 
     def __init__(self, design: Design):
         super().__init__()

@@ -1,7 +1,7 @@
-"""The drafter of multi-scale local speculative decoding: a small picture first, then a guess of every large token.
+"""The drafter of multi-scale local speculative decoding: a small picture first, then a draft of every large token.
 
 MuLo-SD (Peruzzo et al., Qualcomm AI Research 2026) drafts at low resolution and turns the low-resolution tokens into
-candidates for the high-resolution ones by a learned up-sampler. Both halves are kept together here.
+candidates for the high-resolution ones by a learned up-sampler. This module holds both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
 
     Args:
         vocab_size: codes; both resolutions share the tokenizer.
-        low_side, factor: tokens per side of the small grid, and how many times larger the other is.
+        low_side, factor: tokens per side of the small grid, and the factor to the large grid.
         width, num_blocks: channels, and residual blocks at each resolution.
     """
 
@@ -52,11 +52,11 @@ class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the large grid."""
+        """Number of tokens of the large grid."""
         return (self.config["low_side"] * self.config["factor"]) ** 2
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits `[B, (low_side * factor)^2, V]`, raster order, of low-resolution tokens `[B, low_side^2]`."""
+        """Return logits `[B, (low_side * factor)^2, V]`, raster order, from low-resolution tokens `[B, low_side^2]`."""
         side = self.config["low_side"]
         x = rearrange(self.embedding(tokens), "b (h w) c -> b c h w", h=side)
         for block in self.low:
@@ -74,7 +74,7 @@ class MultiscaleDrafter(SavedModel, ModelMixin, ConfigMixin):
         transformer_config, upsampler_config: the settings of `LlamaGenTransformer` and `TokenUpsampler`.
 
     Raises:
-        ValueError: if the up-sampler reads another grid or vocabulary than the transformer writes.
+        ValueError: the up-sampler and the transformer have different grids or vocabularies.
     """
 
     @register_to_config

@@ -1,4 +1,4 @@
-"""The settings of a training run as audiocraft writes them beside the weights (`xp.cfg`): YAML of OmegaConf."""
+"""The settings of a training run that audiocraft stores beside the weights (`xp.cfg`): YAML of OmegaConf."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 class TrainingSettings:
-    """What a file says of the training run, by dotted names."""
+    """The settings of a training run in a file, by dotted names."""
 
     def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
         self.path, self.tree = path, tree
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """A setting; one that refers to another, "${other.name}", is followed."""
+        """Return a setting; follows references to other settings, "${other.name}"."""
         return self._look_up(name, default, 0)
 
     def of_kind(self, kind: Callable[[Any], T], name: str, default: Any) -> T:
-        """A setting as a number, a word, a flag ...
+        """Return a setting as a number, a word, a flag ...
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the setting is of another kind.
         """
         value = self(name, default)
         try:
@@ -41,7 +41,7 @@ class TrainingSettings:
             ) from error
 
     def refuse_others(self, allowed: Mapping[str, Iterable[Any]]) -> None:
-        """Refuse settings that change what the weights mean. Those that are not there have their usual values."""
+        """Refuse settings that change the meaning of the weights. Missing settings have their usual values."""
         nothing = object()
         found = {name: self(name, nothing) for name in allowed}
         wrong = [
@@ -73,46 +73,46 @@ class TrainingSettings:
 
 
 def count(value: Any) -> int:
-    """An integer."""
+    """Return an integer."""
     if isinstance(value, bool) or int(value) != value:
         raise ValueError
     return int(value)
 
 
 def counts(value: Any) -> list[int]:
-    """A list of integers."""
+    """Return a list of integers."""
     return [count(item) for item in value]
 
 
 def number(value: Any) -> float:
-    """A finite number."""
+    """Return a finite number."""
     if isinstance(value, bool) or not math.isfinite(float(value)):
         raise ValueError
     return float(value)
 
 
 def flag(value: Any) -> bool:
-    """True or false."""
+    """Return True or False."""
     if not isinstance(value, bool):
         raise ValueError
     return value
 
 
 def word(value: Any) -> str:
-    """A text."""
+    """Return a text."""
     if not isinstance(value, str):
         raise ValueError
     return value
 
 
 def shown(value: Any) -> str:
-    """A setting in an error, cut off where it is long."""
+    """Return a setting for an error message, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 class _NoAliases(yaml.SafeLoader):
-    """Aliases let a few lines stand for a tree without end; audiocraft writes none."""
+    """Refuses aliases: with them a few lines can stand for an endless tree, and audiocraft writes none."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -121,14 +121,14 @@ class _NoAliases(yaml.SafeLoader):
 
 
 def read_settings(path: Path, held: Any) -> TrainingSettings:
-    """The settings of a training run, as YAML or as a mapping.
+    """Return the settings of a training run, from YAML or a mapping.
 
     Args:
-        path: of the file that holds them, for errors.
-        held: what it holds.
+        path: path of the file, for errors.
+        held: the stored settings.
 
     Raises:
-        ValueError: they are no plain YAML, or no mapping.
+        ValueError: the settings are not plain YAML, or not a mapping.
     """
     try:
         if isinstance(held, str):

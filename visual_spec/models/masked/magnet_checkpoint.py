@@ -1,9 +1,9 @@
 """Official MAGNeT checkpoints (Ziv et al. 2024), as audiocraft exports them, into transformers' modules.
 
 A folder holds `state_dict.bin`, the language model, and `compression_state_dict.bin`, its EnCodec or the name of one.
-Both are `torch.save` files of a dict: the weights under "best_state", and under "xp.cfg" the settings of the training
-run, as YAML. The text encoder, a T5, is not in them. The language model becomes a `MusicgenForCausalLM`, whose modules
-compute the same when no mask makes them causal; `models.musicgen.MagnetModel` runs them.
+Both are `torch.save` files of a dict with the weights under "best_state", and the settings of the training run under
+"xp.cfg", as YAML. The text encoder, a T5, is not included. The language model becomes a `MusicgenForCausalLM`, whose
+modules compute the same without a causal mask; `models.musicgen.MagnetModel` runs them.
 
 Files are read with `torch.load(weights_only=True)` only, and every key is accounted for.
 """
@@ -59,18 +59,18 @@ _LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class MagnetSettings:
-    """What a checkpoint says of itself beside its weights. Where it does not, the values are those of the official
-    10 s music model, but for the first number of steps, which is 60 for clips longer than 10 s.
+    """The settings of a checkpoint. Missing ones have the values of the official 10 s music model, except the first
+    number of steps, which is 60 for clips longer than 10 s.
 
     Attributes:
-        duration: seconds of the clips that it was trained on.
+        duration: seconds of the training clips.
         frame_rate: frames a second.
         sampling_rate: of the codec.
-        reach: frames that stages behind the first look to either side; None: all.
+        reach: frames to either side that stages after the first see; None: all.
         span: frames that are hidden together.
-        steps: of each codebook.
+        steps: steps of each codebook.
         temperature, top_k, top_p: of the law.
-        guidance_scale, least_guidance: at the beginning of a codebook, and where it falls to.
+        guidance_scale, least_guidance: the scale at the beginning of a codebook, and the one it falls to.
         text_encoder: name of the T5 whose states the model reads.
     """
 
@@ -89,7 +89,7 @@ class MagnetSettings:
 
     @property
     def num_frames(self) -> int:
-        """T, frames of a clip. Audiocraft cuts the rest off behind the last whole span; here that is decoded too."""
+        """T, frames of a clip. Audiocraft drops the frames after the last whole span; here they are decoded as well."""
         return round(self.duration * self.frame_rate)
 
 
@@ -98,8 +98,8 @@ class MagnetCheckpoint:
     """A language model and its settings.
 
     Attributes:
-        model: has the projection of the text encoder's states as `enc_to_dec_proj`, where `MagnetModel` looks for it.
-            For the results of audiocraft run it with `padding="zeros"`.
+        model: the language model; `enc_to_dec_proj` is the projection of the text encoder's states. Run it with
+            `padding="zeros"` to get the results of audiocraft.
     """
 
     model: MusicgenForCausalLM
@@ -109,17 +109,17 @@ class MagnetCheckpoint:
 def load_magnet(
     source: str | os.PathLike, *, dtype: torch.dtype | None = None, num_heads: int | None = None
 ) -> MagnetCheckpoint:
-    """The language model of an official checkpoint.
+    """Return the language model of an official checkpoint.
 
     Args:
         source: `state_dict.bin`, or the folder that holds it.
-        dtype: of the weights; None keeps that of the file (float16, of official ones).
-        num_heads: of the attention, for a file without settings; no weight tells them.
+        dtype: dtype of the weights; None keeps that of the file (float16 for official ones).
+        num_heads: attention heads, for a file without settings; the weights do not determine them.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: no checkpoint, or one of another model; one that needs pickle; settings that transformers' modules
-            do not have; missing, unexpected or mis-shaped keys, which are listed.
+        ValueError: the file is not a checkpoint, is one of another model, or needs pickle; settings are not supported
+            by transformers' modules; or keys are missing, unexpected or mis-shaped, which the message lists.
     """
     path = _file(source, LANGUAGE_MODEL)
     weights, config = _unpack(path, read_content(path, _KEEP))
@@ -152,7 +152,7 @@ def load_magnet(
     model = _language_model(path, weights, heads, config("transformer_lm.num_layers"))
     dim, width = weights[f"{_OUTPUT_PROJECTION}.weight"].shape
     model.enc_to_dec_proj = nn.Linear(width, dim, device="meta")
-    # Computed, not loaded; on the meta device there was nothing to compute.
+    # These buffers are computed, not loaded; on the meta device they were not computed.
     positions: Any = model.model.decoder.embed_positions
     with torch.device("cpu"):
         positions.weights = positions.get_embedding(positions.num_positions, positions.embedding_dim)
@@ -164,16 +164,16 @@ def load_magnet(
 def load_magnet_codec(
     source: str | os.PathLike, *, pretrained: str | os.PathLike | None = None
 ) -> EncodecModel:
-    """The EnCodec of an official checkpoint, in float32.
+    """Return the EnCodec of an official checkpoint, in float32.
 
     Args:
         source: `compression_state_dict.bin`, or the folder that holds it.
-        pretrained: what to load where the file only names a codec (the music models name `facebook/encodec_32khz`):
-            another name or folder of it. None: what the file says.
+        pretrained: name or folder of a codec to load in place of one that the file only names (the music models name
+            `facebook/encodec_32khz`). None: the one that the file names.
 
     Raises:
         FileNotFoundError, OSError: there is no such file, or no such codec.
-        ValueError: as `load_magnet`.
+        ValueError: as in `load_magnet`.
     """
     path = _file(source, CODEC)
     content = read_content(path, _KEEP)
@@ -204,7 +204,7 @@ def load_magnet_codec(
         },
     )
     settings = _codec_config(config, most=len(weights))
-    # First without memory: settings that do not belong to the weights may be of any size.
+    # First without memory: settings that do not match the weights may ask for any size.
     try:
         with torch.device("meta"):
             codec = EncodecModel(settings)
@@ -237,10 +237,10 @@ def _file(source: str | os.PathLike, name: str) -> Path:
 
 
 def _unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], TrainingSettings]:
-    """Weights and settings."""
+    """Return weights and settings."""
     state = content.get("best_state") if isinstance(content, Mapping) else None
     if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
-        state = state["model"]  # of a training run that was not exported
+        state = state["model"]  # a training run that was not exported
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         held = some(map(repr, content)) if isinstance(content, Mapping) else "no dict"
         raise ValueError(
@@ -263,10 +263,10 @@ def _check_keys(
 def _language_model(
     path: Path, weights: Mapping[str, Tensor], num_heads: Any, num_layers: Any
 ) -> MusicgenForCausalLM:
-    """The model for weights whose keys and shapes are all right; on the meta device.
+    """Return the model for weights whose keys and shapes are all right, on the meta device.
 
     Args:
-        num_heads, num_layers: what the settings say; None: nothing.
+        num_heads, num_layers: from the settings; None if they do not say.
     """
     table, linear = weights.get("emb.0.weight"), weights.get("transformer.layers.0.linear1.weight")
     text = weights.get(f"{_OUTPUT_PROJECTION}.weight")
@@ -324,7 +324,7 @@ def _language_model(
 
 
 def _renamed(weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Weights of the language model by transformers' keys."""
+    """Yield the weights of the language model under transformers' keys."""
     for key, value in weights.items():
         part = key.split(".")
         if part[0] == "emb":
@@ -338,7 +338,8 @@ def _renamed(weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
         else:
             start = f"model.decoder.layers.{part[2]}.{_LAYER_NAMES[part[3]]}"
             if part[4] == "in_proj_weight":
-                # Queries, keys and values, one below the other. Copies: tensors that share memory cannot be saved.
+                # Queries, keys and values, one below the other. Copied, because tensors that share memory cannot be
+                # saved.
                 for name, matrix in zip("qkv", value.chunk(3), strict=True):
                     yield f"{start}.{name}_proj.weight", matrix.clone()
             else:
@@ -360,7 +361,7 @@ def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:
         steps=tuple(config.of_kind(counts, f"{generate}.decoding_steps", usual)),
         temperature=config.of_kind(number, f"{generate}.temp", 3.0),
         top_k=config.of_kind(count, f"{generate}.top_k", 0),
-        # Audiocraft's 0 is no top-p.
+        # Audiocraft's 0 means no top-p.
         top_p=config.of_kind(number, f"{generate}.top_p", 0.9) or 1.0,
         guidance_scale=config.of_kind(number, f"{generate}.max_cfg_coef", 10.0),
         least_guidance=config.of_kind(number, f"{generate}.min_cfg_coef", 1.0),
@@ -372,7 +373,7 @@ def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:
 
 
 def _codec_config(config: TrainingSettings, most: int) -> EncodecConfig:
-    """The configuration that the settings ask for, with at most `most` parts of a kind, the number of tensors."""
+    """Return the configuration for the settings, with at most `most` parts of a kind, the number of tensors."""
     of = config.of_kind
     if not of(count, "seanet.lstm", 2):
         raise ValueError(
@@ -395,7 +396,7 @@ def _codec_config(config: TrainingSettings, most: int) -> EncodecConfig:
         )
     frame_rate = math.ceil(rate / math.prod(ratios))
     made = EncodecConfig(
-        # Kilobits a second of all codebooks: transformers counts codebooks in them, rounding down.
+        # Kilobits a second of all codebooks: transformers derives the number of codebooks from them, rounding down.
         target_bandwidths=[(books + 0.01) * frame_rate * math.ceil(math.log2(bins)) / 1000],
         sampling_rate=rate,
         audio_channels=of(count, "encodec.channels", 1),
@@ -420,7 +421,7 @@ def _codec_config(config: TrainingSettings, most: int) -> EncodecConfig:
 
 
 def _official_codec_key(codec: EncodecModel, key: str) -> str:
-    """What audiocraft calls a tensor of transformers' EnCodec."""
+    """Return audiocraft's name of a tensor of transformers' EnCodec."""
     if key.startswith("quantizer."):
         return key.replace("quantizer.layers.", "quantizer.vq.layers.").replace(".codebook.", "._codebook.")
     side, _, rest = key.partition(".layers.")

@@ -16,7 +16,7 @@ from visual_spec.models.core.protocol import Side
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for
 
-# Of the official training: masks, which depend on the schedule alone.
+# Masks of the official training, which depend only on the schedule.
 _DROPPED = ("lvl_1L", "attn_bias_for_masking", "Infinity_visible_kvlen", "Infinity_invisible_qlen")
 _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
 
@@ -28,21 +28,21 @@ def load_infinity_checkpoint(
     rope_grid: Side | None = None,
     dtype: torch.dtype | None = None,
 ) -> InfinityTransformer:
-    """The transformer of an official file, e.g. `infinity_2b_reg.pth`, or folder of shards, e.g. `infinity_8b_weights`.
+    """Return the transformer of an official file (`infinity_2b_reg.pth`) or folder of shards (`infinity_8b_weights`).
 
     Sizes are read off the weights. Constants that the official files carry (the zero bias of keys) are checked and
     dropped.
 
     Args:
-        source: the file, the folder with its index, what `read_checkpoint` made of a file, or a state dict.
-        scales: places per side of each map; no weight depends on them, but a model is trained for some pixels
+        source: the file, the folder with its index, the result of `read_checkpoint`, or a state dict.
+        scales: places per side of each map; no weight depends on them, but a model is trained for some picture sizes
             (`infinity_8b_512x512_weights` for `scales_for(512)`).
         rope_grid: see `InfinityTransformer`.
-        dtype: of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps that of the file.
 
     Raises:
-        ValueError, OSError: as `read_checkpoint`; weights that are not Infinity's; missing, unexpected or mis-shaped
-            keys, which are listed.
+        ValueError, OSError: as in `read_checkpoint`; or the weights are not Infinity's; or keys are missing, unexpected
+            or mis-shaped, which the message lists.
     """
     if isinstance(source, Mapping):
         given, name = plain_weights(source, "the state dict"), "the state dict"
@@ -62,7 +62,7 @@ def load_infinity_checkpoint(
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Weights of a file, or of all shards that the index of a folder names."""
+    """Return the weights of a file, or of all shards in a folder's index."""
     if not path.is_dir():
         return read_checkpoint(path).weights
     indices = sorted(path.glob("*.index.json"))
@@ -78,7 +78,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _shards(index: Path) -> list[str]:
-    """Names of the files that an index names, which all lie beside it."""
+    """Return the file names of an index; all these files are in its folder."""
     try:
         return sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -88,10 +88,10 @@ def _shards(index: Path) -> list[str]:
 
 
 def _renamed(given: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Weights under our names: official layers are in chunks of equal size, ours are not.
+    """Return the weights under our names: official layers are in chunks of equal size, ours are not.
 
     Raises:
-        ValueError: chunks of unequal size: a layer is missing, and be it the last one.
+        ValueError: the chunks have unequal sizes, so a layer is missing, perhaps the last.
     """
     given = {key: value for key, value in given.items() if key not in _DROPPED}
     chunked = {key: match for key in given if (match := _CHUNK.match(key))}

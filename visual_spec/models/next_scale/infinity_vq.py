@@ -1,9 +1,9 @@
 """The bitwise multi-scale tokenizer of Infinity (Han et al. 2024, arXiv 2412.04431, section 3, "Visual Tokenizer").
 
-A picture is a latent map, and each of its token maps codes what the smaller ones have left, as in VAR. A place is coded
-by the signs of its channels alone (binary spherical quantization, Zhao et al. 2024): d bits stand for a vector of the
-unit sphere with entries +-1 / sqrt(d), and so for one of 2^d codes, without a table. One class serves tiny sizes and
-the official `infinity_vae_d*.pth`.
+A picture is a latent map. Each of its token maps codes what the smaller ones have left, as in VAR. The code of a place
+is the signs of its channels (binary spherical quantization, Zhao et al. 2024): d bits stand for a vector of the unit
+sphere with entries +-1 / sqrt(d), one of 2^d codes, without a table. One class serves tiny sizes and the official
+`infinity_vae_d*.pth`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 
-# What the official files wrap each convolution and each norm in.
+# Wrappers of each convolution and each norm in the official files.
 _WRAPPED = re.compile(
     r"((?:^|\.)(?:conv|conv_in|conv_out|conv1|conv2|nin_shortcut)\.)conv\.(?=\w+$)"
     r"|((?:^|\.)(?:norm1|norm2|norm_out)\.)norm\.(?=\w+$)"
 )
-# Powers of two, from which the official code makes numbers of bits.
+# Powers of two, with which the official code makes numbers of bits.
 _CONSTANTS = ("quantizer.lfq.mask", "quantize.lfq.mask")
 
 
 class BitwiseVQModel(
     MultiscaleTokenizer, ModelMixin, ConfigMixin
 ):  # diffusers looks for the bases in this module
-    """Pictures to bits of all scales and back: a `ScaleTokenizer` with `tokens_per_place` bits a place.
+    """Maps pictures to bits of all scales and back: a `ScaleTokenizer` with `tokens_per_place` bits a place.
 
-    Tokens of a picture are bits, long `[B, L * T]`: the maps from coarse to fine, each in raster order, and the T bits
-    of a place one after the other. The canvas is a latent map `[B, bits, h, w]`.
+    Tokens of a picture are bits, long `[B, L * T]`: the maps from coarse to fine, each in raster order, with the T bits
+    of a place adjacent. The canvas is a latent map `[B, bits, h, w]`.
 
     Args:
         bits: d, channels of the latent map.
@@ -52,13 +52,13 @@ class BitwiseVQModel(
         blocks_per_level: residual blocks per encoder level; the decoder has one more.
         scales: side of each token map, or (height, width), coarse to fine; `scales_for` gives the official ones.
         patchify: a place of a token map covers 2 x 2 of the latent map, and so has 4 d bits: those of channel 0 at its
-            four corners in raster order, then those of channel 1. The official 8B.
-        norm_groups: groups of each GroupNorm; None normalises every position by itself.
+            four corners in raster order, then those of channel 1, and so on. Used by the official 8B.
+        norm_groups: groups of each GroupNorm; None normalises every position separately.
 
     The defaults are those of the official `infinity_vae_d32reg.pth` at 1024 pixels.
 
     Raises:
-        ValueError: no scales, or sides that are not ordered coarse to fine.
+        ValueError: there are no scales, or the sides are not ordered coarse to fine.
     """
 
     @register_to_config
@@ -86,17 +86,17 @@ class BitwiseVQModel(
 
     @property
     def code_dim(self) -> int:
-        """Channels of an input map: one a bit."""
+        """Channels of an input map, one per bit."""
         return self.tokens_per_place
 
     @property
     def codebook_size(self) -> int:
-        """Values of a bit."""
+        """Number of values of a bit."""
         return 2
 
     @property
     def codebook(self) -> Tensor:
-        """`[2, 1]`: what bit 0 and bit 1 stand for, in at least float32."""
+        """`[2, 1]`: the numbers of bit 0 and bit 1, in at least float32."""
         return torch.tensor([[-1.0], [1.0]], device=self.device, dtype=self._wide) / math.sqrt(self.bits)
 
     @property
@@ -118,15 +118,15 @@ class BitwiseVQModel(
     def begin(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The empty canvas `[B, bits, h, w]`; device and dtype are the model's unless given, at least float32."""
+        """The empty canvas `[B, bits, h, w]`, at least float32; device and dtype are the model's unless given."""
         shape = (batch_size, self.bits, *self._latent_shape(-1))
         return torch.zeros(shape, device=device or self.device, dtype=dtype or self._wide)
 
     def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """The canvas after the bits `[B, n * n * T]` of a scale are drawn onto it.
+        """Return the canvas after drawing the bits `[B, n * n * T]` of a scale onto it.
 
         Raises:
-            ValueError: another number of bits than the scale has.
+            ValueError: the number of bits is not the scale's.
         """
         if tokens.ndim != 2 or tokens.shape[1] != self.map_sizes[scale]:
             raise ValueError(
@@ -139,14 +139,14 @@ class BitwiseVQModel(
         return self.accumulate_codes(canvas, scale, codes)
 
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
-        """As `accumulate`, for codes `[B, T, n, n]` that need not be of bits."""
+        """As `accumulate`, for codes `[B, T, n, n]` that need not come from bits."""
         codes = codes.to(canvas.dtype)
         if self._cell > 1:
             codes = F.pixel_shuffle(codes, self._cell)
         return canvas + _resized(codes, canvas.shape[-2:])
 
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:
-        """What a model reads to predict a scale >= 1: the canvas so far at its size, `[B, T, n, n]`.
+        """Return the model's input for a scale >= 1: the canvas so far at that scale's size, `[B, T, n, n]`.
 
         It is interpolated, not averaged, as in the official sampling and training of the transformer.
         """
@@ -154,20 +154,20 @@ class BitwiseVQModel(
         return F.pixel_unshuffle(small, self._cell) if self._cell > 1 else small
 
     def decode_canvas(self, canvas: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, whole or after its first scales only."""
+        """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, complete or after its first scales only."""
         return self.decoder(canvas.to(self.dtype)).clamp(-1, 1)
 
     # -- pictures and tokens ------------------------------------------------------------------------------------------
 
     def encode_latents(self, images: Tensor) -> Tensor:
-        """The map `[B, bits, h, w]` that the canvas is to become, of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return the map `[B, bits, h, w]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.encoder(images)
 
     def quantise(self, latents: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Code a map `[B, bits, h, w]` scale by scale: each takes the signs of what is left, averaged to its size.
+        """Code a map `[B, bits, h, w]` scale by scale: each scale takes the signs of the rest, averaged to its size.
 
         Returns:
-            For every scale its bits, long `[B, n * n * T]`, and the canvas with them.
+            For every scale its bits, long `[B, n * n * T]`, and the canvas including them.
         """
         latents = latents.to(torch.promote_types(latents.dtype, torch.float32))
         tokens, canvas, canvases = [], torch.zeros_like(latents), []
@@ -195,7 +195,7 @@ def check_scales(scales: Sequence[Side]) -> None:
     """Refuse maps that are not ordered coarse to fine.
 
     Raises:
-        ValueError: such, or none, or sides below 1.
+        ValueError: the maps are not so ordered, there are none, or a side is below 1.
     """
     shapes = [shape_of(side) for side in scales]
     shrinks = any(a > c or b > d for (a, b), (c, d) in pairwise(shapes))
@@ -216,20 +216,20 @@ def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
 def load_infinity_vq_checkpoint(
     source: Source | Mapping[str, Tensor], *, dtype: torch.dtype | None = None, **config: Any
 ) -> BitwiseVQModel:
-    """The tokenizer of an official file, e.g. `infinity_vae_d32reg.pth`, or `infinity_vae_d56_f8_14_patchify.pth`.
+    """Return the tokenizer of an official file: `infinity_vae_d32reg.pth` or `infinity_vae_d56_f8_14_patchify.pth`.
 
-    Sizes are read off the weights. A file that shrinks pictures by 8 only is taken to be for 2 x 2 patches, as the
-    official ones are.
+    Sizes are read off the weights. A file that shrinks pictures by 8 only is assumed to use 2 x 2 patches, as the
+    official ones do.
 
     Args:
-        source: the file, what `read_checkpoint` made of it, or a state dict.
-        dtype: of the weights; None keeps that of the file.
-        config: constructor arguments of `BitwiseVQModel` that differ, e.g. `scales=scales_for(512)`: one file serves
-            all picture sizes.
+        source: the file, the result of `read_checkpoint`, or a state dict.
+        dtype: dtype of the weights; None keeps that of the file.
+        config: other constructor arguments of `BitwiseVQModel`, e.g. `scales=scales_for(512)`: one file serves all
+            picture sizes.
 
     Raises:
-        ValueError, OSError: as `read_checkpoint`; a file that is no such tokenizer; missing, unexpected or mis-shaped
-            keys, which are listed.
+        ValueError, OSError: as in `read_checkpoint`; or the file is not such a tokenizer; or keys are missing,
+            unexpected or mis-shaped, which the message lists.
     """
     if isinstance(source, Mapping):
         given, name = plain_weights(source, "the state dict"), "the state dict"
@@ -239,7 +239,7 @@ def load_infinity_vq_checkpoint(
     renamed = {key: _WRAPPED.sub(r"\1\2", key) for key in given if key not in _CONSTANTS}
     weights: dict[str, Tensor] = {}
     for key, ours in renamed.items():
-        # A name that there is twice keeps its own, and so is listed as unexpected.
+        # If a name occurs twice, one keeps its own name and is listed as unexpected.
         weights[key if ours in weights or (ours != key and ours in given) else ours] = given[key]
     config = {**_read_config(weights, name), **config}
     with torch.device("meta"):
@@ -247,7 +247,7 @@ def load_infinity_vq_checkpoint(
     powers, constants = (
         2 ** torch.arange(model.bits),
         {},
-    )  # of 64 bits the last one is negative, in their code too
+    )  # with 64 bits the last one is negative, as in the official code
     for key in given.keys() & set(_CONSTANTS):
         weights[key] = given[key]
         first = given[key].flatten()[:1]

@@ -1,6 +1,6 @@
-"""What the tokenizers of VAR and Infinity share: a picture as token maps of growing size, drawn onto one canvas.
+"""The parts that the tokenizers of VAR and Infinity share: a picture as token maps of growing size, on one canvas.
 
-How a map is drawn, read and found is each tokenizer's own (Tian et al. 2024, algorithms 1 and 2; Han et al. 2024).
+Each tokenizer defines how a map is drawn, read and found (Tian et al. 2024, algorithms 1 and 2; Han et al. 2024).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class MultiscaleTokenizer(SavedModel):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a picture, all scales together."""
+        """Number of tokens of a picture, all scales together."""
         return sum(self.map_sizes)
 
     @property
     def map_sizes(self) -> list[int]:
-        """Tokens of each map."""
+        """Number of tokens of each map."""
         return [area_of(side) * self.tokens_per_place for side in self.scales]
 
     @property
@@ -42,41 +42,41 @@ class MultiscaleTokenizer(SavedModel):
         height, width = shape_of(self.scales[-1])
         return height * self.patch_size, width * self.patch_size
 
-    # -- of each tokenizer --------------------------------------------------------------------------------------------
+    # -- defined by each tokenizer ------------------------------------------------------------------------------------
 
     @abstractmethod
     def begin(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The empty canvas `[B, D, h, w]`."""
+        """Return the empty canvas `[B, D, h, w]`."""
 
     @abstractmethod
     def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """The canvas after the tokens `[B, n * n * T]` of a scale are drawn onto it."""
+        """Return the canvas after drawing the tokens `[B, n * n * T]` of a scale onto it."""
 
     @abstractmethod
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:
-        """What a model reads to predict a scale >= 1."""
+        """Return the model's input for a scale >= 1."""
 
     @abstractmethod
     def decode_canvas(self, canvas: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` in [-1, 1] of a canvas."""
+        """Return pictures `[B, 3, H, W]` in [-1, 1] of a canvas."""
 
     @abstractmethod
     def encode_latents(self, images: Tensor) -> Tensor:
-        """The map `[B, D, h, w]` that the canvas is to become, of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return the map `[B, D, h, w]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
 
     @abstractmethod
     def tokens_of(self, latents: Tensor) -> Sequence[Tensor]:
-        """Tokens of every scale, long `[B, n * n * T]`, of such a map."""
+        """Return the tokens of every scale, long `[B, n * n * T]`, of such a map."""
 
     # -- pictures and tokens ------------------------------------------------------------------------------------------
 
     def encode_tokens(self, images: Tensor) -> Tensor:
-        """Tokens, long `[B, L]`, of pictures `[B, 3, H, W]` in [-1, 1].
+        """Return tokens, long `[B, L]`, of pictures `[B, 3, H, W]` in [-1, 1].
 
         Raises:
-            ValueError: pictures of another size than the scales are for.
+            ValueError: the pictures do not have the size of the scales.
         """
         height, width = self.picture_shape
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, height, width):
@@ -87,7 +87,7 @@ class MultiscaleTokenizer(SavedModel):
         return torch.cat(list(self.tokens_of(self.encode_latents(images))), 1)
 
     def maps_of(self, tokens: Tensor) -> list[Tensor]:
-        """What a model reads to predict scales 1, 2, ... of the pictures with tokens `[B, L]`: maps `[B, D, n, n]`."""
+        """Return the model's inputs for scales 1, 2, ... of the pictures with tokens `[B, L]`: maps `[B, D, n, n]`."""
         canvas, maps = self.begin(len(tokens), tokens.device), []
         for scale, part in enumerate(self._split(tokens)[:-1]):
             canvas = self.accumulate(canvas, scale, part)
@@ -95,10 +95,10 @@ class MultiscaleTokenizer(SavedModel):
         return maps
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of tokens `[B, L]`.
+        """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of tokens `[B, L]`.
 
         Raises:
-            ValueError: if the number of tokens is not that of the scales, or an id is outside the codebook.
+            ValueError: the number of tokens is not that of the scales, or an id is outside the codebook.
         """
         parts = self._split(tokens)
         low, high = int(tokens.min()), int(tokens.max())
@@ -110,7 +110,7 @@ class MultiscaleTokenizer(SavedModel):
         return self.decode_canvas(canvas)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return the reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.decode_tokens(self.encode_tokens(images))
 
     def _split(self, tokens: Tensor) -> Sequence[Tensor]:

@@ -1,7 +1,7 @@
 """The multi-scale residual tokenizer of VAR (Tian et al. 2024, section 3.2, algorithms 1 and 2).
 
-A picture is a latent map, and its tokens are maps of growing size, each coding what the smaller ones have left. All of
-them are drawn onto one canvas of the largest size: a map's codes are enlarged, smoothed by a convolution, and added.
+A picture is a latent map, and its tokens are maps of growing size. Each map codes what the smaller ones have left. All
+of them are drawn onto one canvas of the largest size: a map's codes are enlarged, smoothed by a convolution, and added.
 One class serves the embedded size and the official `vae_ch160v4096z32.pth`: module names are the official keys.
 """
 
@@ -25,15 +25,15 @@ from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import SCALES
 
 _SMOOTHERS = 4
-_USAGE_COUNTER = "quantize.ema_vocab_hit_SV"  # of training; decides nothing
+_USAGE_COUNTER = "quantize.ema_vocab_hit_SV"  # of training; has no effect
 
 
 def smoother_of_scale(scale: int, num_scales: int) -> int:
-    """Which of the four convolutions smooths a scale: 0, 0, 1, 1, 1, 2, 2, 3, 3, 3 for ten scales.
+    """Return which of the four convolutions smooths a scale: 0, 0, 1, 1, 1, 2, 2, 3, 3, 3 for ten scales.
 
-    They sit at 3/36, 13/36, 23/36 and 33/36 of the way from the first scale to the last, and the nearest serves. Scale
-    2 of ten lies in the middle between two, where floating point decides in the official code; in integers the upper
-    one wins ties, which gives the same.
+    They are at 3/36, 13/36, 23/36 and 33/36 of the way from the first scale to the last, and the nearest one is used.
+    Scale 2 of ten is exactly between two, where floating point decides in the official code. Here, in integers, the
+    upper one wins ties, which gives the same.
     """
     steps = num_scales - 1
     distances = [abs(36 * scale - steps * (3 + 10 * place)) for place in range(_SMOOTHERS)]
@@ -57,7 +57,7 @@ class _Quantizer(nn.Module):
 class MultiscaleVQModel(
     MultiscaleTokenizer, ModelMixin, ConfigMixin
 ):  # diffusers looks for the bases in this module
-    """Pictures to tokens of all scales and back.
+    """Maps pictures to tokens of all scales and back.
 
     Tokens of a picture are `[B, L]`: the maps from coarse to fine, each in raster order, `L = sum(n * n)`. The canvas
     is a latent map `[B, D, N, N]` with N the side of the last scale; scale k is the k-th of `scales`, from 0.
@@ -68,14 +68,14 @@ class MultiscaleVQModel(
         blocks_per_level: residual blocks per encoder level; the decoder has one more.
         codebook_size, code_dim: number and length of the codes, which all scales share.
         scales: side of each token map, growing. Pictures are `scales[-1]` patches wide.
-        norm_groups: groups of each GroupNorm. None makes the two networks local: every position is normalised by
-            itself and there is no attention (see `visual_spec.models.next_token.llamagen_vq.VQModel`). Tokens still
+        norm_groups: groups of each GroupNorm. None makes the two networks local: every position is normalised
+            separately and there is no attention (see `visual_spec.models.next_token.llamagen_vq.VQModel`). Tokens still
             depend on the whole picture, through the coarse scales.
 
     The defaults are those of the official `vae_ch160v4096z32.pth` for pictures of 256 pixels.
 
     Raises:
-        ValueError: fewer than two scales, or sides that are not ordered coarse to fine.
+        ValueError: there are fewer than two scales, or the sides are not ordered coarse to fine.
     """
 
     tokens_per_place = 1
@@ -132,17 +132,17 @@ class MultiscaleVQModel(
     def begin(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The empty canvas `[B, D, N, N]`; device and dtype are the model's unless given."""
+        """Return the empty canvas `[B, D, N, N]`; device and dtype are the model's unless given."""
         side = self.scales[-1]
         return torch.zeros(
             batch_size, self.code_dim, side, side, device=device or self.device, dtype=dtype or self.dtype
         )
 
     def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """The canvas after the tokens `[B, n * n]` of a scale of side n are drawn onto it.
+        """Return the canvas after drawing the tokens `[B, n * n]` of a scale of side n onto it.
 
         Raises:
-            ValueError: another number of tokens than the scale has.
+            ValueError: the number of tokens is not the scale's.
         """
         side = self.scales[scale]
         if tokens.ndim != 2 or tokens.shape[1] != side * side:
@@ -152,28 +152,28 @@ class MultiscaleVQModel(
         return self.accumulate_codes(canvas, scale, self._lookup(tokens, side))
 
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
-        """As `accumulate`, for codes `[B, D, n, n]` that need not be of the codebook."""
+        """As `accumulate`, for codes `[B, D, n, n]` that need not be in the codebook."""
         if codes.shape[-1] != self.scales[-1]:
             codes = F.interpolate(codes, size=canvas.shape[-2:], mode="bicubic")
         smooth = self.quantize.quant_resi.qresi_ls[smoother_of_scale(scale, len(self.scales))]
         return canvas + (0.5 * codes + 0.5 * smooth(codes)).to(canvas.dtype)
 
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:
-        """What a model reads to predict a scale >= 1: the canvas so far, area-averaged to its side: `[B, D, n, n]`."""
+        """Return the model's input for a scale >= 1: the canvas so far, area-averaged to its side: `[B, D, n, n]`."""
         return self._shrink(canvas, self.scales[scale])
 
     def decode_canvas(self, canvas: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, whole or after its first scales only."""
+        """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, complete or after its first scales only."""
         return self.decode_latents(canvas.to(self.dtype)).clamp(-1, 1)
 
     # -- pictures and tokens ------------------------------------------------------------------------------------------
 
     def encode_latents(self, images: Tensor) -> Tensor:
-        """The map `[B, D, N, N]` that the canvas is to become, of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return the map `[B, D, N, N]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.quant_conv(self.encoder(images))
 
     def decode_latents(self, canvas: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` in about [-1, 1] of a canvas."""
+        """Return pictures `[B, 3, H, W]` in about [-1, 1] of a canvas."""
         return self.decoder(self.post_quant_conv(canvas))
 
     def quantise(self, latents: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -181,7 +181,7 @@ class MultiscaleVQModel(
 
         Returns:
             For every scale: what is left to code, `[B, D, n, n]`; its nearest codes, long `[B, n * n]`; the canvas
-            with them, `[B, D, N, N]`. Gradients reach the canvases' codes and convolutions, and not the latents.
+            including them, `[B, D, N, N]`. Gradients reach the canvases' codes and convolutions, but not the latents.
         """
         wanted, tokens = [], []
         canvases = [torch.zeros_like(latents)]
@@ -198,7 +198,7 @@ class MultiscaleVQModel(
         return F.interpolate(canvas, size=(side, side), mode="area") if side < canvas.shape[-1] else canvas
 
     def _nearest(self, latents: Tensor) -> Tensor:
-        """Ids `[B, n * n]` of the codes at the smallest Euclidean distance of latents `[B, D, n, n]`."""
+        """Return the ids `[B, n * n]` of the codes nearest to latents `[B, D, n, n]` in Euclidean distance."""
         codes = self.codebook.detach()
         closeness = rearrange(latents, "b d h w -> b (h w) d") @ codes.T - 0.5 * codes.square().sum(
             -1
@@ -212,17 +212,17 @@ class MultiscaleVQModel(
 def load_var_vq_checkpoint(
     path: str | os.PathLike, *, dtype: torch.dtype | None = None, **config: Any
 ) -> MultiscaleVQModel:
-    """The tokenizer of an official file, `vae_ch160v4096z32.pth`. Sizes are read off the weights.
+    """Return the tokenizer of an official file, `vae_ch160v4096z32.pth`. Sizes are read off the weights.
 
     Args:
-        path: of the file. Nothing that is in it is run (`weights_only`).
-        dtype: of the weights; None keeps that of the file.
-        config: what no weight tells: constructor arguments of `MultiscaleVQModel` such as `scales=SCALES[512]` of
-            `visual_spec.models.next_scale.var`: one file serves both picture sizes.
+        path: path of the file. No code in it is run (`weights_only`).
+        dtype: dtype of the weights; None keeps that of the file.
+        config: constructor arguments of `MultiscaleVQModel` that the weights do not determine, such as
+            `scales=SCALES[512]` of `visual_spec.models.next_scale.var`: one file serves both picture sizes.
 
     Raises:
-        ValueError, OSError: as `visual_spec.models.core.checkpoints.read_checkpoint`; and a file whose keys or
-            shapes are not those of the architecture, with the missing, unexpected and mis-shaped ones.
+        ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_checkpoint`; or keys are missing,
+            unexpected or mis-shaped, which the message lists.
     """
     checkpoint = read_checkpoint(path)
     name = str(checkpoint.path)

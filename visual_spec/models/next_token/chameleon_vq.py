@@ -1,4 +1,4 @@
-"""The picture decoder of Chameleon, Anole and Lumina-mGPT, which transformers lacks: that of VQGAN (Esser et al. 2021).
+"""The picture decoder of Chameleon, Anole and Lumina-mGPT, that of VQGAN (Esser et al. 2021). transformers lacks it.
 
 Parameter names are those of the official `vqgan.ckpt`.
 """
@@ -71,13 +71,13 @@ class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
 
         Args:
             path: `vqgan.ckpt`, a `.safetensors` file, or a folder of them (an Anole checkpoint that holds
-                `model.vqmodel.decoder.*`). Other tensors in it are left aside.
+                `model.vqmodel.decoder.*`). Other tensors in it are ignored.
             config: the `vq_config` of the transformers model; None is the official size.
-            dtype: of the weights; None is that of the file.
+            dtype: dtype of the weights; None keeps that of the file.
 
         Raises:
-            FileNotFoundError: no such file, or a folder without safetensors.
-            ValueError: a file that is no plain state dict, or lacks tensors of the decoder; lists them.
+            FileNotFoundError: there is no such file, or the folder has no safetensors.
+            ValueError: the file is not a plain state dict, or lacks tensors of the decoder; the message lists them.
         """
         sizes = {}
         if config is not None:
@@ -95,20 +95,20 @@ class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
 
     @torch.no_grad()
     def decode_codes(self, codes: Tensor) -> Tensor:
-        """Pictures [B, 3, h * f, w * f] in [-1, 1] of codes, long [B, h, w]; f is 16 in the official network."""
+        """Return pictures [B, 3, h * f, w * f] in [-1, 1] of codes, long [B, h, w]; f is 16 in the official network."""
         latents = rearrange(self.quantize.embedding(codes.to(self.device)), "b h w d -> b d h w")
         return self.decoder(self.post_quant_conv(latents)).clamp(-1, 1)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The decoder's tensors in a file or folder, under their official names."""
+    """Return the decoder's tensors in a file or folder, under their official names."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise FileNotFoundError(f"{path} is no file, and no folder with .safetensors files.")
     found: dict[str, Tensor] = {}
     for file in files:
         if file.suffix == ".safetensors":
-            # One at a time: beside the decoder such files hold a language model.
+            # One file at a time: beside the decoder such files hold a language model.
             with safe_open(file, framework="pt") as tensors:
                 held = {key: tensors.get_tensor(key) for key in tensors.keys() if _official(key)}  # noqa: SIM118
         else:

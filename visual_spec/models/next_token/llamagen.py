@@ -2,7 +2,7 @@
 
 One class serves the embedded size and the official class- and text-conditional checkpoints; parameter names are the
 official keys. Decoding uses a static cache that is written by slot: each row of a batch advances at its own pace, and a
-rejected slot is simply written again.
+rejected slot is written again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TextCondition:
     """Caption features for a text-conditional model.
 
     Attributes:
-        features: `[B, T, C]`, left-padded: the valid words of each row stand at its end.
-        mask: bool `[B, T]`, true at valid words; at least the last one of each row.
+        features: `[B, T, C]`, left-padded: the valid words of each row are at its end.
+        mask: bool `[B, T]`, true at valid words; at least the last of each row.
     """
 
     features: Tensor
@@ -51,11 +51,11 @@ class LlamaGenState(DecodeState):
     """Static cache of one decoding run.
 
     Attributes:
-        cache: places of a row: the T positions of the prefix, the slots of the grid, `window` more for what runs past
-            it. The nodes of a tree lie there until `keep` copies the accepted ones to their slots.
-        rotary: `[L, D / 2, 2]`, float32 whatever the weights are in: angles do not survive half precision.
+        cache: places of a row: the T positions of the prefix, the slots of the grid, and `window` more for slots past
+            it. The nodes of a tree are written there until `keep` copies the accepted ones to their slots.
+        rotary: `[L, D / 2, 2]`, always float32: half precision is too coarse for angles.
         prefix_mask: bool `[R, T]`, the prefix positions that image tokens may attend to.
-        features: `[R, W, dim]`, what the head read in the last call (prefill: W = 1), for drafters that look at it.
+        features: `[R, W, dim]`, the head's input in the last call (prefill: W = 1), for drafters that read it.
     """
 
     cache: StaticCache
@@ -74,14 +74,14 @@ class LlamaGenState(DecodeState):
 
 
 def feed_forward_width(dim: int) -> int:
-    """Hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""
+    """Return the hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""
     return -(-int(2 * 4 * dim / 3) // 256) * 256
 
 
 def rotary_table(
     side: int, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Cosines and sines `[side * side, head_dim / 2, 2]`: half of the pairs turns by row, the other half by column."""
+    """Return cosines and sines `[side * side, head_dim / 2, 2]`: half of the pairs rotate by row, half by column."""
     half = head_dim // 2
     frequencies = base ** -(torch.arange(0, half, 2)[: half // 2].to(dtype) / half)  # [head_dim / 4]
     angles = torch.outer(torch.arange(side).to(dtype), frequencies)
@@ -92,7 +92,7 @@ def rotary_table(
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn interleaved pairs of `x [R, W, H, D]` by `table [R or 1, W, D / 2, 2]`, in at least float32."""
+    """Rotate interleaved pairs of `x [R, W, H, D]` by `table [R or 1, W, D / 2, 2]`, in at least float32."""
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     cosine, sine = (table[:, :, None, :, i].to(pairs.dtype) for i in (0, 1))
     even, odd = pairs.unbind(-1)
@@ -118,12 +118,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(dim, dim, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[R, W, H, D]` of `x [R, W, dim]`, not yet rotated."""
+        """Return queries, keys and values `[R, W, H, D]` of `x [R, W, dim]`, not yet rotated."""
         q, k, v = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """`q [R, W, H, D]` over `k, v [R, H, S, D]` under an additive or bool `mask [R, 1, W, S]` -> `[R, W, dim]`."""
+        """Attend `q [R, W, H, D]` to `k, v [R, H, S, D]` with additive or bool `mask [R, 1, W, S]`: `[R, W, dim]`."""
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
         return self.wo(out.transpose(1, 2).flatten(2))
 
@@ -168,7 +168,7 @@ class CaptionProjection(nn.Module):
 
 
 class CaptionEmbedding(nn.Module):
-    """Caption prefix: projected text features; `uncond_embedding` stands in for the caption in guidance rows."""
+    """Caption prefix: projected text features; `uncond_embedding` replaces the caption in guidance rows."""
 
     def __init__(self, caption_dim: int, dim: int, length: int):
         super().__init__()
@@ -188,11 +188,12 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         caption_dim: set for a text-conditional model (2048, flan-t5-xl, in the official ones), else None.
         norm_eps: epsilon of every RMSNorm.
         zero_prefix_keys: as in the official models, whose rotary table is zero over the prefix: its keys vanish, and
-            image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so that image tokens
-            look up single words; a small model learns captions far sooner that way.
+            image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so image tokens can
+            attend to single words; a small model then learns captions far sooner.
 
     Raises:
-        ValueError: if not exactly one of `num_classes` and `caption_dim` is given, or head size is not a multiple of 4.
+        ValueError: not exactly one of `num_classes` and `caption_dim` is given, or the head size is not a multiple of
+            4.
     """
 
     _repeated_blocks = ["TransformerBlock"]
@@ -241,7 +242,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     @property
     def prefix_length(self) -> int:
-        """Positions before the first image token."""
+        """Number of positions before the first image token."""
         return self.config["prefix_length"]
 
     def rotary_table(self) -> Tensor:
@@ -255,8 +256,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Refuse a condition that does not fit this model.
 
         Raises:
-            TypeError: for captions given to a class-conditional model or labels given to a text-conditional one.
-            ValueError: for a wrong batch, prefix or feature size, a label out of range or an empty caption.
+            TypeError: a class-conditional model gets captions, or a text-conditional model gets labels.
+            ValueError: a wrong batch, prefix or feature size, a label out of range, or an empty caption.
         """
         if isinstance(self.cls_embedding, LabelEmbedding):
             if not isinstance(condition, Tensor) or condition.is_floating_point():
@@ -287,7 +288,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     def embed_condition(
         self, condition: TextCondition | Tensor, *, guided: bool = False, dropped: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Prefix embeddings `[R, T, dim]` and mask `[R, T]`, unconditional rows last when `guided`.
+        """Return prefix embeddings `[R, T, dim]` and mask `[R, T]`, unconditional rows last when `guided`.
 
         `dropped`, bool `[B]`, marks rows whose condition is replaced by the unconditional one (training for guidance).
         """
@@ -320,7 +321,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
 
         Raises:
-            TypeError, ValueError: as `check_condition`; a batch whose cache has no room on the GPU.
+            TypeError, ValueError: as in `check_condition`; or the cache of the batch does not fit the GPU.
         """
         self.check_condition(condition, batch_size)
         hidden, prefix_mask = self.embed_condition(condition, guided=guided)
@@ -364,10 +365,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
-        `visible` tokens are nodes of a tree, see `TreeModel`; with `seen` slots come in any order, see `OrderModel`.
+        `visible`, tokens are nodes of a tree, see `TreeModel`. With `seen`, slots come in any order, see `OrderModel`.
 
         Raises:
-            ValueError: as `check_raster`.
+            ValueError: as in `check_raster`.
         """
         check_raster(slots, predicted, self.grid.num_tokens)
         if state.guided:
@@ -401,7 +402,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     @torch.no_grad()
     def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
-        """Copy what the last tree call computed for `nodes [B, D]` to the cache at `slots [B, D]`."""
+        """Copy the cache entries of `nodes [B, D]` of the last tree call to `slots [B, D]`."""
         if state.guided:
             nodes, slots = nodes.repeat(2, 1), slots.repeat(2, 1)
         prefix = state.prefix_mask.shape[1]
@@ -420,10 +421,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         dropped: Tensor | None = None,
         hidden_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[B, L, V]` for every slot of whole pictures `tokens [B, L]`, with gradients.
+        """Return logits `[B, L, V]` for every slot of whole pictures `tokens [B, L]`, with gradients.
 
         `dropped`, bool `[B]`: rows whose condition is replaced by the unconditional one. `hidden_tokens`, bool
-        `[B, L - 1]`: inputs replaced by zero, so that the condition has to say what they would have said.
+        `[B, L - 1]`: inputs replaced by zero, so that the model must use the condition instead.
         """
         prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
         prefix = prefix_mask.shape[1]
@@ -434,7 +435,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             embedded = embedded.masked_fill(hidden_tokens[..., None], 0.0)
         hidden = torch.cat([prefix_embeddings, embedded], 1)
         table = self.rotary_table()
-        unrotated = torch.zeros_like(table[:1])  # cosine 0 and sine 0: no key at all
+        unrotated = torch.zeros_like(table[:1])  # cosine 0 and sine 0: the key vanishes
         if not self.config["zero_prefix_keys"]:
             unrotated[..., 0] = 1.0
         table = torch.cat([unrotated.expand(prefix, -1, -1), table[:length]])[None].to(tokens.device)

@@ -1,6 +1,6 @@
 """Official LlamaGen checkpoint files: recognise them, check every key, build the model.
 
-Which architecture a file is of is read off its keys and shapes.
+The keys and shapes of a file determine its architecture.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 IMAGE_SIZES = (256, 384, 512)
 CAPTION_LENGTH, CAPTION_DIM, NUM_CLASSES = 120, 2048, 1000
 
-# Of no model of ours: computed from the grid; a usage counter of training.
+# Keys that no model of ours has: computed from the grid, or a usage counter of training.
 _DROPPED = ("freqs_cis", "quantize.codebook_used")
 
-# What the weights of other families are called, and what to do with them.
+# Keys of other families' weights, and what to do with such files.
 _FOREIGN = {
     ".self_attn.q_proj.": "a transformers language model, such as Janus, Chameleon or Emu3; load its folder with "
     "transformers' from_pretrained",
@@ -47,10 +47,10 @@ _FOREIGN = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One known architecture: `model(**config)`, but for the picture size, which no weight depends on.
+    """One known architecture: `model(**config)`, except the picture size, on which no weight depends.
 
     Attributes:
-        name: as printed, e.g. "LlamaGen-XL, text-conditional".
+        name: name for display, e.g. "LlamaGen-XL, text-conditional".
         model: `LlamaGenTransformer` or `VQModel`.
         preset: its name in the table of the model's module.
         config: constructor arguments.
@@ -62,7 +62,7 @@ class Architecture:
     config: dict[str, Any]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every key. Takes no memory: the model is built on the meta device, with one layer for all."""
+        """Shape of every key. Uses no memory: the model is built on the meta device, with one layer for all."""
         layers = self.config.get("num_layers", 1)
         with torch.device("meta"):
             model = self.model(**{**self.config, **({"num_layers": 1} if layers > 1 else {})})
@@ -77,7 +77,7 @@ class Architecture:
 
 
 def known_architectures() -> list[Architecture]:
-    """The official ones: every transformer preset for classes and for captions, and the tokenizers."""
+    """Return the official architectures: every transformer preset for classes and captions, and the tokenizers."""
     captions = dict(num_classes=None, caption_dim=CAPTION_DIM, prefix_length=CAPTION_LENGTH)
     found = []
     for preset in llamagen.PRESETS:
@@ -87,20 +87,20 @@ def known_architectures() -> list[Architecture]:
 
 
 def transformer_architecture(preset: str, **changes: Any) -> Architecture:
-    """A transformer preset, class-conditional unless `caption_dim` is set."""
+    """Return a transformer preset, class-conditional unless `caption_dim` is set."""
     kind = "class-conditional" if changes.get("caption_dim") is None else "text-conditional"
     config = {**llamagen.PRESETS[preset], **changes}
     return Architecture(f"LlamaGen-{preset}, {kind}", LlamaGenTransformer, preset, config)
 
 
 def tokenizer_architecture(preset: str, **changes: Any) -> Architecture:
-    """A tokenizer preset."""
+    """Return a tokenizer preset."""
     config = {**llamagen_vq.PRESETS[preset], **changes}
     return Architecture(f"LlamaGen's tokenizer {preset}", VQModel, preset, config)
 
 
 def recognise(checkpoint: Checkpoint) -> Architecture:
-    """The architecture whose keys and shapes the file has, all of them and no other.
+    """Return the architecture with exactly the keys and shapes of the file.
 
     Raises:
         ValueError: there is none; names the closest one and lists the missing, unexpected and mis-shaped keys.
@@ -110,7 +110,7 @@ def recognise(checkpoint: Checkpoint) -> Architecture:
     for guess in guesses:
         if not Difference.between(weights, guess.shapes()):
             return guess
-    # Guesses first: where several are as close, the one that was made for the file says more.
+    # Guesses first: if several are equally close, the guess made from the file says more.
     rated = [(Difference.between(weights, a.shapes()), a) for a in guesses + known_architectures()]
     difference, closest = max(rated, key=lambda pair: pair[0].similarity)
     if any(key.startswith("quantize.quant_resi.") for key in weights):
@@ -141,7 +141,7 @@ def _used(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
-    """Presets of the file's size, with the vocabulary, classes and captions that it has."""
+    """Return presets of the file's size, with the file's vocabulary, classes and captions."""
     tokens, codes = weights.get("tok_embeddings.weight"), weights.get("quantize.embedding.weight")
     if tokens is not None and tokens.ndim == 2:
         vocab_size, dim = tokens.shape
@@ -162,15 +162,15 @@ def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
 
 
 def find_image_size(checkpoint: Checkpoint, patch_size: int, image_size: int | None = None) -> int:
-    """Side of the pictures in pixels: as asked, else from the rotary table, the training run, or the file's name.
+    """The picture side in pixels: as requested, else from the rotary table, the training run, or the file's name.
 
     Args:
         checkpoint: of a transformer.
         patch_size: pixels per token side of its tokenizer.
-        image_size: as asked.
+        image_size: the requested side.
 
     Raises:
-        ValueError: no size is given or found, one that is no multiple of the patch, or one that the file contradicts.
+        ValueError: no size is given or found, it is not a multiple of the patch, or the file contradicts it.
     """
     table, given = checkpoint.weights.get("freqs_cis"), checkpoint.arguments
     sizes = "|".join(map(str, IMAGE_SIZES))
@@ -203,11 +203,11 @@ def find_image_size(checkpoint: Checkpoint, patch_size: int, image_size: int | N
 def build(
     checkpoint: Checkpoint, architecture: Architecture, *, dtype: torch.dtype | None = None, **changes: Any
 ) -> Any:
-    """The model of a recognised file. Its weights stay mapped to the file unless `dtype` has them converted.
+    """Return the model of a recognised file. Its weights stay mapped to the file unless `dtype` converts them.
 
     Args:
-        dtype: of the weights; None keeps that of the file.
-        changes: constructor arguments beside the architecture's: grid_size or image_size.
+        dtype: dtype of the weights; None keeps that of the file.
+        changes: further constructor arguments: grid_size or image_size.
     """
     with torch.device("meta"):
         model = architecture.model(**architecture.config, **changes)
@@ -221,16 +221,16 @@ def load_transformer(
     patch_size: int = 16,
     dtype: torch.dtype | None = None,
 ) -> LlamaGenTransformer:
-    """The transformer of an official file, e.g. `c2i_XL_384.pt` or `t2i_XL_stage2_512.pt`.
+    """Return the transformer of an official file, e.g. `c2i_XL_384.pt` or `t2i_XL_stage2_512.pt`.
 
     Args:
-        source: the file, or what `read_checkpoint` made of it.
+        source: the file, or the result of `read_checkpoint`.
         image_size: side of the pictures in pixels; None: see `find_image_size`.
         patch_size: pixels per token side: 16, or 8 for a model over VQ-8 tokens.
-        dtype: of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps that of the file.
 
     Raises:
-        ValueError, OSError: as `read_checkpoint`, `recognise` and `find_image_size`.
+        ValueError, OSError: as in `read_checkpoint`, `recognise` and `find_image_size`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     architecture = _of_kind(checkpoint, LlamaGenTransformer)
@@ -239,15 +239,15 @@ def load_transformer(
 
 
 def load_tokenizer(source: Source, *, image_size: int = 256, dtype: torch.dtype | None = None) -> VQModel:
-    """The tokenizer of an official file, e.g. `vq_ds16_c2i.pt`.
+    """Return the tokenizer of an official file, e.g. `vq_ds16_c2i.pt`.
 
     Args:
-        source: the file, or what `read_checkpoint` made of it.
+        source: the file, or the result of `read_checkpoint`.
         image_size: side of the pictures that `decode_tokens` makes; no weight depends on it.
-        dtype: of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps that of the file.
 
     Raises:
-        ValueError, OSError: as `read_checkpoint` and `recognise`.
+        ValueError, OSError: as in `read_checkpoint` and `recognise`.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     return build(checkpoint, _of_kind(checkpoint, VQModel), dtype=dtype, image_size=image_size)
@@ -260,7 +260,7 @@ def load_pair(
     image_size: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[LlamaGenTransformer, VQModel]:
-    """Transformer and tokenizer of two official files, for pictures of one size. See `load_transformer`."""
+    """Return transformer and tokenizer of two official files, for pictures of one size. See `load_transformer`."""
     tokenizer = load_tokenizer(vq_model, dtype=dtype)
     patch = tokenizer.patch_size
     model = load_transformer(transformer, image_size=image_size, patch_size=patch, dtype=dtype)
@@ -277,10 +277,10 @@ def _of_kind(checkpoint: Checkpoint, model: type[ModelMixin]) -> Architecture:
 
 
 def official_defaults(model: LlamaGenTransformer) -> dict[str, Any]:
-    """The guidance scale and top-k that the official code draws with.
+    """Return the guidance scale and top-k of the official sampling code.
 
     Text: scale 7.5 and top-k 1000. Classes: no top-k, and the scale of the published FID (README of LlamaGen): 2.0 for
-    B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published one take that of the next smaller.
+    B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published scale take that of the next smaller size.
     """
     if model.config["caption_dim"] is not None:
         return {"default_guidance_scale": 7.5, "default_top_k": 1000}

@@ -22,7 +22,7 @@ PRESETS: dict[str, dict] = {
 
 
 class VectorQuantizer(nn.Module):
-    """Nearest code on the unit sphere: codes and latents are L2-normalised at every look-up (LlamaGen, section 3.1)."""
+    """Nearest code on the unit sphere: codes and latents are L2-normalised at every lookup (LlamaGen, section 3.1)."""
 
     def __init__(self, codebook_size: int, codebook_dim: int):
         super().__init__()
@@ -35,12 +35,12 @@ class VectorQuantizer(nn.Module):
         return F.normalize(self.embedding.weight, dim=-1)
 
     def nearest(self, latents: Tensor) -> Tensor:
-        """Code ids `[B, H, W]` of latents `[B, D, H, W]`."""
+        """Return code ids `[B, H, W]` of latents `[B, D, H, W]`."""
         unit = F.normalize(latents, dim=1)
         return torch.einsum("bdhw,vd->bhwv", unit, self.codes).argmax(-1)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Codes `[B, D, H, W]` of ids `[B, H, W]`."""
+        """Return codes `[B, D, H, W]` of ids `[B, H, W]`."""
         return rearrange(F.normalize(self.embedding(ids), dim=-1), "b h w d -> b d h w").contiguous()
 
 
@@ -53,11 +53,11 @@ class VQModel(SavedModel, ModelMixin, ConfigMixin):
         blocks_per_level: residual blocks per encoder level; the decoder has one more.
         latent_channels: channels between the networks and the 1 x 1 quantiser projections.
         codebook_size, codebook_dim: number and length of the codes.
-        norm_groups: groups of each GroupNorm. None makes a local tokenizer: every position is normalised by itself and
-            there is no attention, so a token depends on its neighbourhood alone and equal patches get equal tokens.
-            Group statistics and attention let every token vary with the whole picture, which a wide codebook bears and
-            a small one pays for in noise.
-        image_size: side of the pictures in pixels; fixes the token grid.
+        norm_groups: groups of each GroupNorm. None makes a local tokenizer: every position is normalised separately and
+            there is no attention, so a token depends only on its neighbourhood, and equal patches get equal tokens.
+            Group statistics and attention make every token vary with the whole picture. A wide codebook can absorb
+            that; in a small one it shows as noise.
+        image_size: side of the pictures in pixels; determines the token grid.
     """
 
     @register_to_config
@@ -98,22 +98,22 @@ class VQModel(SavedModel, ModelMixin, ConfigMixin):
         return self.config["image_size"] // self.patch_size
 
     def encode_latents(self, images: Tensor) -> Tensor:
-        """Latents before quantisation `[B, D, h, w]` of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return latents before quantisation `[B, D, h, w]` of pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.quant_conv(self.encoder(images))
 
     def decode_latents(self, codes: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` in about [-1, 1] of codes `[B, D, h, w]`."""
+        """Return pictures `[B, 3, H, W]` in about [-1, 1] of codes `[B, D, h, w]`."""
         return self.decoder(self.post_quant_conv(codes))
 
     def encode_tokens(self, images: Tensor) -> Tensor:
-        """Token ids `[B, h * w]`, raster order, of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return token ids `[B, h * w]`, raster order, of pictures `[B, 3, H, W]` in [-1, 1]."""
         return rearrange(self.quantize.nearest(self.encode_latents(images)), "b h w -> b (h w)")
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of token ids `[B, h * w]`.
+        """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of token ids `[B, h * w]`.
 
         Raises:
-            ValueError: if the number of tokens is not that of the grid, or an id is outside the codebook.
+            ValueError: the number of tokens is not that of the grid, or an id is outside the codebook.
         """
         side = self.tokens_per_side
         if tokens.ndim != 2 or tokens.shape[1] != side * side:
@@ -129,5 +129,5 @@ class VQModel(SavedModel, ModelMixin, ConfigMixin):
         return self.decode_latents(self.quantize.lookup(ids)).clamp(-1, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return the reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.decode_tokens(self.encode_tokens(images))

@@ -1,6 +1,6 @@
 """The embedded family's text encoder: a small bidirectional transformer over words, trained with the image model.
 
-It takes the place that flan-t5-xl has in the official text-conditional LlamaGen; features are left-padded as there.
+It replaces the flan-t5-xl of the official text-conditional LlamaGen; features are left-padded as there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PADDING, _UNKNOWN, _FIRST_WORD = 0, 1, 2
 
 
 def split_words(text: str) -> list[str]:
-    """Lower-case words of a text, punctuation dropped."""
+    """Return the lower-case words of a text, without punctuation."""
     return _WORD.findall(text.lower())
 
 
@@ -74,15 +74,15 @@ class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
         return self.config["max_words"]
 
     def unknown_words(self, prompts: list[str]) -> list[str]:
-        """Words of the prompts that the encoder has never seen, each once, in order."""
+        """Return the words of the prompts that the encoder does not know, each once, in order."""
         words = (word for prompt in prompts for word in split_words(prompt))
         return list(dict.fromkeys(word for word in words if word not in self._ids))
 
     def word_ids(self, prompts: list[str]) -> Tensor:
-        """Left-padded word ids `[B, max_words]`.
+        """Return left-padded word ids `[B, max_words]`.
 
         Raises:
-            ValueError: for a prompt without a word, or with more than `max_words`.
+            ValueError: a prompt has no word, or more than `max_words`.
         """
         rows = []
         for prompt in prompts:
@@ -98,14 +98,14 @@ class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
         return torch.tensor(rows, dtype=torch.long, device=self.word_embedding.weight.device)
 
     def forward(self, prompts: list[str] | Tensor) -> TextCondition:
-        """Features `[B, max_words, dim]` and mask of prompts, or of word ids `[B, max_words]`.
+        """Return features `[B, max_words, dim]` and mask of prompts, or of word ids `[B, max_words]`.
 
         Raises:
-            ValueError: as `word_ids`.
+            ValueError: as in `word_ids`.
         """
         ids = prompts if isinstance(prompts, Tensor) else self.word_ids(prompts)
         mask = ids != _PADDING
-        # Positions count from the first word of the caption, wherever the padding puts it.
+        # Positions count from the first word of the caption, wherever the padding places it.
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         x = self.word_embedding(ids) + self.position_embedding(positions)
         for block in self.blocks:
