@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 
 from tests.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.tiny import tiny_pipeline
@@ -75,6 +76,16 @@ def test_sampler_and_law_settings_arrive(model, tmp_path, capsys):
     assert (document["top_k"], document["top_p"]) == (3, 0.9)
 
 
+def test_dtype_and_threads_arrive(model, tmp_path, capsys, monkeypatch):
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert generate(model, tmp_path, PROMPT, "--dtype", "bfloat16", "--threads", "1", "--json") == 0
+    document = last_line(capsys)
+    assert document["dtype"] == "bfloat16" and threads == [1]
+    law = "same tokens as autoregressive sampling up to near-ties (bfloat16)"
+    assert document["images"][0]["output_law"] == law
+
+
 @pytest.mark.parametrize(
     "sampler, output",
     [
@@ -133,8 +144,13 @@ def test_compare_fails_when_the_promise_is_broken(model, tmp_path, capsys, monke
 
     plain = AutoregressiveSampler.__call__
     monkeypatch.setattr(AutoregressiveSampler, "__call__", wrong)
-    assert generate(model, tmp_path, PROMPT, "--compare") == 1
+    assert generate(model, tmp_path / "float32", PROMPT, "--compare") == 1
     assert "promises the plain tokens, and did not give them" in capsys.readouterr().err
+    # Below float32 rounding may decide between two tokens, so another one breaks no promise.
+    assert generate(model, tmp_path / "bfloat16", PROMPT, "--compare", "--dtype", "bfloat16") == 0
+    captured = capsys.readouterr()
+    assert "same tokens as autoregressive sampling up to near-ties (bfloat16)" in captured.out
+    assert "error" not in captured.err
 
 
 def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):

@@ -66,6 +66,10 @@ def _add_generate(commands: Any) -> None:
         help="of the first picture; the next ones have seed + 1, seed + 2 ...",
     )
     generate.add_argument("--device", help="default: cuda where there is one, else cpu")
+    generate.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as they were saved)")
+    generate.add_argument(
+        "--threads", type=_at_least(1), metavar="N", help="processor threads (default: PyTorch's choice)"
+    )
     generate.add_argument(
         "--compare", action="store_true", help="decode plainly too, check equality, draw a sheet and a page"
     )

@@ -83,6 +83,7 @@ def generate(args: argparse.Namespace) -> int:
     document: dict[str, Any] = {
         "model": args.model,
         "device": str(pipe.device),
+        "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         **({"sampling_rate": pipe.sampling_rate} if pipe.medium == "audio" else {}),
         "sampler": {"name": name}
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
@@ -190,7 +191,9 @@ def _verdict(rows: Sequence[Any], medium: Medium) -> int:
         return 1
     else:
         laws = "; ".join(dict.fromkeys(row.output_law for row in rows))
-        print(f"Not what plain decoding draws with these seeds. The output is: {laws}.")
+        same = sum(row.identical for row in rows)
+        some = f"{same} of {len(rows)} {medium.samples} are those of plain decoding" if same else ""
+        print(f"{some or 'Not what plain decoding draws with these seeds'}. The output is: {laws}.")
     return 0
 
 
@@ -294,6 +297,7 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any) -> None
 
 
 def _load(args: argparse.Namespace) -> Any:
+    import torch
     from diffusers.utils import logging
     from transformers.utils import logging as transformers_logging
 
@@ -302,10 +306,14 @@ def _load(args: argparse.Namespace) -> Any:
 
     logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    device = choose_device(args.device)
-    pipe = load_pipeline(args.model).to(device)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    place = {"device": choose_device(args.device)}
+    if args.dtype is not None:
+        place["dtype"] = getattr(torch, args.dtype)
+    pipe = load_pipeline(args.model).to(**place)
     if args.drafter is not None:
-        pipe.drafter = load_drafter(args.drafter).to(device)
+        pipe.drafter = load_drafter(args.drafter).to(**place)
     return pipe
 
 

@@ -39,8 +39,8 @@ def compare(
 
     Returns:
         One `ComparisonRow`, `ScaleComparisonRow` or `AudioRow` per job; `identical` says that tokens and pixels, or
-        codes and waves, are equal, `promised` that the sampler says so. Seconds are those of the decoding, from prefill
-        to the last token, after one sample of warm-up for each sampler.
+        codes and waves, are equal, `promised` that the sampler says so without a condition. Seconds are those of the
+        decoding, from prefill to the last token, after one sample of warm-up for each sampler.
 
     Raises:
         ValueError, TypeError: a pipeline with one way to decode; bad input, as a call of the pipeline.
@@ -91,7 +91,7 @@ def _figures(prompt: str, plain: Any, fast: Any) -> dict[str, Any]:
         fast_calls=int(fast.trace.target_calls[0]),
         plain_seconds=plain.trace.seconds,
         fast_seconds=fast.trace.seconds,
-        promised=fast.trace.identical,
+        promised=fast.trace.promises_tokens,
         output_law=fast.trace.output_law,
     )
 

@@ -50,7 +50,7 @@ class AudioRow:
         plain_calls, fast_calls: target calls.
         plain_seconds, fast_seconds: wall clock of the decoding, the codec not counted.
         identical: whether codes and samples of both are the same.
-        promised: whether the sampler says that they are.
+        promised: whether the sampler says so without a condition.
         output_law: what the sampler says it drew from, see `DecodeTrace`.
     """
 

@@ -27,6 +27,7 @@ from visual_spec.samplers.core.graph import can_record, recorded, wants_graph
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
+from visual_spec.samplers.core.precision import low_precision_of, scales_by_batch
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import draw_tokens
@@ -400,6 +401,8 @@ def decode(
         divergence=divergence,
         moved_mass=moved_mass,
     )
+    if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding
+        trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))
     return sampler.result(run, state, tokens, trace)
 
 

@@ -19,7 +19,8 @@ class DecodeTrace:
     Attributes:
         sampler: class name of the sampler.
         lossless: whether the output law is that of autoregressive sampling.
-        identical: whether the tokens are those of autoregressive sampling with the same generator.
+        identical: whether the sampler returns the tokens of autoregressive sampling with the same generator, as far as
+            `low_precision` and `scales_by_batch` allow.
         target_calls: long [B], target calls until the sample was complete, including the prefill, which yields slot 0.
         commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0).
         seconds: wall time of the decode, without the phase `MEASURE`, which generates nothing.
@@ -28,6 +29,10 @@ class DecodeTrace:
         peak_memory: most bytes allocated on the CUDA device; None on the CPU.
         divergence: measured distance to the target law per tested slot; None for a lossless sampler.
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
+        low_precision: the model's floating type where it is below float32, such as "bfloat16", and the sampler scores
+            several slots a call: rounding then decides near-ties. None: it decides nothing.
+        scales_by_batch: whether the model quantises activations by scales of a whole call, and the sampler scores
+            several slots a call: the law of a slot then depends on what else the call scores.
     """
 
     sampler: str
@@ -40,6 +45,13 @@ class DecodeTrace:
     peak_memory: int | None = None
     divergence: float | None = None
     moved_mass: Tensor | None = None
+    low_precision: str | None = None
+    scales_by_batch: bool = False
+
+    @property
+    def promises_tokens(self) -> bool:
+        """Whether every token equals that of autoregressive sampling with the same generator, near-ties too."""
+        return self.identical and self.low_precision is None and not self.scales_by_batch
 
     @property
     def tokens_per_call(self) -> Tensor:
@@ -49,8 +61,11 @@ class DecodeTrace:
     @property
     def output_law(self) -> str:
         """The output law in words."""
+        if self.scales_by_batch:
+            return "not known: the scales of quantised activations depend on the window"
         if self.identical:
-            return "same tokens as autoregressive sampling"
+            rounded = f" up to near-ties ({self.low_precision})" if self.low_precision else ""
+            return f"same tokens as autoregressive sampling{rounded}"
         if self.lossless:
             return "lossless"
         return "lossy" if self.divergence is None else f"lossy, measured divergence {self.divergence:.4f}"
