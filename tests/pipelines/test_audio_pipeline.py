@@ -209,7 +209,7 @@ def test_relaxed_acceptance_of_stereo_gets_each_codebook_in_the_place_of_its_cod
     both = encode_waves(codec, clip)[0]
     sides = [encode_waves(codec, clip[:, channel : channel + 1])[0] for channel in (0, 1)]
     books = [layer.codebook.embed for layer in codec.quantizer.layers]
-    given = pipe._sampler_parts()["codebook"]
+    given = pipe.sampler_parts()["codebook"]
     assert len(given) == len(both) == 2 * len(books)
     for codes, book in zip(both, given, strict=True):
         (level,) = {level for side in sides for level in range(len(books)) if codes.equal(side[level])}
