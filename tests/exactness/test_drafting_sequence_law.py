@@ -101,7 +101,7 @@ def test_catches_a_label_from_unguided_logits(monkeypatch):
 
     def wrongly_labelled(*args):
         seen.clear()
-        found = real_propose(*args)
+        found: Any = real_propose(*args)
         found.label.laws = torch.cat(seen, 1)
         return found
 
@@ -115,7 +115,7 @@ def test_catches_dropping_the_draft_that_made_the_stop(monkeypatch):
     """What is left are drafts of high probability, and the label does not say so."""
 
     def dropping(*args):
-        found = real_propose(*args)
+        found: Any = real_propose(*args)
         law = found.label.dense(found.tokens)
         improbable = law.gather(-1, found.tokens.clamp(min=0)[..., None])[..., 0].exp() < 0.4
         found.tokens = found.tokens.masked_fill(improbable, -1)

@@ -114,7 +114,7 @@ def test_logits_without_a_law_are_reported():
 def test_relaxed_masses(rule):
     given, book = laws(2, WIDTH, VOCAB), codes(VOCAB)
     near, clusters = neighbour_table(book, 64), cluster_table(book, 9)
-    on = there(given)
+    on: Any = there(given)
     found, expected = {
         "grouped": lambda: (
             grouped_mass_triton(*on, there(book), 24, 0.15, 3.0),
@@ -141,7 +141,7 @@ def test_noise(dtype):
     expected = philox_uniform_reference(keys, slots, count, 3, 9, 5, dtype)
     assert torch.equal(here(found), expected)  # bit for bit
     normal = philox_normal_triton(out.clone(), there(keys), there(slots), 3, 9, 5)
-    near = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=0, atol=4e-14)
+    near: Any = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=0, atol=4e-14)
     torch.testing.assert_close(here(normal), philox_normal(keys, slots, count, 3, 9, 5, dtype), **near)
 
 

@@ -184,7 +184,7 @@ def test_relaxed_decoding_is_the_definition_in_loops():
         batch_size=6,
         generator=torch.Generator().manual_seed(4),
     )
-    wanted = [by_loops(model, parts, key[None], codebook, 2, 1, 3) for key in keys]
+    wanted: list[Any] = [by_loops(model, parts, key[None], codebook, 2, 1, 3) for key in keys]
     assert result.tokens.tolist() == [tokens for tokens, *_ in wanted]
     assert result.trace.target_calls.tolist() == [calls for _, calls, *_ in wanted]
     assert result.trace.divergence is not None

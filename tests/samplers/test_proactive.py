@@ -161,7 +161,7 @@ def test_identical_tokens_on_a_transformer_whose_cache_holds_the_kept_path():
     assert walked.any()  # some calls commit several tokens
 
     keep = model.keep
-    model.keep = lambda state, columns, slots: keep(state, torch.zeros_like(columns), slots)
+    model.keep = lambda state, nodes, slots: keep(state, torch.zeros_like(nodes), slots)
     try:
         wrong = sampler(model, captions(4), law=law, generator=seeded(1, 2, 3, 4), batch_size=4)
     finally:

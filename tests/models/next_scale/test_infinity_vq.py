@@ -160,7 +160,7 @@ def test_bits_canvases_and_inputs_equal_plain_loops(changes):
     assert [part.shape[1] for part in tokens] == [area_of(side) * model.code_dim for side in model.scales]
     maps = model.maps_of(torch.cat(tokens, 1))
     for row in range(2):
-        bits, inputs, drawn = coded(latents[row], model.scales, cell)
+        bits, inputs, drawn = coded(latents[row], tuple(model.scales), cell)
         assert [part[row].tolist() for part in tokens] == bits
         for got, want in zip(canvases, drawn, strict=True):
             assert (got[row] - want).abs().max() < 1e-12

@@ -188,7 +188,7 @@ def test_recordings_keep_what_their_steps_read_and_no_prefill(recordings):
     ((recording,),) = (known.values() for known in graph._RECORDINGS.values())
     (run,) = [
         cell.cell_contents
-        for cell in recording.steps[0].__closure__
+        for cell in recording.steps[0].__closure__ or ()
         if isinstance(cell.cell_contents, base.Run)
     ]
     assert run.rule.probability.keywords["codebook"].dtype == torch.float32
