@@ -24,7 +24,7 @@ def _level(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
 
 
 class ShapesFeatures(SavedModel, ModelMixin, ConfigMixin):
-    """Pictures to features, and features to what the picture shows.
+    """Maps pictures to features, and features to the content of the picture.
 
     Called on uint8 pictures, it is a `feature` module of `torchmetrics.image.fid.FrechetInceptionDistance`. On true
     scenes every feature has mean 0 and standard deviation 1, so distances have a scale: two unrelated sets of pictures

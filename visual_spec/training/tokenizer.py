@@ -45,7 +45,7 @@ class TokenizerTraining:
 
 
 def to_signed(pictures: np.ndarray | Tensor) -> Tensor:
-    """uint8 pictures `[B, H, W, 3]` to floats `[B, 3, H, W]` in [-1, 1]."""
+    """Return uint8 pictures `[B, H, W, 3]` as floats `[B, 3, H, W]` in [-1, 1]."""
     return rearrange(torch.as_tensor(pictures), "b h w c -> b c h w").float() / 127.5 - 1.0
 
 

@@ -262,6 +262,6 @@ def judge(model: MultiscaleVQModel, count: int = 200) -> dict:
 
 
 def to_pixels(pictures: Tensor) -> np.ndarray:
-    """Pictures `[B, 3, H, W]` in [-1, 1] as uint8 `[B, H, W, 3]`: the inverse of `to_signed`."""
+    """Return pictures `[B, 3, H, W]` in [-1, 1] as uint8 `[B, H, W, 3]`: the inverse of `to_signed`."""
     pixels = ((pictures.float() + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
     return rearrange(pixels, "b c h w -> b h w c").cpu().numpy()

@@ -288,13 +288,13 @@ def check_values(weights: Mapping[str, Tensor], name: str, source: str = "the or
 
 
 def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
-    """Refuse floating weights with nan or infinity; those on the meta device have no values.
+    """Refuse floating weights with nan or infinity. Weights on the meta device have no values to check.
 
     Raises:
-        ValueError: names the first key, and how many of its values are bad.
+        ValueError: a weight holds nan or infinity; the message names the first key, and how many of its values are bad.
     """
     for key, tensor in weights.items():
-        # A sum tells, without a second tensor as large; a sum that overflows is looked at again.
+        # A sum checks all values without a second tensor of the same size; if the sum overflows, check again.
         wide = torch.promote_types(tensor.dtype, torch.float32)
         if not tensor.is_meta and not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
             bad = int((~tensor.isfinite()).sum())

@@ -1,7 +1,7 @@
-"""Folders that `save_pretrained` wrote, checked as they are loaded.
+"""Checks of folders written by `save_pretrained`, made when they are loaded.
 
-diffusers fills in a missing weight at random or leaves it out, drops one that it does not know, and casts any dtype,
-all without an error; then a damaged folder draws wrong pictures.
+diffusers fills in a missing weight at random or leaves it out, drops an unknown one, and casts any dtype, all without
+an error. A damaged folder would then draw wrong pictures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite
 
-# What safetensors calls the dtypes of weights.
+# Names of dtypes in safetensors files.
 _FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _OTHERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 _OTHERS |= {
@@ -31,28 +31,28 @@ _OTHERS |= {
     "C64": torch.complex64,
 }
 
-# Settings of which a model makes as many parts: each has weights.
+# Settings that count parts of a model; each part has weights.
 _COUNTS = ("num_layers", "blocks_per_level")
 
 
 class SavedModel(ModelMixin, ConfigMixin):
     """A diffusers model whose folder is checked when it is loaded.
 
-    Subclasses name `ModelMixin` and `ConfigMixin` as bases too: diffusers looks for them in the module of a class.
+    Subclasses also list `ModelMixin` and `ConfigMixin` as bases: diffusers looks for them in the module of a class.
 
     Attributes:
-        stored_as: dtypes that files may hold in place of floating ones of at least 16 bits, to be cast when they load.
+        stored_as: dtypes in files that are accepted for floating ones of at least 16 bits, and cast on loading.
     """
 
     stored_as: ClassVar[tuple[torch.dtype, ...]] = ()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, **kwargs: Any) -> Self:
-        """As diffusers' method.
+        """Load as diffusers does, and check the folder.
 
         Raises:
-            ValueError: the folder's weights are not those of its configuration, of another dtype than floating ones, or
-                not finite; or the configuration makes no model. Names the folder and the keys.
+            ValueError: the weights do not match the configuration, are not of a floating dtype, or are not finite; or
+                no model can be built from the configuration. The message names the folder and the keys.
         """
         folder = Path(pretrained_model_name_or_path or "") / (kwargs.get("subfolder") or "")
         if pretrained_model_name_or_path is not None and folder.is_dir():
@@ -68,14 +68,14 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
     """Refuse a folder whose weights are not those of the model that its config.json describes. Reads headers only.
 
     Args:
-        folder: that `save_pretrained` wrote. One without safetensors files, or with weights that are quantised by a
-            format that diffusers knows, is left to diffusers.
+        folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
+            a format of diffusers, are not checked.
         model: the class.
         variant: as for `from_pretrained`.
 
     Raises:
-        ValueError: damaged files; a configuration that makes no model; missing, unexpected or mis-shaped weights, or
-            weights of other dtypes.
+        ValueError: a file is damaged; no model can be built from the configuration; or weights are missing, unexpected,
+            mis-shaped or of other dtypes.
     """
     config, weights = _read_config(folder), _read_headers(folder, variant)
     if config is None or not weights or "quantization_config" in config:
@@ -89,7 +89,7 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
     try:
         with torch.device("meta"):
             expected: dict[str, Tensor] = model.from_config(config).state_dict()  # pyright: ignore
-    except Exception as error:  # whatever a constructor says of values of a wrong kind
+    except Exception as error:  # constructors raise anything for values of a wrong kind
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{folder}/config.json makes no {model.__name__}: {reason}") from error
     shapes = {key: tuple(value.shape) for key, value in expected.items()}
@@ -101,18 +101,18 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
 
 
 def check_transformers_model(folder: Path, model: Any, variant: str | None = None) -> None:
-    """Refuse a model of transformers that was loaded from a folder with other weights than its own.
+    """Refuse a model of transformers that was loaded from a folder whose weights do not match it.
 
-    transformers fills in missing weights at random, and casts any dtype, with a warning at most.
+    transformers fills in missing weights at random, and casts any dtype, at most with a warning.
 
     Args:
-        folder: that `save_pretrained` wrote. One without safetensors files, or with weights that are quantised by a
-            format that transformers knows, is left to transformers.
+        folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
+            a format of transformers, are not checked.
         model: a `PreTrainedModel`, as loaded.
         variant: as for `from_pretrained`.
 
     Raises:
-        ValueError: missing, unexpected or mis-shaped weights, or such of other dtypes, or not finite.
+        ValueError: weights are missing, unexpected, mis-shaped, of other dtypes, or not finite.
     """
     weights = {_new_name(key): value for key, value in _read_headers(folder, variant, "model").items()}
     if not weights or getattr(model.config, "quantization_config", None) is not None:
@@ -131,7 +131,7 @@ def check_transformers_model(folder: Path, model: Any, variant: str | None = Non
 
 
 def _new_name(key: str) -> str:
-    """A key of a model whose norms of weights were saved by an older PyTorch."""
+    """Return the present name of a key; older versions of PyTorch named weight norms differently."""
     return re.sub(
         r"weight_([gv])$", lambda part: f"parametrizations.weight.original{'gv'.index(part[1])}", key
     )
@@ -168,7 +168,7 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 def _read_headers(
     folder: Path, variant: str | None, stem: str = "diffusion_pytorch_model"
 ) -> dict[str, Tensor]:
-    """Weights of a folder without their values, on the meta device."""
+    """Return the weights of a folder without their values, on the meta device."""
     name = re.compile(rf"{stem}{re.escape('.' + variant) if variant else ''}(-\d+-of-\d+)?\.safetensors")
     found: dict[str, Tensor] = {}
     for path in sorted(path for path in folder.glob("*.safetensors") if name.fullmatch(path.name)):
@@ -180,7 +180,7 @@ def _read_headers(
                     part = file.get_slice(key)
                     dtype = {**_FLOATING, **_OTHERS}.get(part.get_dtype(), torch.complex128)
                     found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-        except Exception as error:  # of a damaged header any
+        except Exception as error:  # a damaged header can raise any error
             reason = " ".join(str(error).split())[:160]
             raise ValueError(
                 f"{path} is truncated or damaged ({reason}); copy or download it again."

@@ -75,7 +75,7 @@ class ColumnEagleState(DecodeState):
 
 
 class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
-    """Drafts columns for a MusicGen, in one row a sample. It reads no caption: the features have.
+    """Drafts columns for a MusicGen, in one row a sample. It reads no caption: the features already depend on it.
 
     The embeddings, positions and heads are the target's.
 

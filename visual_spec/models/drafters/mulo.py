@@ -30,7 +30,7 @@ class _ConvBlock(nn.Module):
 
 
 class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
-    """Logits of the high-resolution tokens, each by itself, from the low-resolution ones.
+    """Predicts logits of each high-resolution token independently, from the low-resolution tokens.
 
     Args:
         vocab_size: codes; both resolutions share the tokenizer.

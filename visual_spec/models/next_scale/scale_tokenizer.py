@@ -16,7 +16,7 @@ from visual_spec.models.core.saved import SavedModel
 
 
 class MultiscaleTokenizer(SavedModel):
-    """A `ScaleTokenizer` that makes tokens `[B, L]` of pictures: the maps from coarse to fine, each in raster order.
+    """A `ScaleTokenizer` that maps pictures to tokens `[B, L]`: the maps from coarse to fine, each in raster order.
 
     A subclass sets `scales`, sides or (height, width) of the maps.
     """

@@ -30,7 +30,7 @@ class _Codebook(nn.Module):
 
 
 class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
-    """Codes to pictures.
+    """Maps codes to pictures.
 
     Args:
         base_channels, channel_multipliers, blocks_per_level, latent_channels, codebook_size, codebook_dim: as in

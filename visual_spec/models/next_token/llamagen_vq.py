@@ -45,7 +45,7 @@ class VectorQuantizer(nn.Module):
 
 
 class VQModel(SavedModel, ModelMixin, ConfigMixin):
-    """Pictures to tokens and back.
+    """Maps pictures to tokens and back.
 
     Args:
         base_channels: width at full resolution (128 in the official checkpoints).

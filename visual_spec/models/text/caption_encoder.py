@@ -44,7 +44,7 @@ class _Block(nn.Module):
 
 
 class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
-    """Words to features.
+    """Maps words to features.
 
     Args:
         vocabulary: the known words; any other word becomes the unknown word.

@@ -318,7 +318,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         run = self.begin(model, condition, law, keys, Stopwatch(), **parts)
         state = self.prepare(run)
 
-        # What is recorded outlives this decode; it reads nothing of the prefill but what the state holds.
+        # The recording outlives this decode. Of the prefill it reads only what the state holds.
         lasting = replace(run, condition=None, cache=None)
 
         def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
@@ -332,7 +332,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
             state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
             others = [
                 part for name, part in parts.items() if name != "drafter_condition"
-            ]  # the prefill's alone
+            ]  # only the prefill uses drafter_condition
             key = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
             fixed, advance = recorded(
                 model,

@@ -176,7 +176,7 @@ def step_in_place(step: Step, parts: Parts) -> None:
     for path, fixed in before:
         now = getattr(_follow(parts, path[:-1]), path[-1])
         if now is not fixed:
-            # A place may have taken over the tensor of another one, which is itself about to be written.
+            # A place may now hold the tensor of another place, which is about to be overwritten.
             changed.append((path, fixed, now.clone() if id(now) in held else now))
     for path, fixed, now in changed:
         fixed.copy_(now)

@@ -35,7 +35,7 @@ from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNois
 from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
 from visual_spec.samplers.core.trace import DivergenceMeter
 
-_EVERY_SLOT = 2**62  # no slot is past the grid, where the grid is not known
+_EVERY_SLOT = 2**62  # the grid is unknown, so no slot counts as past it
 
 
 @dataclass(frozen=True)
@@ -227,38 +227,38 @@ def verify_window(
     pairs: Tensor | None = None,
     num_drafts: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Test the drafts of a window and draft the next one, as the sampler hook of a serving engine would.
+    """Test the drafts of a window and draft the next one; made for the sampler hook of a serving engine.
 
-    Plain tensors in and out, and nothing is kept between calls: requests may join, leave, and move to other rows. This
-    is acceptance "identical": a draft is kept where it is the token that its slot's own noise draws, so each request
-    gets the tokens of `AutoregressiveSampler` for its key, whatever its drafts were, and drafts need no labels. From
-    call to call the drafts are those of `SpeculativeJacobiSampler(acceptance="identical", initial_draft="last_law")`.
+    It takes and returns plain tensors and keeps nothing between calls: requests may join, leave, and move to other
+    rows. Acceptance is "identical": a draft is kept if it is the token that its slot's own noise draws. So each request
+    gets the tokens of `AutoregressiveSampler` for its key, whatever its drafts were, and drafts need no labels. The
+    drafts are those of `SpeculativeJacobiSampler(acceptance="identical", initial_draft="last_law")`.
 
     A request that has committed n tokens feeds its newest token and its W - 1 drafts, at slots n - 1 to n + W - 2. The
-    logits behind them predict slots n to n + W - 1. It then commits the first `num_sampled` of `sampled`, and goes on
-    at slot n + num_sampled. What its picture has no slots for is for the caller to cut off.
+    logits after them predict slots n to n + W - 1. It then commits the first `num_sampled` of `sampled`, and continues
+    at slot n + num_sampled. The caller must drop tokens past the end of the picture.
 
     Args:
         logits: [R, W, V], raw.
-        drafts: long [B, W - 1], for all slots but the last; -1 where there is none.
-        keys: int64 [B], of the requests (`draw_keys`).
-        slots: long [B, W], what the logits predict.
+        drafts: long [B, W - 1], for all slots but the last; -1 where there is no draft.
+        keys: int64 [B], one key a request (`draw_keys`).
+        slots: long [B, W], the slots that the logits predict.
         law: how logits become the distribution a token is drawn from.
-        pairs: long [B, 2], the rows of `logits` that are conditional and unconditional for each request. None: R = B,
-            row b is that of request b, and there is no guidance.
-        num_drafts: D, drafts to make for the next call; None: W - 1. What a prefill predicts is a window of W = 1.
+        pairs: long [B, 2], the conditional and the unconditional row of `logits` for each request. None: R = B, row b
+            belongs to request b, and there is no guidance.
+        num_drafts: D, drafts to make for the next call; None: W - 1. The prediction of a prefill is a window of W = 1.
 
     Returns:
-        sampled: long [B, W], what each slot's noise draws. The first `num_sampled` are final.
-        num_sampled: long [B], 1 to W: the kept drafts and one token more.
-        num_rejected: long [B], W - num_sampled: how many of the positions that were fed the cache has to forget.
-        next_drafts: long [B, D], for the slots behind: what was drawn behind the refusal, then draws from the law of
-            the window's last slot. A caller that knows the picture may put better ones in place of those
-            (`copied_tokens`), from the one with index W - num_sampled on.
+        sampled: long [B, W], the token that each slot's noise draws. The first `num_sampled` are final.
+        num_sampled: long [B], 1 to W: the kept drafts and one more token.
+        num_rejected: long [B], W - num_sampled: how many of the fed positions the cache must drop.
+        next_drafts: long [B, D], for the following slots: the tokens drawn after the refusal, then draws from the law
+            of the window's last slot. A caller that knows the picture may replace the latter, from index
+            W - num_sampled on, by better drafts (`copied_tokens`).
 
     Raises:
-        ValueError: a law with guidance and no `pairs`: logits would be taken for guided ones. Logits themselves are not
-            looked at, which would stall the device.
+        ValueError: the law has guidance but there are no `pairs`, so that unguided logits would be taken for guided
+            ones. The values of logits are not checked, because this would stall the device.
     """
     guided = pairs is not None
     if law.guided and not guided:
