@@ -57,7 +57,7 @@ def test_busy_time_is_that_of_the_device_behind_the_prefill(monkeypatch):
 
     class Event:
         def __init__(self, kind: Any, start: float, end: float, is_user_annotation: bool = False) -> None:
-            self.device_type, self.is_user_annotation = kind, is_user_annotation
+            self.name, self.device_type, self.is_user_annotation = "kernel", kind, is_user_annotation
             self.time_range = type("Range", (), {"start": start, "end": end})
 
     kinds: Any = vars(torch.autograd)["DeviceType"]

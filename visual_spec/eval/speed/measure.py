@@ -61,6 +61,10 @@ def available_memory(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+class DoesNotFit(ValueError):
+    """The device has no room for what is asked."""
+
+
 def refuse_what_does_not_fit(
     needed: dict[str, int],
     device: torch.device,
@@ -77,7 +81,7 @@ def refuse_what_does_not_fit(
         batch_size, window: those of `needed`.
 
     Raises:
-        ValueError: names what is needed, what is free, and what helps.
+        DoesNotFit: names what is needed, what is free, and what helps.
     """
     available, total = available_memory(device), sum(needed.values())
     if total <= available:
@@ -97,7 +101,7 @@ def refuse_what_does_not_fit(
             )
         else:
             remedy = f"at batch 1 the largest window that fits is {found[1]}: pass smaller --batch-sizes and --windows."
-    raise ValueError(
+    raise DoesNotFit(
         f"this needs {total / 1e9:.1f} GB ({parts}), and {device} has {available / 1e9:.1f} GB free; {remedy}"
     )
 
@@ -180,25 +184,43 @@ def busy_ms_per_call(
     """
     if device.type != "cuda":
         return None
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    events, calls = device_events(decode, device)
+    return covered([span for _, span in events]) / 1000 / calls if events and calls else None
+
+
+def device_events(
+    decode: Callable[[Callable[[int, Tensor], Any]], Any], device: torch.device
+) -> tuple[list[tuple[str, tuple[float, float]]], int]:
+    """What PyTorch's profiler saw of a decode behind its prefill, and the number of calls.
+
+    Args:
+        decode: as of `busy_ms_per_call`.
+
+    Returns:
+        The name of each kernel or copy on a GPU, or of each operator on a CPU, with its start and end in microseconds.
+    """
+    kind = "CUDA" if device.type == "cuda" else "CPU"
+    profiler = torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)])
     calls = 0
 
     def note(index: int, lengths: Tensor) -> None:
         nonlocal calls
         calls = index
         if index == 0:
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             profiler.start()
 
     decode(note)
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     profiler.stop()
-    spans = [
-        (event.time_range.start, event.time_range.end)
+    found = [
+        (event.name, (event.time_range.start, event.time_range.end))
         for event in profiler.events() or []
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+        if event.device_type.name == kind and not getattr(event, "is_user_annotation", False)
     ]
-    return covered(spans) / 1000 / calls if spans and calls else None  # from microseconds
+    return found, calls
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -330,7 +330,7 @@ def measure_calls(
             setting.name,
             window_of(setting),
             setting.law,
-            lambda one=setting: _time_sampler(one, middle, condition, batch_size, runs, warmup),
+            lambda one=setting: time_sampler(one, middle, condition, batch_size, runs, warmup),
             sampler=sampler_settings(setting.sampler),
             autoregressive=plain,
             tokens_per_call=per_call,
@@ -355,10 +355,14 @@ def add_picture_times(rows: Sequence[dict[str, Any]]) -> None:
         row["speed_up"] = best / row["ms_per_image"]["p50"]
 
 
-def _time_sampler(
-    setting: Setting, middle: Middle, condition: Any, batch_size: int, runs: int, warmup: int
+def time_sampler(
+    setting: Setting, middle: Any, condition: Any, batch_size: int, runs: int, warmup: int
 ) -> dict[str, Any]:
-    """What was measured of a sampler: see `measure_calls`."""
+    """What was measured of a sampler: see `measure_calls`.
+
+    Args:
+        middle: the model, or a part of its grid.
+    """
     counted, seconds, phases, prefills = [], [], [], []
 
     def decode(number: int, callback: Callable[[int, Tensor], Any]) -> Any:

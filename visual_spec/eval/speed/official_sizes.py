@@ -218,10 +218,9 @@ def random_condition(model: LlamaGenTransformer, batch_size: int) -> TextConditi
 
 def janus_pro_7b(image_size: int | None = None) -> OfficialModel:
     """Janus-Pro-7B: the decoder of DeepSeek-LLM-7B, 576 tokens of 16384 codes, a head and an embedding of their own."""
-    from transformers import JanusConfig, JanusForConditionalGeneration
-
     side = _only(image_size, 384, "Janus-Pro") // 16
-    config = JanusConfig(
+    return janus(
+        "janus-pro-7b",
         text_config=dict(
             model_type="llama",
             vocab_size=102400,
@@ -237,14 +236,31 @@ def janus_pro_7b(image_size: int | None = None) -> OfficialModel:
         ),
         vision_config=dict(image_size=384, patch_size=16, num_image_tokens=side * side, projection_dim=4096),
         vq_config=dict(num_embeddings=16384, projection_dim=4096, image_token_embed_dim=4096),
-        tie_word_embeddings=False,
+        start_of_image=100016,
+    )
+
+
+def janus(
+    name: str,
+    *,
+    text_config: dict[str, Any],
+    vision_config: dict[str, Any],
+    vq_config: dict[str, Any],
+    start_of_image: int,
+) -> OfficialModel:
+    """A Janus of these configurations; `start_of_image` is the id that ends its prompt."""
+    from transformers import JanusConfig, JanusForConditionalGeneration
+
+    config = JanusConfig(
+        text_config=text_config, vision_config=vision_config, vq_config=vq_config, tie_word_embeddings=False
     )
     with torch.device("meta"):
         module = JanusForConditionalGeneration(config)
     settings: Any = module.generation_config
-    settings.bos_token_id, settings.pad_token_id = 100000, 100002
-    settings.generation_kwargs = {"boi_token_id": 100016}
-    return of_transformers("janus-pro-7b", 16 * side, module, top_k=0, first=100000, last=100016)
+    settings.bos_token_id, settings.pad_token_id = text_config["bos_token_id"], text_config["pad_token_id"]
+    settings.generation_kwargs = {"boi_token_id": start_of_image}
+    size, first = vision_config["image_size"], text_config["bos_token_id"]
+    return of_transformers(name, size, module, top_k=0, first=first, last=start_of_image)
 
 
 def lumina_mgpt_7b(image_size: int | None = None) -> OfficialModel:
