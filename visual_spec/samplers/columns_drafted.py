@@ -127,13 +127,13 @@ class DraftedColumnSampler(ColumnChainSampler):
         # The identical mode draws with the entries' own noise, so a draft equals the target's token if the laws agree.
         noise = (TOKEN, 0) if self.identical else (DRAFT, state.round + 1)
         # Feed all columns that the last call may have committed, in one call of fixed width. Columns after the newest
-        # one are scratch, at steps that are fed again before anything reads them.
-        steps = state.fed[:, None] + torch.arange(self.window_of(run.model), device=run.device)  # [B, W]
+        # one are scratch, at steps that are fed again before anything reads them. If the last call committed nothing,
+        # because a replacement is pending or the row is complete, the newest column is fed again.
+        first = torch.minimum(state.fed, state.lengths - 1)[:, None]  # [B, 1]
+        steps = first + torch.arange(self.window_of(run.model), device=run.device)  # [B, W]
         fed = pattern.with_special(rows_of(state.tokens, steps), steps)
         logits = run.drafter(state.drafter_cache, fed, steps)  # [R, W, K, V]
-        newest = (state.lengths - 1 - state.fed).clamp_(min=0)[
-            :, None
-        ]  # [B, 1]; a complete row has nothing new
+        newest = state.lengths[:, None] - 1 - first  # [B, 1]
         state.fed = state.lengths
         picked = rows_of(logits.flatten(2), newest.repeat(len(logits) // len(newest), 1))
         logits = picked.view(len(logits), 1, *logits.shape[2:])  # [R, 1, K, V]

@@ -65,6 +65,7 @@ class ColumnEagleState(DecodeState):
         cache: cache of all blocks, 1 + S + window places.
         features: [B, 2 + S + window, dim], by place: the features that predicted the column there, the target's where
             it has run, else the drafter's.
+        observed: as `features`, but only the target's.
     """
 
     target: MusicgenColumnModel
@@ -72,6 +73,7 @@ class ColumnEagleState(DecodeState):
     guidance_scale: float
     cache: StaticCache
     features: Tensor
+    observed: Tensor
 
 
 class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
@@ -178,6 +180,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
         batch_size, places = len(first), 1 + model.num_steps + window
         heads = self.config["num_heads"]
         shape = (len(self.blocks), batch_size, heads, places, first.shape[-1] // heads)
+        features = F.pad(first, (0, 0, 1, places - first.shape[1]))
         drafting = ColumnEagleState(
             logits=state.logits,
             guided=False,
@@ -186,7 +189,8 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             beside=state,
             guidance_scale=guidance_scale,
             cache=StaticCache.allocate(first, shape),
-            features=F.pad(first, (0, 0, 1, places - first.shape[1])),
+            features=features,
+            observed=features.clone(),
         )
         if model.first_step:
             steps = torch.arange(-model.first_step, 0, device=first.device).expand(batch_size, -1)
@@ -200,7 +204,12 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
         beside = state.beside
         features = self.read(beside.hidden, beside.guided, state.guidance_scale)  # [B, W, dim]
         rows = torch.arange(len(steps), device=steps.device)[:, None]
-        state.features[rows, steps + state.target.first_step + 2] = features
+        places = steps + state.target.first_step + 2
+        state.observed[rows, places] = features
+        # A call that commits nothing makes the drafter read its newest column again. The feature there has been
+        # replaced by the drafter's own if the drafter read the column before it in the same call.
+        places = torch.cat([places[:, :1] - 1, places], 1)
+        state.features[rows, places] = state.observed[rows, places]
 
     @torch.no_grad()
     def forward(self, state: ColumnEagleState, tokens: Tensor, steps: Tensor) -> Tensor:
