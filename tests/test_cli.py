@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import PIL.Image
 import pytest
 import torch
 
+import visual_spec
 from tests.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.tiny import tiny_pipeline
 from visual_spec import cli
+from visual_spec.eval.files import ready_folder
 from visual_spec.pipelines import embedded
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 
@@ -186,6 +190,15 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):
         ([PROMPT, "--temperature", "nan"], "temperature=nan"),
         ([PROMPT, "--top-p", "0"], "top_p=0.0"),
         ([PROMPT, "--guidance-until", "-2"], "guidance_until=-2"),
+        ([PROMPT, "--guidance-scale", "1e39"], "guidance_scale=1e+39"),
+        ([PROMPT, "--temperature", "1e39"], "temperature=1e+39"),
+        ([PROMPT, "--seed", str(2**64)], f"--seed {2**64} given"),
+        ([PROMPT, "--seed", str(2**64 - 1), "--num-images", "2"], f"the last seed would be {2**64}"),
+        (
+            [PROMPT, "--sampler", "speculative-jacobi:window=4", "--window", "8"],
+            "--window given beside --sampler speculative-jacobi:window=4",
+        ),
+        ([PROMPT, "--format", "flac"], "--format flac is of music"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, arguments, message):
@@ -198,12 +211,15 @@ def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, argum
 def test_unusable_device_is_refused(model, tmp_path, capsys):
     assert cli.main(["generate", PROMPT, "--model", model, "--out", str(tmp_path), "--device", "abacus"]) == 2
     assert "--device abacus is no device" in capsys.readouterr().err
+    assert cli.main(["generate", PROMPT, "--model", model, "--out", str(tmp_path), "--device", "meta"]) == 2
+    assert "--device meta holds no numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generate"], "required: PROMPT"),
+        (["generate", PROMPT, "--num-images", "1.5"], "1.5 given; pass an integer of at least 1"),
         (["generate", PROMPT, "--num-images", "0"], "0 given; pass an integer of at least 1"),
         (["generate", PROMPT, "--seed", "-1"], "-1 given; pass an integer of at least 0"),
         (["paint"], "invalid choice: 'paint'"),
@@ -219,6 +235,84 @@ def test_unknown_model_names_the_known_ones(tmp_path, capsys, model, monkeypatch
     monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", Path(model).parent)
     assert generate("shapez", tmp_path, PROMPT) == 2
     assert "unknown model 'shapez'; embedded models are tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("", "empty model name"), ("/nonexistent", "no folder /nonexistent"), ("./none", "no folder ./none")],
+)
+@pytest.mark.parametrize("command", ["generate", "bench", "eval"])
+def test_names_that_cannot_be_models_are_refused(tmp_path, capsys, command, name, message):
+    more = {"generate": [PROMPT], "bench": [], "eval": ["--out", str(tmp_path / "out")]}[command]
+    assert cli.main([command, *more, "--model", name]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "eval", "report"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    model, tmp_path, capsys, monkeypatch, command
+):
+    (tmp_path / "file").write_text("mine")
+    out = str(tmp_path / "file" / "out")
+    monkeypatch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
+    given = {"generate": [PROMPT], "report": [str(tmp_path / "file")]}.get(command, [])
+    of = [] if command == "report" else ["--model", model]
+    assert cli.main([command, *given, *of, "--out", out]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "cannot write to" in error and str(tmp_path / "file") in error and "\n" not in error
+
+
+def test_an_interruption_keeps_what_is_finished(model, tmp_path, capsys, monkeypatch):
+    def interrupted(self, *args, **kwargs):
+        calls.append(0)
+        if len(calls) == 4:  # after the warm-up and the first prompt
+            raise KeyboardInterrupt
+        return plain(self, *args, **kwargs)
+
+    plain, calls = AutoregressiveSampler.__call__, []
+    monkeypatch.setattr(AutoregressiveSampler, "__call__", interrupted)
+    assert generate(model, tmp_path, PROMPT, "--num-images", "3", "--compare") == 130
+    error = capsys.readouterr().err.strip()
+    assert error == "visual-spec: interrupted; files that were finished are kept"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"00{index}-a-red-circle-seed{index}.png" for index in (0, 1)]
+
+
+def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path):
+    code = "import sys; from visual_spec.cli import main; sys.exit(main(['models', '--json']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_version_is_said(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"visual-spec {visual_spec.__version__}\n"
+
+
+def test_what_a_killed_run_left_is_removed(model, tmp_path):
+    code = f"""
+import os, time
+from visual_spec.eval.files import write_atomically
+os.fsync = lambda _: (print(flush=True), time.sleep(600))
+write_atomically({str(tmp_path / "a.png")!r}, b"half")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        (half,) = tmp_path.iterdir()
+        (tmp_path / ".other.tmp").write_text("not ours")
+        ready_folder(tmp_path)
+        assert half.exists()  # its writer is still at it
+        writer.kill()
+    assert generate(model, tmp_path, PROMPT) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.tmp", "000-a-red-circle-seed0.png"]
 
 
 def test_unknown_words_are_a_warning(model, tmp_path, capsys):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import visual_spec
 from visual_spec.eval.tables import plain_table
 from visual_spec.samplers.registry import names
 
@@ -30,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="visual-spec", description="Fast and exact token-by-token generation."
     )
+    parser.add_argument("--version", action="version", version=f"visual-spec {visual_spec.__version__}")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="generate | convert | models | bench | eval | report"
     )
@@ -81,7 +84,7 @@ def _add_generate(commands: Any) -> None:
     music.add_argument(
         "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"
     )
-    music.add_argument("--format", choices=("wav", "flac", "ogg"), default="wav", help="(default: wav)")
+    music.add_argument("--format", choices=("wav", "flac", "ogg"), help="(default: wav)")
     _add_sampler_and_law(generate)
     generate.set_defaults(run=_generate)
 
@@ -145,19 +148,35 @@ def _add_convert(commands: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 a claim of equality failed, 2 bad input."""
+    """Run a command; returns the exit status.
+
+    0: done. 1: a claim of equality failed. 2: bad input. 130: interrupted. 141: what reads the output has gone.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            if arguments and arguments[0] in _OWN_ARGUMENTS:
-                module = importlib.import_module(_OWN_ARGUMENTS[arguments[0]][0])
-                return module.main(arguments[1:]) or 0
-            args = build_parser().parse_args(arguments)
-            return args.run(args)
+            status = _run(arguments)
+            sys.stdout.flush()  # here, where a closed pipe can be caught
+            return status
+        except BrokenPipeError:
+            # The interpreter flushes once more when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except KeyboardInterrupt:
+            print("\nvisual-spec: interrupted; files that were finished are kept", file=sys.stderr)
+            return 130
         except (ValueError, OSError, ImportError, FloatingPointError) as error:
             print(f"visual-spec: error: {error}", file=sys.stderr)
             return 2
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in _OWN_ARGUMENTS:
+        module = importlib.import_module(_OWN_ARGUMENTS[arguments[0]][0])
+        return module.main(arguments[1:]) or 0
+    args = build_parser().parse_args(arguments)
+    return args.run(args)
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -289,9 +308,12 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _at_least(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
         if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} given; pass an integer of at least {minimum}")
+            raise argparse.ArgumentTypeError(f"{text} given; pass an integer of at least {minimum}")
         return value
 
     return parse

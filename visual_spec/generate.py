@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.files import refuse_existing, write_atomically
+from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
 from visual_spec.eval.tables import plain_table
 
 SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
 LAW_SETTINGS = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
+
+MAX_SEED = 2**64 - 1  # of a `torch.Generator`
 
 Job = tuple[str, int]  # prompt, seed
 
@@ -60,11 +62,17 @@ def generate(args: argparse.Namespace) -> int:
 
     Raises:
         ValueError, OSError, ImportError: bad input; names it.
+        KeyboardInterrupt: what is finished is kept.
     """
-    args.model = args.model or ("tunes" if args.music else "shapes")
+    if args.model is None:
+        args.model = "tunes" if args.music else "shapes"
     medium = _medium(args)
     prompts = [prompt for prompt in args.prompts for _ in range(args.num_images)]
     jobs = [(prompt, args.seed + index) for index, prompt in enumerate(prompts)]
+    if jobs[-1][1] > MAX_SEED:
+        raise ValueError(
+            f"--seed {args.seed} given; the last seed would be {jobs[-1][1]}, pass less than 2**64."
+        )
     suffix = medium.suffix(args)
     files = [
         args.out / f"{index:03d}-{_slug(text, medium.nameless)}-seed{seed}.{suffix}"
@@ -73,6 +81,7 @@ def generate(args: argparse.Namespace) -> int:
     reports = [args.out / f"comparison.{kind}" for kind in medium.reports] if args.compare else []
     for path in (*files, *reports):
         refuse_existing(path, args.overwrite)
+    ready_folder(args.out)
     chosen, given = _asked_sampler(args), _given(args, LAW_SETTINGS)
     _check_before_loading(args, given)
     pipe = _load(args)
@@ -151,14 +160,16 @@ class _Run:
         return 0
 
     def compare(self, sampler: Any, plan: Any, reports: list[Path]) -> int:
-        """Decode everything plainly too, write the samples and the reports, and print what was found."""
+        """Decode everything plainly too, write every sample as soon as it is there, then the reports; print a table."""
         from visual_spec.eval.report.comparison import compare
 
         self.pipe.set_progress_bar_config(disable=True)  # drawing a bar would count as decoding time
-        rows = compare(self.pipe, sampler, self.jobs, self.given, plan=plan)
         overwrite, medium = self.args.overwrite, self.medium
-        for path, row in zip(self.files, rows, strict=True):
-            write_atomically(path, medium.fast_file(row, self.args), overwrite=overwrite)
+
+        def write(index: int, row: Any) -> None:
+            write_atomically(self.files[index], medium.fast_file(row, self.args), overwrite=overwrite)
+
+        rows = compare(self.pipe, sampler, self.jobs, self.given, plan=plan, done=write)
         medium.write_reports(rows, reports, _facts(self.document), self.args)
         self.document["comparison"] = [
             {
@@ -234,6 +245,10 @@ def _medium(args: argparse.Namespace) -> Medium:
         name = read_facts(args.model).medium
     if name != "audio" and (args.seconds is not None or args.extend_stride is not None):
         raise ValueError(f"--seconds and --extend-stride are of music, and {args.model} draws pictures.")
+    if name != "audio" and args.format is not None:
+        raise ValueError(
+            f"--format {args.format} is of music, and {args.model} draws pictures, which are PNG files."
+        )
     return MEDIA[name]
 
 
@@ -246,7 +261,13 @@ def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
     from visual_spec.pipelines.sampler_text import make_row, parse_sampler
 
     name, settings = parse_sampler(text)
-    return (name, *make_row(name, **(settings | _given(args, SAMPLER_SETTINGS))))
+    given = _given(args, SAMPLER_SETTINGS)
+    if args.sampler is not None and (twice := sorted(settings.keys() & given.keys())):
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in twice)
+        raise ValueError(
+            f"{flags} given beside --sampler {text}, which sets that too; leave one of them out."
+        )
+    return (name, *make_row(name, **(settings | given)))
 
 
 def _fast_sampler(args: argparse.Namespace, pipe: Any) -> tuple[str, Any, Any]:
@@ -361,6 +382,7 @@ def _sound_suffix(args: argparse.Namespace) -> str:
     """The format that was asked for; refuses one whose writer is missing."""
     from visual_spec.pipelines.audio_files import audio_bytes
 
+    args.format = args.format or "wav"
     audio_bytes([0.0], 8000, args.format)
     return args.format
 

@@ -47,6 +47,8 @@ def choose_device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if count else "cpu"))
     except RuntimeError as error:
         raise ValueError(f"--device {name} is no device; pass cpu, cuda, or cuda:1 and the like.") from error
+    if device.type == "meta":
+        raise ValueError("--device meta holds no numbers; pass --device cpu, or leave it out.")
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(
             f"--device {name}, but PyTorch sees {count} GPUs here; pass --device cpu, or leave it out."

@@ -250,12 +250,20 @@ def _calls_of(sampler: Any) -> set[str]:
 
 
 def refuse_no_pipeline(name: str | os.PathLike) -> None:
-    """Refuse a path at which there is something, but no saved pipeline.
+    """Refuse a name that cannot be that of an embedded model or a Hub id, and a path without a saved pipeline.
 
     Raises:
-        ValueError: a file, or a folder without model_index.json; says what to do.
+        ValueError: an empty name, a path at which there is nothing, a file, or a folder without model_index.json;
+            says what to do.
     """
-    path = Path(name)
+    path, text = Path(name), os.fspath(name)
+    if not text.strip():
+        raise ValueError(
+            "an empty model name given; pass an embedded model, a folder written by save_pretrained, or a Hub id "
+            "'owner/name'."
+        )
+    if not path.exists() and (path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1):
+        raise ValueError(f"there is no folder {text}; pass one written by save_pretrained.")
     convert = f"visual-spec convert {'FILE...' if path.is_dir() else path} --out DIR"
     if path.is_file():
         raise ValueError(

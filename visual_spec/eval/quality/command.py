@@ -137,7 +137,9 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: bad input; names it.
     """
     from visual_spec.eval.defaults import settings_beside, settings_of_model
+    from visual_spec.eval.files import ready_folder
 
+    ready_folder(args.out)
     known = settings_of_model(args.model)
     settings = read_settings(args, known, settings_beside(args.masked, known))  # before anything is loaded
     if args.samples < 2 or args.batch_size < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from visual_spec.eval.report.music_pages import AudioRow
 from visual_spec.eval.report.pages import ComparisonRow, ScaleComparisonRow
-from visual_spec.eval.words import WORDS
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.sampler_text import make_row, parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
@@ -29,6 +28,7 @@ def compare(
     settings: Mapping[str, Any],
     *,
     plan: ScalePlan | None = None,
+    done: Callable[[int, Any], None] = lambda index, row: None,
 ) -> list[Any]:
     """Decode each (prompt, seed) plainly and with `sampler`, one sample at a time.
 
@@ -36,6 +36,7 @@ def compare(
         pipe: its sampler is put back.
         settings: of a call of the pipeline: the law, of music also the length.
         plan: who draws which scales, for a `ScaleImagePipeline`; None: its own.
+        done: called with the index of a job and its row, as soon as it is there.
 
     Returns:
         One `ComparisonRow`, `ScaleComparisonRow` or `AudioRow` per job; `identical` says that tokens and pixels, or
@@ -59,14 +60,20 @@ def compare(
             return pipe(prompt, generator=seeded_generators([seed]), **settings)
 
     rows, before = [], pipe.sampler
-    unit = f" {WORDS[pipe.unit].samples}"
+    # disable=None: no bar where the output is no terminal. The warm-up counts: it takes as long as a job.
+    bar = tqdm(
+        total=2 * (len(jobs) + 1), desc="plain and accelerated", unit=" decodes", leave=False, disable=None
+    )
     try:
-        for chosen in both:
-            decode(chosen, *jobs[0])
-        # disable=None: no bar where the output is no terminal.
-        for prompt, seed in tqdm(jobs, desc="plain and accelerated", unit=unit, leave=False, disable=None):
-            outputs = [decode(chosen, prompt, seed) for chosen in both]
-            rows.append(_ROWS[pipe.unit](pipe, prompt, *outputs))
+        with bar:
+            for index in range(-1, len(jobs)):
+                outputs = []
+                for chosen in both:
+                    outputs.append(decode(chosen, *jobs[max(index, 0)]))
+                    bar.update()
+                if index >= 0:
+                    rows.append(_ROWS[pipe.unit](pipe, jobs[index][0], *outputs))
+                    done(index, rows[-1])
     finally:
         pipe.sampler = before
     return rows

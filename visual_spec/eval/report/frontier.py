@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.files import refuse_existing, render_page, write_atomically
+from visual_spec.eval.files import ready_folder, refuse_existing, render_page, write_atomically
 from visual_spec.eval.words import words_of
 
 Row = dict[str, Any]
@@ -378,11 +378,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--title", default="Speed-up against quality", metavar="TEXT")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are already there")
     args = parser.parse_args(argv)
-    refuse_existing(args.out, args.overwrite)
+    ready_folder(refuse_existing(args.out, args.overwrite).parent)
     if args.chart is not None:
         if args.chart.suffix not in (".png", ".svg"):
             raise ValueError(f"--chart {args.chart} given; the name must end in .png or .svg")
-        refuse_existing(args.chart, args.overwrite)
+        ready_folder(refuse_existing(args.chart, args.overwrite).parent)
     documents = read_results(args.results)
     if args.chart is not None:
         content = _image(draw_frontier(documents[0]), args.chart.suffix[1:])

@@ -151,14 +151,14 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ValueError: an option out of range; before anything is loaded.
-        FileExistsError: `--out` exists and `--overwrite` is not given; before anything is loaded.
+        OSError: `--out` cannot be written, or exists and `--overwrite` is not given; before anything is loaded.
     """
     _check_numbers(args)
-    from visual_spec.eval.files import refuse_existing, write_atomically
+    from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
 
     for path in (args.out, args.plot):
         if path is not None:
-            refuse_existing(path, args.overwrite)
+            ready_folder(refuse_existing(path, args.overwrite).parent)
     if args.plot is not None:
         from visual_spec.eval.speed.roofline import refuse_plot
 

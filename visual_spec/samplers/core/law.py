@@ -6,7 +6,6 @@ law (with top-p below 1, or a temperature other than 1).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_f
 
 # Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
+_LARGEST = 1e6  # guidance scale and temperature: products with logits stay finite in float32
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class TokenLaw:
     Args:
         guidance_scale: `s` of classifier-free guidance, `unconditional + s * (conditional - unconditional)`
             (Ho and Salimans 2022, equation 6, in logits, with s = 1 + w). Guidance is active above 1. At 1 or below,
-            the model's conditional law is used unchanged.
-        temperature: logits are divided by it; 0, or at least 1e-6. 0 is greedy decoding: all mass on the largest
+            the model's conditional law is used unchanged. At most 1e6.
+        temperature: logits are divided by it; 0, or 1e-6 to 1e6. 0 is greedy decoding: all mass on the largest
             logit, and on the lowest id if several are equal.
         top_k: keep the `top_k` largest logits, and ties with the smallest of them. 0 is off.
         top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`, and ties with the least
@@ -48,16 +48,16 @@ class TokenLaw:
     guidance_until: int | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.guidance_scale) or self.guidance_scale < 0:
+        if not 0 <= self.guidance_scale <= _LARGEST:
             raise ValueError(
-                f"guidance_scale={self.guidance_scale}; pass a finite number of at least 0 "
+                f"guidance_scale={self.guidance_scale}; pass a finite number of at least 0 and at most {_LARGEST:g} "
                 "(1 or below: no guidance)."
             )
-        warm = math.isfinite(self.temperature) and self.temperature >= _LEAST_TEMPERATURE
+        warm = _LEAST_TEMPERATURE <= self.temperature <= _LARGEST
         if self.temperature != 0 and not warm:
             raise ValueError(
                 f"temperature={self.temperature}; pass 0 (greedy), or a finite number of at least "
-                f"{_LEAST_TEMPERATURE}."
+                f"{_LEAST_TEMPERATURE} and at most {_LARGEST:g}."
             )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r}; pass an integer of at least 0 (0: keep every token).")
