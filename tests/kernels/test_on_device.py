@@ -112,7 +112,8 @@ def test_logits_without_a_law_are_reported():
 
 @pytest.mark.parametrize("rule", ["grouped", "clustered", "lantern"])
 def test_relaxed_masses(rule):
-    given, book = laws(2, WIDTH, VOCAB), codes(VOCAB)
+    given: Any = laws(2, WIDTH, VOCAB)
+    book = codes(VOCAB)
     near, clusters = neighbour_table(book, 64), cluster_table(book, 9)
     on: Any = there(given)
     found, expected = {
