@@ -154,9 +154,8 @@ class ColumnJacobiSampler(ColumnChainSampler):
         assert laws is not None
         initial_draft, pattern = self.config.initial_draft, run.pattern
         steps = state.next_slots(self.window_of(run.model) - 1)  # [B, W - 1]
-        source = advance[:, None] + torch.arange(
-            steps.shape[1], device=steps.device
-        )  # column of the last call
+        offsets = torch.arange(steps.shape[1], device=steps.device)
+        source = advance[:, None] + offsets  # the column of the last call that scored each step
         reached = source < width
         if self.identical:  # an earlier, wider call may also have scored a step: drafts need no label
             reached = reached | (state.commit_call.gather(1, steps) > 0)

@@ -166,9 +166,8 @@ class SpeculativeJacobiSampler(ChainSampler):
             drawn: long [B, width], draws from the laws that a kernel has already made.
         """
         initial_draft, slots = self.config.initial_draft, state.next_slots(self.width(run.model) - 1)
-        source = advance[:, None] + torch.arange(
-            slots.shape[1], device=slots.device
-        )  # position of the last call
+        offsets = torch.arange(slots.shape[1], device=slots.device)
+        source = advance[:, None] + offsets  # the position of the last call that scored each slot
         reached, rows = source < width, source.clamp(max=width - 1)
         if self.identical:  # an earlier, wider call may also have scored a slot: drafts need no label
             reached = reached | (state.commit_call.gather(1, slots) > 0)
@@ -186,9 +185,7 @@ class SpeculativeJacobiSampler(ChainSampler):
         if initial_draft == UNIFORM:
             drafts = torch.where(reached, drafts, uniform_tokens(run.noise, slots, state.round, allowed))
         elif initial_draft != LAST_LAW:
-            newest = (state.lengths - advance + width - 1)[
-                :, None
-            ]  # [B, 1], the last slot that the call reached
+            newest = (state.lengths - advance + width - 1)[:, None]  # [B, 1], the last slot the call reached
             copies = copied_tokens(initial_draft, state.tokens, slots, newest, run.model.grid)
             drafts = torch.where(reached, drafts, copies)
         state.tokens.scatter_(1, slots, drafts)

@@ -160,9 +160,7 @@ class MultiscaleSampler(Sampler):
         if self.config.pool > 1:
             others = neighbour_table(run.parts["codebook"], self.config.pool - 1, run.device).long()
             itself = torch.arange(len(others), device=run.device)[:, None]
-            run.tables["neighbours"] = torch.cat(
-                [itself, others], 1
-            )  # [V, P], each code's nearest, itself first
+            run.tables["neighbours"] = torch.cat([itself, others], 1)  # [V, P], itself first
         return MultiscaleState(
             cache=run.cache,
             tokens=tokens,

@@ -210,14 +210,12 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         draft = with_bonus(self.propose(run, state))  # [B, W], the main branch
         slots = state.next_slots(window)
         state.round += 1
-        siblings, labels = self._siblings(
-            run, state, draft, slots
-        )  # of the head: [B, D, K] and D times [B, K, V]
+        # Of the first D slots: [B, D, K], and D times [B, K, V].
+        siblings, labels = self._siblings(run, state, draft, slots)
 
         newest = state.tokens.gather(1, slots[:, :1] - 1)
-        place = (levels[window:] - 1) * count + numbers[
-            window:
-        ]  # of the other nodes' tokens among the siblings
+        # Where the tokens of the other nodes stand among the siblings.
+        place = (levels[window:] - 1) * count + numbers[window:]
         others = siblings.flatten(1).index_select(1, place)
         tokens = torch.cat([newest, draft.tokens[:, :-1], others], 1)  # [B, N]
         node_slots = (state.lengths - 1)[:, None] + levels

@@ -255,15 +255,13 @@ class TreeSampler(Sampler):
             if top_k:
                 children, ranked = best.indices, worth
             else:
-                children = run.noise.ranking(
-                    draft, slots, best.values.shape[-1], stream, round
-                )  # [B, nodes, K]
+                many = best.values.shape[-1]
+                children = run.noise.ranking(draft, slots, many, stream, round)  # [B, nodes, K]
                 # The chain of first children is always included: a tree has at least the drafts of its chain.
                 ranked = worth.clone()
                 ranked[:, 0, 0].fill_(torch.inf)
-            order = (
-                ranked.flatten(1).sort(dim=-1, descending=True, stable=True).indices[:, :width]
-            )  # [B, width]
+            order = ranked.flatten(1).sort(dim=-1, descending=True, stable=True).indices
+            order = order[:, :width]  # [B, width]
             parents, ranks = order // best.values.shape[-1], order % best.values.shape[-1]
             tokens = children.flatten(1).gather(1, order)
             scores = worth.flatten(1).gather(1, order)

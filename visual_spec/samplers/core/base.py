@@ -330,9 +330,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         recording = recording and (graph is True or can_record(state))
         if recording:
             state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
-            others = [
-                part for name, part in parts.items() if name != "drafter_condition"
-            ]  # only the prefill uses drafter_condition
+            # Only the prefill uses `drafter_condition`.
+            others = [part for name, part in parts.items() if name != "drafter_condition"]
             key = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
             fixed, advance = recorded(
                 model,

@@ -177,14 +177,12 @@ class ColumnChainSampler(ColumnSampler):
         """Commit 0 to N + 1 columns a row, 0 only where a replacement is pending. A complete row does not change."""
         pattern = run.pattern
         draft = with_bonus(self.propose(run, state), pattern.codebooks)  # [B, (N + 1) * K]
-        steps = state.next_slots(
-            draft.tokens.shape[1] // pattern.codebooks
-        )  # [B, N + 1], scored by this call
+        count = draft.tokens.shape[1] // pattern.codebooks
+        steps = state.next_slots(count)  # [B, N + 1], scored by this call
         columns = draft.tokens.view(*steps.shape, -1)
         inputs = torch.cat([rows_of(state.tokens, steps[:, :1] - 1), columns[:, :-1]], 1)
-        logits = run.model(
-            state.cache, pattern.with_special(inputs, steps - 1), steps - 1
-        )  # [R, N + 1, K, V]
+        inputs = pattern.with_special(inputs, steps - 1)
+        logits = run.model(state.cache, inputs, steps - 1)  # [R, N + 1, K, V]
         run.lap("model")
         state.round += 1
         target = pattern.laws(run.law, logits, steps, run.guided).flatten(1, 2)  # [B, (N + 1) * K, V]
@@ -232,9 +230,8 @@ class ColumnChainSampler(ColumnSampler):
             keep = keep | (position < kept[:, None])
             fresh = run.noise.categorical(residual(target, label), entries, RESIDUAL, state.round)
             tokens = torch.where(keep, tokens, fresh)
-        where = kept[:, None] * codebooks + torch.arange(
-            codebooks, device=steps.device
-        )  # the first refused column
+        first_refused = kept[:, None] * codebooks
+        where = first_refused + torch.arange(codebooks, device=steps.device)  # [B, K]
         refused_law = torch.where(state.pending[:, None, None], state.refused_law, rows_of(label, where))
         at = run.pattern.slots(steps.gather(1, kept[:, None]))
         column, found = draw_product_residual(

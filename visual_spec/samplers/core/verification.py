@@ -339,7 +339,7 @@ def _verify_by_kernel(
     laws, accept, tokens, drawn, finite = verify_kernel(
         logits,
         draft.tokens.clamp(min=0),
-        draft.label.laws,
+        draft.label.laws.float(),  # a drafter may compute in float64
         draft.label.rows,
         noise.keys,
         slots,
