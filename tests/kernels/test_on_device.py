@@ -112,25 +112,22 @@ def test_logits_without_a_law_are_reported():
 
 @pytest.mark.parametrize("rule", ["grouped", "clustered", "lantern"])
 def test_relaxed_masses(rule):
-    given: Any = laws(2, WIDTH, VOCAB)
-    book = codes(VOCAB)
+    vocab_size = min(VOCAB, 4096)
+    given, book = laws(2, WIDTH, vocab_size), codes(vocab_size)
     near, clusters = neighbour_table(book, 64), cluster_table(book, 9)
-    on: Any = there(given)
-    found, expected = {
-        "grouped": lambda: (
-            grouped_mass_triton(*on, there(book), 24, 0.15, 3.0),
-            grouped_acceptance(*given, size=24, gap=0.15, distance=3.0, codebook=book),
-        ),
-        "clustered": lambda: (
-            clustered_mass_triton(*on, there(clusters)),
-            clustered_acceptance(*given, clusters=clusters),
-        ),
-        "lantern": lambda: (
-            lantern_mass_triton(*on, there(near), 0.1, True),
-            lantern_acceptance(*given, neighbours=near, delta=0.1, factor=None),
-        ),
-    }[rule]()
-    torch.testing.assert_close(here(found), expected, rtol=1e-4, atol=1e-6)
+    kernels: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "grouped": (grouped_mass_triton, (book, 24, 0.15, 3.0)),
+        "clustered": (clustered_mass_triton, (clusters,)),
+        "lantern": (lantern_mass_triton, (near, 0.1, True)),
+    }
+    expected = {
+        "grouped": lambda: grouped_acceptance(*given, size=24, gap=0.15, distance=3.0, codebook=book),
+        "clustered": lambda: clustered_acceptance(*given, clusters=clusters),
+        "lantern": lambda: lantern_acceptance(*given, neighbours=near, delta=0.1, factor=None),
+    }
+    kernel, more = kernels[rule]
+    found = here(kernel(*there(given), *there(more)))
+    torch.testing.assert_close(found, expected[rule](), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -142,7 +139,7 @@ def test_noise(dtype):
     expected = philox_uniform_reference(keys, slots, count, 3, 9, 5, dtype)
     assert torch.equal(here(found), expected)  # bit for bit
     normal = philox_normal_triton(out.clone(), there(keys), there(slots), 3, 9, 5)
-    near: Any = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=0, atol=4e-14)
+    near: dict[str, Any] = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0, atol=4e-14)
     torch.testing.assert_close(here(normal), philox_normal(keys, slots, count, 3, 9, 5, dtype), **near)
 
 

@@ -353,7 +353,9 @@ def _music(batch: int, dry: bool) -> dict[str, Any]:
     )
     settings = [parse_setting(text, law, 0) for text in texts]
     model = music_sizes.musicgen((1, 32, 2, 32) if dry else "medium", dtype=dtype, device=device)
-    sizes = dict(runs=2, warmup=0, steps=6, frames=20) if dry else dict(runs=5, warmup=1, steps=24)
+    sizes: dict[str, Any] = (
+        dict(runs=2, warmup=0, steps=6, frames=20) if dry else dict(runs=5, warmup=1, steps=24)
+    )
     while True:
         try:
             rows = music_sizes.measure_steps(model, settings, batch_size=batch, **sizes)
@@ -372,9 +374,10 @@ def _bench_that_fits(options: list[str], batch: int) -> dict[str, Any]:
     while True:
         try:
             return _bench([*options, "--batch-sizes", str(batch)]) | {"batch": batch}
-        except measure.DoesNotFit:
+        except (measure.DoesNotFit, torch.cuda.OutOfMemoryError):
             if batch == 1:
                 raise
+        torch.cuda.empty_cache()
         batch //= 2
 
 

@@ -77,7 +77,8 @@ def musicgen(
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = MusicgenForConditionalGeneration(config).to(dtype).eval()
+        model: Any = MusicgenForConditionalGeneration(config)
+    model.to(dtype).eval()
     settings = model.generation_config
     settings.decoder_start_token_id = settings.bos_token_id = settings.pad_token_id = CODES
     return model
