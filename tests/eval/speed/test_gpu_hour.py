@@ -14,7 +14,8 @@ import pytest
 from tests.test_package import ROOT
 from visual_spec.eval.defaults import settings_of_model
 from visual_spec.eval.speed import bench, gpu_hour, gpu_stages, gpu_tables
-from visual_spec.eval.speed.gpu_hour import STAGES, Stage, read_result, result_path
+from visual_spec.eval.speed.gpu_hour import STAGES
+from visual_spec.eval.speed.gpu_results import Stage, read_result, result_path
 from visual_spec.eval.speed.groups import read_groups
 
 HERE = "tests.eval.speed.test_gpu_hour"

@@ -35,37 +35,24 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from visual_spec.eval.files import write_atomically
+from visual_spec.eval.speed.gpu_results import (
+    FAILED,
+    OK,
+    RUNNING,
+    STOPPED,
+    Stage,
+    read_result,
+    result_path,
+)
 
-OK, FAILED, RUNNING, STOPPED = "ok", "failed", "running", "over its limit"
 # Of the figures of a file: where one of them changes, a stage that is not done begins afresh.
 _SAME = ("device_name", "torch", "commit")
 _LONGEST = 2000  # characters of an error that are kept
 _LEAST = 30  # seconds that a stage needs to be worth starting
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage.
-
-    Attributes:
-        name: on the command line, and in the name of its file.
-        title: what it measures.
-        parts: "module:function"; the function takes `dry` (tiny sizes on a CPU) and returns {name: what measures it}, a
-            part's result being JSON. A result with a key "problem" counts as failed, and is kept.
-        limit: seconds after which it is stopped.
-        essential: False for what can be left out of a short loan.
-    """
-
-    name: str
-    title: str
-    parts: str
-    limit: int
-    essential: bool = True
 
 
 _HERE = "visual_spec.eval.speed.gpu_stages"
@@ -80,20 +67,6 @@ STAGES = (
     Stage("6", "bandwidth of the kernels", f"{_HERE}:kernel_bandwidth", 90),
     Stage("7", "where the time of a call goes", f"{_HERE}:call_profiles", 90),
 )
-
-
-def result_path(folder: Path, stage: Stage) -> Path:
-    """The file of a stage."""
-    return folder / f"stage-{stage.name}.json"
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """What a file of a stage says; empty where there is none, or no whole one."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) and isinstance(found.get("parts"), dict) else {}
 
 
 def chosen_stages(text: str | None, stages: Sequence[Stage] = STAGES) -> list[Stage]:

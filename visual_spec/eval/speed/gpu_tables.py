@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.eval.files import write_atomically
-from visual_spec.eval.speed.gpu_hour import OK, Stage, read_result, result_path
+from visual_spec.eval.speed.gpu_results import OK, Stage, read_result, result_path
 from visual_spec.eval.tables import markdown
 
 BEGIN, END = "<!-- gpu tables: begin -->", "<!-- gpu tables: end -->"
