@@ -10,10 +10,11 @@ from diffusers.image_processor import VaeImageProcessor
 from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
-from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels
@@ -236,24 +237,24 @@ class ScaleImagePipeline(VisualPipeline):
         law = self.make_law(**settings)
         condition = self.encode_prompt(labels)
         check_generator(generator, len(condition))
-        wake(self.transformer)
         laws = {self.transformer: law, self.refiner: self.refiner_law(law)}
-        found = [
-            calibrate(
-                model,
-                self.vq_model,
-                condition,
-                sampler=self.sampler,
-                law=laws[model],
-                share=share,
-                batch_size=len(condition),
-                generator=generator,
-                num_drafters=num_drafters,
-                decay=decay,
-            )
-            for model in (self.transformer, self.refiner)
-            if model is not None
-        ]
+        with at_hand(self.transformer, self.refiner, self.vq_model):
+            found = [
+                calibrate(
+                    model,
+                    self.vq_model,
+                    condition,
+                    sampler=self.sampler,
+                    law=laws[model],
+                    share=share,
+                    batch_size=len(condition),
+                    generator=generator,
+                    num_drafters=num_drafters,
+                    decay=decay,
+                )
+                for model in (self.transformer, self.refiner)
+                if model is not None
+            ]
         self.maybe_free_model_hooks()
         return found[0], found[1] if len(found) > 1 else None
 
@@ -487,8 +488,8 @@ class ScaleImagePipeline(VisualPipeline):
         asked = callback_on_step_end_tensor_inputs
         names = self._callback_tensor_inputs if asked is None else asked
         sizes = [side * side for side in self.vq_model.scales]
-        wake(self.transformer)
-        with self.progress_bar(total=len(condition) * sum(sizes)) as bar:  # type: ignore[call-arg]
+        models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)
+        with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " tokens"
 
             def after_scale(scale: int, canvas: torch.Tensor) -> None:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.calls import RASTER_TREE_ORDER
+from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
-from visual_spec.pipelines.base import check_sampler, wake
+from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -162,6 +163,7 @@ def summary(model_or_pipeline: Any) -> str:
     )
 
 
+@loads_groups
 @torch.no_grad()
 def generate_images(
     model: Any,
@@ -213,7 +215,6 @@ def generate_images(
             f"{', '.join(sorted(known)) or 'no inputs'}, and the settings of generate."
         )
     law = law_of(config, kind.guidance_scale)
-    wake(model)
     prompt = _prompt(input_ids, attention_mask, config.pad_token_id)
     if negative_prompt_ids is not None:
         if "negative" not in inspect.signature(kind.plan).parameters:
@@ -263,6 +264,7 @@ def generate_images(
     return ids
 
 
+@loads_groups
 def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
     """Pixels of what `generate_images` returned, through the model's own decoder.
 
@@ -279,7 +281,6 @@ def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
     """
     kind = image_model_class(model)
     assert kind is not None
-    wake(model)
     return kind.pixels(model, ids if isinstance(ids, Tensor) else ids.sequences, **inputs)
 
 

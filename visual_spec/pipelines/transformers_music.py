@@ -21,9 +21,10 @@ from torch import Tensor
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel, text_condition
 from visual_spec.models.core.calls import COLUMNS
+from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.pipelines.base import check_sampler, wake
+from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back
 
 MODELS = ("MusicgenForConditionalGeneration",)
@@ -84,6 +85,7 @@ def summary(model: Any) -> str:
     return trace.summary() if trace is not None else f"{type(model.sampler).__name__}: nothing decoded yet"
 
 
+@loads_groups
 @torch.no_grad()
 def generate_audio(
     model: Any,
@@ -137,7 +139,6 @@ def generate_audio(
             f"MusicGen takes no {', '.join(sorted(unknown))}; beside its inputs it takes the settings of generate."
         )
     law = law_of(config, 1.0)
-    wake(model)
     if encoder_outputs is None:
         text = text_condition(model, input_ids, attention_mask)  # type: ignore[arg-type]
     else:

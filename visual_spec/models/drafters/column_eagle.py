@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenModules, MusicgenState
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.drafters.eagle import attend_unrolled, shift
@@ -164,6 +165,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the ColumnFeatureDrafter contract of the samplers -------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def follow(
         self, model: MusicgenColumnModel, state: MusicgenState, *, window: int, guidance_scale: float
@@ -194,6 +196,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             drafting.features[:, 1 : 1 + first.shape[1]] = first  # in place of what it thought of the prompt
         return drafting
 
+    @loads_weights
     @torch.no_grad()
     def observe(self, state: ColumnEagleState, steps: Tensor) -> None:
         """Note the target's features of its last call, which fed columns at steps [B, W]."""
@@ -202,6 +205,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
         rows = torch.arange(len(steps), device=steps.device)[:, None]
         state.features[rows, steps + state.target.first_step + 2] = features
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, state: ColumnEagleState, tokens: Tensor, steps: Tensor) -> Tensor:
         """Feed columns [B, W, K] at steps [B, W]; logits [B, W, K, V], guided, column w predicting step
