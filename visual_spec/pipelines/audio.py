@@ -27,12 +27,13 @@ from visual_spec.models.columns.musicgen import (
 )
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.calls import COLUMNS, MASKED
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
@@ -421,10 +422,9 @@ class AudioPipeline(VisualPipeline):
                 )
             return encoder(prompts)
         inputs = self.tokenizer(prompts, padding=True, return_tensors="pt").to(self._execution_device)
-        if encoder is None:
-            wake(self.transformer)
         owner = self._model if encoder is None else self
-        return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
+        with at_hand(self._model if encoder is None else encoder):
+            return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
 
     # -- playing -------------------------------------------------------------------------------------------------------
 
@@ -515,7 +515,6 @@ class AudioPipeline(VisualPipeline):
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         stream = None
         if output_type != "latent" or callback_on_audio is not None:
-            wake(self.codec)
             stream = WaveStream(
                 self._codec,
                 self.channels,
@@ -531,21 +530,26 @@ class AudioPipeline(VisualPipeline):
             kwargs = {name: {"lengths": lengths}[name] for name in asked}
             callback_on_step_end(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
 
-        wake(self.transformer)
-        codes, trace = decode_windows(
-            self.sampler,
-            self._window_model,
-            condition,
-            given,
-            windows,
-            progress_bar=self.progress_bar,
-            stream=stream,
-            streamed=callback_on_audio is not None and not self._fills_in,
-            listener=None if callback_on_step_end is None else listen,
-            law=law,
-            generator=generator,
-            **self.sampler_parts(),
+        models = (
+            self._model,
+            self._codec,
+            self.drafter if getattr(self.sampler, "needs_drafter", False) else None,
         )
+        with at_hand(*models):
+            codes, trace = decode_windows(
+                self.sampler,
+                self._window_model,
+                condition,
+                given,
+                windows,
+                progress_bar=self.progress_bar,
+                stream=stream,
+                streamed=callback_on_audio is not None and not self._fills_in,
+                listener=None if callback_on_step_end is None else listen,
+                law=law,
+                generator=generator,
+                **self.sampler_parts(),
+            )
         self.last_trace = trace
         audios: Any = codes
         if output_type != "latent":
@@ -561,10 +565,8 @@ class AudioPipeline(VisualPipeline):
         if clip is None:
             count = MusicgenModules(self._model).num_codebooks
             return torch.zeros(batch_size, count, 0, dtype=torch.long, device=self._execution_device)
-        if self.codec is None:
-            wake(self.transformer)
-        wake(self.codec)
-        codes = encode_waves(self._codec, clip).to(self._execution_device)
+        with at_hand(self._model if self.codec is None else self.codec):
+            codes = encode_waves(self._codec, clip).to(self._execution_device)
         return codes.repeat_interleave(batch_size // len(codes), 0)
 
     def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
@@ -590,11 +592,10 @@ class AudioPipeline(VisualPipeline):
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter for each window, the codes of each codebook."""
         if getattr(self.sampler, "needs_drafter", False):
-            wake(self.drafter)
             return {"make_drafter": self._window_drafter}
         if not getattr(self.sampler, "needs_codebook", False):
             return {}
-        wake(self.codec)
-        books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
+        with at_hand(self._codec):
+            books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
         # Both channels of stereo use the codec's codebooks, and their codes of one level stand side by side.
         return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}

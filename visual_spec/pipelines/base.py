@@ -279,16 +279,6 @@ def refuse_no_pipeline(name: str | os.PathLike) -> None:
         )
 
 
-def wake(component: Any) -> None:
-    """Bring an offloaded model to its device, as `enable_model_cpu_offload` does when `forward` is called.
-
-    To be called before other entry points (`prefill`, `decode_tokens`), which the hooks of offloading do not see.
-    """
-    hook = getattr(component, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(component)
-
-
 @contextmanager
 def _no_empty_float32_warning() -> Iterator[None]:
     """Drop one false alarm: diffusers 0.42 warns at each cast even when the list of float32 modules is empty."""

@@ -9,6 +9,7 @@ from diffusers.image_processor import VaeImageProcessor
 
 from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.next_scale.infinity import InfinityTransformer, Prompt
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
@@ -18,7 +19,7 @@ from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.t5_features import T5Features
-from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import ImagePipelineOutput
@@ -345,8 +346,8 @@ class InfinityPipeline(VisualPipeline):
         batch_size = len((condition[0] if isinstance(condition, tuple) else condition).mask)
         self.transformer.check_condition(condition, batch_size)
         sizes = [area_of(side) * self.vq_model.tokens_per_place for side in self.vq_model.scales]
-        wake(self.transformer)
-        with self.progress_bar(total=batch_size * sum(sizes)) as bar:  # type: ignore[call-arg]
+        models, total = (self.transformer, self.vq_model), batch_size * sum(sizes)
+        with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " bits"
 
             def after_scale(scale: int, canvas: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """Class to image scale by scale (VAR): label -> token maps, coarse to fine -> picture."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -9,11 +10,12 @@ from diffusers.image_processor import VaeImageProcessor
 
 from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
-from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels
@@ -23,7 +25,15 @@ from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import CODE_LAW, VAR_LAW, ScaleWiseSampler, Stage, code_stages
+from visual_spec.samplers.scales import (
+    CODE_LAW,
+    CODE_WARM_SCALES,
+    CODE_WARM_TEMPERATURE,
+    VAR_LAW,
+    ScaleWiseSampler,
+    Stage,
+    code_stages,
+)
 
 
 class ScaleImagePipeline(VisualPipeline):
@@ -44,11 +54,14 @@ class ScaleImagePipeline(VisualPipeline):
         refiner_guidance_scale: guidance of the scales that the refiner draws, whatever that of the others is; 1 for one
             that learned guided laws, and draws in half the rows; None: as the others.
         refiner_first_scale: the first scale that the refiner learned to draw; None: it knows all.
+        warm_temperature, num_warm_scales: the log-probabilities of the first scales are divided by this temperature,
+            after top-k and top-p, whoever draws them. The published figures of CoDe have 1.1 on seven scales.
 
     Raises:
         TypeError: a component that could not be saved.
         ValueError: models and tokenizer that do not fit, budgets for other models, a number of names other than that
-            of classes, or a number of drafted scales that leaves the transformer without work.
+            of classes, a number of drafted scales that leaves the transformer without work, or a warm temperature or
+            number of warm scales out of its range.
 
     Example:
         >>> pipe = ScaleImagePipeline.from_official("var_d16.pth", "vae_ch160v4096z32.pth")
@@ -80,6 +93,8 @@ class ScaleImagePipeline(VisualPipeline):
         refiner_budget: ScaleBudget | dict[str, Any] | None = None,
         refiner_guidance_scale: float | None = None,
         refiner_first_scale: int | None = None,
+        warm_temperature: float = 1.0,
+        num_warm_scales: int = CODE_WARM_SCALES,
     ):
         super().__init__()
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, refiner=refiner)
@@ -91,7 +106,13 @@ class ScaleImagePipeline(VisualPipeline):
             num_draft_scales=num_draft_scales,
             refiner_guidance_scale=refiner_guidance_scale,
             refiner_first_scale=refiner_first_scale,
+            warm_temperature=warm_temperature,
+            num_warm_scales=num_warm_scales,
         )
+        if not (math.isfinite(warm_temperature) and warm_temperature > 0):
+            raise ValueError(f"warm_temperature={warm_temperature!r}; pass a finite number above 0.")
+        if type(num_warm_scales) is not int or num_warm_scales < 0:
+            raise ValueError(f"num_warm_scales={num_warm_scales!r}; pass an integer of at least 0.")
         self.refiner_law(self.make_law())  # refuses a guidance scale that is none
         self.image_processor = VaeImageProcessor(do_resize=False)
         self._names = ClassNames(self.num_classes, id2label)
@@ -118,7 +139,8 @@ class ScaleImagePipeline(VisualPipeline):
         sampler: ScaleWiseSampler | None = None,
         id2label: list[str] | None = None,
     ) -> Self:
-        """A pipeline around official files, with the law of their published figures.
+        """A pipeline around official files, with the law of their published figures: with a refiner that of CoDe, whose
+        first seven scales are warmer (`warm_temperature`).
 
         Args:
             transformer: e.g. `var_d16.pth`.
@@ -146,6 +168,7 @@ class ScaleImagePipeline(VisualPipeline):
             default_top_p=law.top_p,
             refiner=small,
             num_draft_scales=num_draft_scales,
+            warm_temperature=1.0 if small is None else CODE_WARM_TEMPERATURE,
         )
 
     # -- what it is made of ------------------------------------------------------------------------------------------
@@ -236,24 +259,24 @@ class ScaleImagePipeline(VisualPipeline):
         law = self.make_law(**settings)
         condition = self.encode_prompt(labels)
         check_generator(generator, len(condition))
-        wake(self.transformer)
         laws = {self.transformer: law, self.refiner: self.refiner_law(law)}
-        found = [
-            calibrate(
-                model,
-                self.vq_model,
-                condition,
-                sampler=self.sampler,
-                law=laws[model],
-                share=share,
-                batch_size=len(condition),
-                generator=generator,
-                num_drafters=num_drafters,
-                decay=decay,
-            )
-            for model in (self.transformer, self.refiner)
-            if model is not None
-        ]
+        with at_hand(self.transformer, self.refiner, self.vq_model):
+            found = [
+                calibrate(
+                    model,
+                    self.vq_model,
+                    condition,
+                    sampler=self.sampler,
+                    law=laws[model],
+                    share=share,
+                    batch_size=len(condition),
+                    generator=generator,
+                    num_drafters=num_drafters,
+                    decay=decay,
+                )
+                for model in (self.transformer, self.refiner)
+                if model is not None
+            ]
         self.maybe_free_model_hooks()
         return found[0], found[1] if len(found) > 1 else None
 
@@ -363,7 +386,22 @@ class ScaleImagePipeline(VisualPipeline):
             # Against the transformer with its whole cache, which draws scale 0 alike: nothing is read there.
             rest = [] if split == 1 else [Stage(large, range(1, split))]
             stages = [Stage(self.transformer, range(1)), *rest, *stages[1:]]
-        return stages
+        return self._warmed(stages)
+
+    def _warmed(self, stages: list[Stage]) -> list[Stage]:
+        """The same schedule, with the first scales at their own temperature."""
+        temperature, count = self.config["warm_temperature"], self.config["num_warm_scales"]
+        if temperature == 1:
+            return stages
+        warmed = []
+        for stage in stages:
+            first, stop = stage.scales.start, stage.scales.stop
+            end = min(max(first, count), stop)  # of its warm scales
+            if first < end:
+                warmed.append(replace(stage, scales=range(first, end), late_temperature=temperature))
+            if end < stop:
+                warmed.append(replace(stage, scales=range(end, stop)))
+        return warmed
 
     def _small(self) -> Any:
         small: Any = self.refiner
@@ -487,8 +525,8 @@ class ScaleImagePipeline(VisualPipeline):
         asked = callback_on_step_end_tensor_inputs
         names = self._callback_tensor_inputs if asked is None else asked
         sizes = [side * side for side in self.vq_model.scales]
-        wake(self.transformer)
-        with self.progress_bar(total=len(condition) * sum(sizes)) as bar:  # type: ignore[call-arg]
+        models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)
+        with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " tokens"
 
             def after_scale(scale: int, canvas: torch.Tensor) -> None:

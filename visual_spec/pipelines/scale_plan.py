@@ -169,7 +169,6 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
     if not calibrated:
         return ScaleBudget.from_share(model.scales, model.config["num_layers"], share)
     from visual_spec.models.next_scale.scale_cache import calibrate
-    from visual_spec.pipelines.base import wake
     from visual_spec.samplers.scales import ScaleWiseSampler
 
     law = pipe.make_law() if model is pipe.transformer else pipe.refiner_law(pipe.make_law())
@@ -178,7 +177,6 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
     if key not in found:
         classes = min(_CALIBRATION_CLASSES, pipe.num_classes)
         labels = [index * pipe.num_classes // classes for index in range(classes)]
-        wake(model)
         found[key] = calibrate(
             model,
             pipe.vq_model,

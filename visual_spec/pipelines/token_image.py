@@ -10,8 +10,9 @@ from einops import rearrange
 
 from visual_spec.models.core.calls import RASTER_TREE_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, official_defaults
-from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, wake
+from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.samplers.core.checks import check_count
@@ -104,20 +105,19 @@ class TokenImagePipeline(VisualPipeline):
         """What the sampler asks for beside the model: a drafter, the codebook."""
         parts = {}
         if getattr(self.sampler, "needs_drafter", False):
-            if self.drafter is not None:
-                wake(self.drafter)
             parts["drafter"] = self.drafter
         if getattr(self.sampler, "needs_codebook", False):
-            wake(self.vq_model)
-            parts["codebook"] = self.vq_model.quantize.codes
+            with at_hand(self.vq_model):
+                parts["codebook"] = self.vq_model.quantize.codes
         return parts
 
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
         """Pictures of tokens [B, h * w] in the form `output_type` asks for (see `ImagePipelineOutput`)."""
         if output_type == "latent":
             return rearrange(tokens, "b (h w) -> b h w", h=self.transformer.grid.height)
-        wake(self.vq_model)
-        return self.image_processor.postprocess(self.vq_model.decode_tokens(tokens), output_type=output_type)
+        with at_hand(self.vq_model):
+            pictures = self.vq_model.decode_tokens(tokens)
+        return self.image_processor.postprocess(pictures, output_type=output_type)
 
     def _draw(
         self,
@@ -140,8 +140,9 @@ class TokenImagePipeline(VisualPipeline):
             callback(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
 
         num_tokens = self.transformer.grid.num_tokens
-        wake(self.transformer)
-        with self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
+        parts = self.sampler_parts()
+        models = self.transformer, parts.get("drafter")
+        with at_hand(*models), self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
             listener = listen if callback is not None else None
             progress = DecodeProgress(bar, num_tokens, listener, unit=self.unit)
             result = self.sampler(
@@ -151,7 +152,7 @@ class TokenImagePipeline(VisualPipeline):
                 generator=generator,
                 batch_size=batch_size,
                 callback=None if bar.disable and callback is None else progress,
-                **self.sampler_parts(),
+                **parts,
             )
             progress.finish()
         self.last_trace = result.trace

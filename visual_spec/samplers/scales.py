@@ -31,6 +31,7 @@ ScaleCallback = Callable[[int, Tensor], Any]
 VAR_LAW = TokenLaw(guidance_scale=2.5, top_k=900, top_p=0.96)
 CODE_LAW = TokenLaw(guidance_scale=2.5, top_k=600, top_p=0.96)
 CODE_DRAFT_SCALES = (6, 7, 8, 9)
+CODE_WARM_SCALES, CODE_WARM_TEMPERATURE = 7, 1.1  # the first scales, see `Stage.late_temperature`
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ def published_code_stages(large: ScaleModel, small: ScaleModel, num_draft_scales
         ValueError: as in `code_stages`.
     """
     count = _check_split(large, num_draft_scales)
-    bounds = sorted({0, min(7, count), num_draft_scales, count})
+    bounds = sorted({0, min(CODE_WARM_SCALES, count), num_draft_scales, count})
     return [
         Stage(
             large if first < num_draft_scales else small,
             range(first, stop),
             CODE_LAW,
-            1.1 if first < 7 else 1.0,
+            CODE_WARM_TEMPERATURE if first < CODE_WARM_SCALES else 1.0,
         )
         for first, stop in pairwise(bounds)
     ]

@@ -15,6 +15,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.models.encodec.modeling_encodec import EncodecConv1d
 
+from visual_spec.models.core.offload import at_hand, loads_weights
+
 
 def check_codec(codec: Any) -> None:
     """Refuse a codec whose clips are not one sequence of codes.
@@ -51,11 +53,12 @@ def encode_waves(codec: Any, waves: Tensor) -> Tensor:
     if not waves.isfinite().all():
         raise ValueError("the waves hold nan or infinity; pass finite samples, in [-1, 1].")
     batch, channels, _ = waves.shape
-    found = codec.encode(
-        rearrange(waves, "b c n -> (b c) 1 n").to(codec.device, codec.dtype),
-        bandwidth=codec.config.target_bandwidths[-1],  # all codebooks
-        return_dict=True,
-    ).audio_codes[0]  # [B * C, K / C, T]
+    with at_hand(codec):
+        found = codec.encode(
+            rearrange(waves, "b c n -> (b c) 1 n").to(codec.device, codec.dtype),
+            bandwidth=codec.config.target_bandwidths[-1],  # all codebooks
+            return_dict=True,
+        ).audio_codes[0]  # [B * C, K / C, T]
     return rearrange(found, "(b c) k t -> b (k c) t", b=batch)
 
 
@@ -94,6 +97,7 @@ class StreamingDecoder:
         """Number of frames that the decoder looks ahead."""
         return self.first.radius + self.others.radius
 
+    @loads_weights
     @torch.no_grad()
     def __call__(self, codes: Tensor, *, last: bool = False) -> Tensor:
         """Decode further codes, long [B, K, n].

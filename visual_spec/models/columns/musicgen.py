@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.cache import seen_up_to
+from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
 from visual_spec.models.core.transformers_cache import SlotCache
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -323,6 +324,7 @@ class MusicgenColumnModel(MusicgenModules):
             codes[:, :, : self.prompt_frames] = condition.codes.to(self.device)
         return self.pattern.apply(codes, self.special_id).transpose(1, 2)
 
+    @loads_groups
     @torch.no_grad()
     def prefill(
         self, condition: TextCondition, *, batch_size: int, guided: bool, window: int
@@ -359,6 +361,7 @@ class MusicgenColumnModel(MusicgenModules):
         state.logits = self.score(features[:, -1:])[:, 0]
         return state
 
+    @loads_groups
     @torch.no_grad()
     def __call__(self, state: MusicgenState, tokens: Tensor, steps: Tensor) -> Tensor:
         """Feed columns `tokens [B, W, K]` at `steps [B, W]`; logits `[R, W, K, V]`, position w predicting step
@@ -530,6 +533,7 @@ class MagnetModel(MusicgenModules):
         scores = self.score(self.run(embeddings, self.visible(stages, count), states, seen)[-1])
         return scores[torch.arange(batch, device=codes.device), :, stages]
 
+    @loads_groups
     @torch.no_grad()
     def prepare(self, condition: TextCondition, *, batch_size: int, guided: bool) -> MagnetState:
         """Compute the projection of the text. See `MaskedModel`.
@@ -548,6 +552,7 @@ class MagnetModel(MusicgenModules):
         states, seen = self.encoder_states(condition, guided=guided)
         return MagnetState(guided, self.device, states, seen, self.position_table(frames).to(states))
 
+    @loads_groups
     @torch.no_grad()
     def __call__(self, state: MagnetState, tokens: Tensor, stage: int) -> Tensor:
         """Return logits [R, T, V] of codebook `stage` for `tokens` long [B, T, K]. See `MaskedModel`."""

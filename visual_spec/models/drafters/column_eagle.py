@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenModules, MusicgenState
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.drafters.eagle import attend_unrolled, shift
@@ -166,6 +167,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the ColumnFeatureDrafter contract of the samplers -------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def follow(
         self, model: MusicgenColumnModel, state: MusicgenState, *, window: int, guidance_scale: float
@@ -198,6 +200,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             drafting.features[:, 1 : 1 + first.shape[1]] = first  # replaces the drafter's own features
         return drafting
 
+    @loads_weights
     @torch.no_grad()
     def observe(self, state: ColumnEagleState, steps: Tensor) -> None:
         """Record the target's features of its last call, which fed columns at steps [B, W]."""
@@ -211,6 +214,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
         places = torch.cat([places[:, :1] - 1, places], 1)
         state.features[rows, places] = state.observed[rows, places]
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, state: ColumnEagleState, tokens: Tensor, steps: Tensor) -> Tensor:
         """Feed columns [B, W, K] at steps [B, W]; guided logits [B, W, K, V], position w predicting step

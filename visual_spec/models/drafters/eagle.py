@@ -18,6 +18,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache, seen_in_tree
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import (
@@ -113,6 +114,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def follow(self, model: LlamaGenTransformer, state: Any, *, window: int) -> EagleState:
         """Return the drafter's cache beside a target that has just been prefilled: `state.features` [R, 1, dim].
@@ -137,6 +139,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             tree=first.new_zeros(rows, 1, dim),
         )
 
+    @loads_weights
     @torch.no_grad()
     def observe(self, state: EagleState, features: Tensor, slots: Tensor) -> None:
         """Record the target's features [R, W, dim] at slots [B, W]; each predicted the slot after its own."""
@@ -145,6 +148,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         state.features[rows, slots + 1] = features
 
+    @loads_weights
     @torch.no_grad()
     def forward(
         self, state: EagleState, tokens: Tensor, slots: Tensor, visible: Tensor | None = None

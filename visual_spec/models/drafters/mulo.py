@@ -14,6 +14,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 
@@ -55,6 +56,7 @@ class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
         """Number of tokens of the large grid."""
         return (self.config["low_side"] * self.config["factor"]) ** 2
 
+    @loads_weights
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits `[B, (low_side * factor)^2, V]`, raster order, from low-resolution tokens `[B, low_side^2]`."""
         side = self.config["low_side"]

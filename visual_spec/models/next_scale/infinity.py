@@ -24,6 +24,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
@@ -378,6 +379,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def prefill(
         self,
@@ -434,6 +436,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         state.logits = self._logits(hidden[:, self.offsets[len(maps)] :], state.head_modulation)
         return state
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, state: InfinityState, map: Tensor, scale: int) -> Tensor:
         """Feed the input map `[B, bits, n, n]` of a scale; logits `[R, n * n * bits, 2]`. See `ScaleModel.__call__`.

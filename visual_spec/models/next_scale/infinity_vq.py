@@ -23,6 +23,7 @@ from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
@@ -153,12 +154,14 @@ class BitwiseVQModel(
         small = _resized(canvas, self._latent_shape(scale))
         return F.pixel_unshuffle(small, self._cell) if self._cell > 1 else small
 
+    @loads_weights
     def decode_canvas(self, canvas: Tensor) -> Tensor:
         """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, complete or after its first scales only."""
         return self.decoder(canvas.to(self.dtype)).clamp(-1, 1)
 
     # -- pictures and tokens ------------------------------------------------------------------------------------------
 
+    @loads_weights
     def encode_latents(self, images: Tensor) -> Tensor:
         """Return the map `[B, bits, h, w]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.encoder(images)

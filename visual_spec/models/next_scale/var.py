@@ -29,6 +29,7 @@ from visual_spec.models.core.checkpoints import (
     plain_weights,
     read_checkpoint,
 )
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
@@ -317,6 +318,7 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def prefill(
         self,
@@ -366,6 +368,7 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
             stop=stop,
         )
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, state: VARState, map: Tensor, scale: int) -> Tensor:
         """Feed the input map `[B, D, n, n]` of a scale; logits `[R, n * n, V]`. See `ScaleModel.__call__`.

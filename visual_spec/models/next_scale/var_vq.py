@@ -20,6 +20,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder, FusedAttentionBlock
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import SCALES
@@ -138,6 +139,7 @@ class MultiscaleVQModel(
             batch_size, self.code_dim, side, side, device=device or self.device, dtype=dtype or self.dtype
         )
 
+    @loads_weights
     def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
         """Return the canvas after drawing the tokens `[B, n * n]` of a scale of side n onto it.
 
@@ -151,6 +153,7 @@ class MultiscaleVQModel(
             )
         return self.accumulate_codes(canvas, scale, self._lookup(tokens, side))
 
+    @loads_weights
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
         """As `accumulate`, for codes `[B, D, n, n]` that need not be in the codebook."""
         if codes.shape[-1] != self.scales[-1]:
@@ -162,20 +165,24 @@ class MultiscaleVQModel(
         """Return the model's input for a scale >= 1: the canvas so far, area-averaged to its side: `[B, D, n, n]`."""
         return self._shrink(canvas, self.scales[scale])
 
+    @loads_weights
     def decode_canvas(self, canvas: Tensor) -> Tensor:
         """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, complete or after its first scales only."""
         return self.decode_latents(canvas.to(self.dtype)).clamp(-1, 1)
 
     # -- pictures and tokens ------------------------------------------------------------------------------------------
 
+    @loads_weights
     def encode_latents(self, images: Tensor) -> Tensor:
         """Return the map `[B, D, N, N]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.quant_conv(self.encoder(images))
 
+    @loads_weights
     def decode_latents(self, canvas: Tensor) -> Tensor:
         """Return pictures `[B, 3, H, W]` in about [-1, 1] of a canvas."""
         return self.decoder(self.post_quant_conv(canvas))
 
+    @loads_weights
     def quantise(self, latents: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Code a map `[B, D, N, N]` scale by scale.
 

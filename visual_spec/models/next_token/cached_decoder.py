@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
 from visual_spec.models.core.memory import check_cache_fits
+from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 
@@ -189,6 +190,7 @@ class CachedDecoder:
         by_row = rearrange(ids, "b (h w) -> b h w", h=self.grid.height)
         return rearrange(F.pad(by_row, (0, 1), value=self.row_end), "b h w -> b (h w)")
 
+    @loads_groups
     @torch.no_grad()
     def prefill(self, condition: ImagePrompt, *, batch_size: int, guided: bool, window: int) -> CachedState:
         """Run the prompts, followed by the unconditional ones, and return the state that predicts slot 0.
@@ -224,6 +226,7 @@ class CachedDecoder:
             features=features,
         )
 
+    @loads_groups
     @torch.no_grad()
     def __call__(
         self,

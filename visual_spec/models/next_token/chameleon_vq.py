@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 
@@ -93,6 +94,7 @@ class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
             model = cls(**sizes)
         return fill(model, _read(Path(path)), str(path), what="a decoder of this size", dtype=dtype)
 
+    @loads_weights
     @torch.no_grad()
     def decode_codes(self, codes: Tensor) -> Tensor:
         """Return pictures [B, 3, h * f, w * f] in [-1, 1] of codes, long [B, h, w]; f is 16 in the official network."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.memory import check_cache_fits
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
 
@@ -314,6 +315,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     # -- decoding: the NextTokenModel contract -----------------------------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def prefill(
         self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool, window: int
@@ -352,6 +354,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             features=features,
         )
 
+    @loads_weights
     @torch.no_grad()
     def forward(
         self,

@@ -12,6 +12,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.vq_blocks import LLAMAGEN, AttentionBlock, Decoder, Design, Encoder
 
@@ -97,18 +98,22 @@ class VQModel(SavedModel, ModelMixin, ConfigMixin):
         """Tokens per picture side."""
         return self.config["image_size"] // self.patch_size
 
+    @loads_weights
     def encode_latents(self, images: Tensor) -> Tensor:
         """Return latents before quantisation `[B, D, h, w]` of pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.quant_conv(self.encoder(images))
 
+    @loads_weights
     def decode_latents(self, codes: Tensor) -> Tensor:
         """Return pictures `[B, 3, H, W]` in about [-1, 1] of codes `[B, D, h, w]`."""
         return self.decoder(self.post_quant_conv(codes))
 
+    @loads_weights
     def encode_tokens(self, images: Tensor) -> Tensor:
         """Return token ids `[B, h * w]`, raster order, of pictures `[B, 3, H, W]` in [-1, 1]."""
         return rearrange(self.quantize.nearest(self.encode_latents(images)), "b h w -> b (h w)")
 
+    @loads_weights
     def decode_tokens(self, tokens: Tensor) -> Tensor:
         """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of token ids `[B, h * w]`.
 

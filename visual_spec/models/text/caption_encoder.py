@@ -14,6 +14,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import TextCondition
 
@@ -97,6 +98,7 @@ class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
             rows.append([_PADDING] * (self.max_words - len(ids)) + ids)
         return torch.tensor(rows, dtype=torch.long, device=self.word_embedding.weight.device)
 
+    @loads_weights
     def forward(self, prompts: list[str] | Tensor) -> TextCondition:
         """Return features `[B, max_words, dim]` and mask of prompts, or of word ids `[B, max_words]`.
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.captions import clean_caption
 
@@ -155,6 +156,7 @@ class T5Features(ModelMixin, ConfigMixin):
             rows.append(ids + [self._padding] * (self.max_words - len(ids)))
         return torch.tensor(rows, dtype=torch.long, device=self.device)
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, prompts: list[str] | Tensor) -> TextCondition:
         """Return features `[B, max_words, C]` and mask of prompts, or of token ids `[B, max_words]`.
