@@ -107,7 +107,9 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
     changes = {key: settings.pop(key) for key in _LAW if key in settings and key not in own}
     own_seed, drafter = settings.pop("seed", seed), settings.pop("drafter", None)
     if isinstance(own_seed, bool) or not isinstance(own_seed, int) or not 0 <= own_seed < 2**64:
-        raise ValueError(f"seed={own_seed!r} for {text!r}; pass a whole number from 0 to 2**64 - 1")
+        raise ValueError(
+            f"seed={own_seed!r} in sampler {text!r}; pass a whole number of at least 0, below 2**64"
+        )
     for key, value in changes.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{key}={value!r} in sampler {text!r}; pass a number")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -107,6 +108,41 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(whole, tmp_pa
     calls.clear()
     calls += ["counted"] * 100
     assert timeless(run(tmp_path)) == timeless(whole[1]) and len(calls) == 100
+
+
+def test_damaged_files_are_named_set_aside_and_made_again(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    draws, judged = (sorted(tmp_path.glob(f"speculative-jacobi*/{kind}-*")) for kind in ("draws", "judged"))
+    one, two, three = draws[0], draws[1], draws[4]
+    one.write_bytes(b"")
+    two.write_bytes(two.read_bytes()[:-100])
+    with np.load(three) as file:
+        np.savez(three, **{name: file[name] for name in file.files if name != "calls"})
+    content = bytearray(judged[0].read_bytes())
+    content[len(content) // 2] ^= 255
+    judged[0].write_bytes(content)
+    (tmp_path / "alone.json").write_text("{")
+    drawn = []
+
+    def counting(pipe, setting, prompts, first):
+        drawn.append(first)
+        return draw(pipe, setting, prompts, first)
+
+    monkeypatch.setattr("visual_spec.eval.draws.draw", counting)
+    with pytest.warns(UserWarning) as found:
+        assert timeless(run(tmp_path)) == timeless(whole[1])
+    said = " ".join(str(warning.message) for warning in found)
+    assert all(f"{path} is damaged" in said for path in (one, two, three, judged[0]))
+    assert "it lacks calls" in said and len(drawn) == 3
+    aside = sorted(tmp_path.glob("*/*.damaged"))
+    assert aside == sorted(path.with_name(f"{path.name}.damaged") for path in (one, two, three, judged[0]))
+
+
+def test_damaged_settings_are_named(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "autoregressive" / "settings.json").write_text('{"model"')
+    with pytest.raises(ValueError, match="settings.json is damaged .* pass another folder"):
+        run(tmp_path)
 
 
 class Interrupted:

@@ -191,3 +191,32 @@ def test_bad_input_is_refused(document, tmp_path):
         frontier.main([str(written(tmp_path, document)), "--chart", "chart.pdf"])
     with pytest.raises(FileNotFoundError):
         frontier.main([str(tmp_path / "absent.json")])
+
+
+def places(part, path=()):
+    """The path of every entry of a document."""
+    entries = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    for name, value in entries:
+        yield (*path, name)
+        yield from places(value, (*path, name))
+
+
+def test_results_with_missing_parts_are_refused_in_one_line(document, tmp_path):
+    refused = []
+    for path in [*places(document)]:
+        damaged = copy.deepcopy(document)
+        *above, name = path
+        part = damaged
+        for step in above:
+            part = part[step]
+        del part[name]
+        try:
+            frontier.read_results([written(tmp_path, damaged)])
+        except ValueError as error:
+            assert str(tmp_path / "results.json") in str(error) and "\n" not in str(error)
+            refused.append(path)
+    assert {("rows",), ("settings",), ("environment",), ("references",), ("rows", 2, "features")} <= {
+        *refused
+    }
+    with pytest.raises(ValueError, match="is incomplete: it lacks 'rows'; evaluate again"):
+        frontier.main([str(written(tmp_path, {"kind": "quality"})), "--out", str(tmp_path / "page.html")])

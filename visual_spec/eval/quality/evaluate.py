@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,5 +252,10 @@ def _read_timings(path: Path, texts: list[str], rounds: int) -> dict[str, Any] |
     """What `alone.json` holds, if it is of these settings and as many rounds; else None."""
     if not path.exists():
         return None
-    there = json.loads(path.read_text())
-    return there if (there["settings"], there["pictures"]) == (texts, rounds) else None
+    try:
+        there = json.loads(path.read_text())
+        same = (there["settings"], there["pictures"]) == (texts, rounds)
+    except (ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{path} is damaged ({error}); times are measured again", stacklevel=2)
+        return None
+    return there if same else None

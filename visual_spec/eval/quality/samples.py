@@ -13,6 +13,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import warnings
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,12 +26,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from visual_spec.eval.files import write_atomically
+from visual_spec.eval.files import ready_folder, write_atomically
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.features import features_of
 from visual_spec.models.core.fingerprint import fingerprint
 
 _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
+_FILE = re.compile(r"(draws|judged)-(\d+)-(\d+)\.npz")
+# What every file of a kind holds, beside samples or features.
+_HELD = {
+    "draws": ("calls", "moved_mass", "divergence", "seconds", "processor_seconds", "prompts"),
+    "judged": ("hits", "judge"),
+}
+# What reading a damaged file raises, NumPy's and Python's own.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, NotImplementedError)
 
 
 @dataclass
@@ -89,7 +100,7 @@ class Samples:
 
 
 class SampleFolder:
-    """The files of one setting.
+    """The files of one setting. Damaged ones are set aside when it is opened, with a warning, and so drawn again.
 
     Args:
         path: made if it is not there.
@@ -101,7 +112,27 @@ class SampleFolder:
 
     def __init__(self, path: str | Path, settings: dict[str, Any]):
         self.path = Path(path)
+        ready_folder(self.path)
         settle(self.path / "settings.json", settings)
+        self._set_aside_damaged()
+
+    def _set_aside_damaged(self) -> None:
+        """Rename files that cannot be read whole to `<name>.damaged`."""
+        for path in sorted(self.path.glob("*.npz")):
+            named = _FILE.fullmatch(path.name)
+            if named is None:
+                continue
+            try:
+                _check_file(path, named[1], int(named[3]) - int(named[2]))
+            except FileNotFoundError:  # another process was faster
+                continue
+            except _DAMAGED as error:
+                path.replace(path.with_name(f"{path.name}.damaged"))
+                warnings.warn(
+                    f"{path} is damaged ({error or type(error).__name__}); it is set aside as "
+                    f"{path.name}.damaged, and made again",
+                    stacklevel=2,
+                )
 
     def draws(self) -> list[tuple[int, int]]:
         """Half-open ranges of the samples that are there, in order."""
@@ -179,6 +210,26 @@ class SampleFolder:
         )
 
 
+def _check_file(path: Path, kind: str, count: int) -> None:
+    """Read a file whole: `count` samples, or what was read off them.
+
+    Raises:
+        One of `_DAMAGED`: it is no such file.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    if lacking := [name for name in _HELD[kind] if name not in arrays]:
+        raise ValueError(f"it lacks {', '.join(lacking)}")
+    if kind == "draws":
+        rows = [arrays[stored_name(arrays)], arrays["calls"], arrays["moved_mass"]]
+        texts = json.loads(str(arrays["prompts"]))
+    else:
+        rows = [array for name, array in arrays.items() if name not in _HELD[kind]]
+        texts = json.loads(str(arrays["hits"]))
+    if any(len(array) != count for array in [*rows, texts]):
+        raise ValueError(f"it does not hold {count} samples")
+
+
 def stored_name(draws: dict[str, np.ndarray]) -> str:
     """The array of a file of draws that holds the samples."""
     return "canvas" if "canvas" in draws else "tokens"
@@ -194,13 +245,19 @@ def settle(path: Path, settings: dict[str, Any]) -> None:
     """Write the settings of a folder, or compare them with those its samples were drawn under.
 
     Raises:
-        ValueError: they differ; names where.
+        ValueError: they differ, which names where; or the file is damaged.
     """
     text = json.dumps(settings, indent=1) + "\n"
     if not path.exists():
         write_atomically(path, text, overwrite=True)
         return
-    there, here = json.loads(path.read_text()), json.loads(text)
+    try:
+        there = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}), so nothing tells what the samples beside it are; pass another folder"
+        ) from error
+    here = json.loads(text)
     differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     if differing:
         changes = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)

@@ -295,7 +295,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The documents of evaluations; those of one model, law, prompts and judge are joined, each row kept once.
 
     Raises:
-        ValueError: a file that is not a result of `visual-spec eval`.
+        ValueError: a file that is not a result of `visual-spec eval`, or lacks a part of one.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -307,6 +307,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
             ) from error
         if not isinstance(document, dict) or document.get("kind") != "quality":
             raise ValueError(f"{path} holds no evaluation; pass results.json of visual-spec eval")
+        _check_complete(document, path)
         document["sheet"] = _sheet(path)
         # Wall clock of another batch, device or type of numbers does not compare: that is another section.
         key = json.dumps(document["settings"], sort_keys=True)
@@ -316,6 +317,35 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
         else:
             found[key] = document
     return list(found.values())
+
+
+def _check_complete(document: dict[str, Any], path: Path) -> None:
+    """Refuse a document without all that the page shows: write its table, and read what the charts read.
+
+    Raises:
+        ValueError: a part is missing or of another kind; names it.
+    """
+    from jinja2 import UndefinedError
+
+    try:
+        first, *_ = rows = document["rows"]
+        section = _section(document | {"sheet": None}, charts=[])
+        for extractor in section["extractors"]:
+            across, up = axes_of(document, extractor)
+            for row in rows:
+                _ = STYLES[row["kind"]], [axis.read(row, first) for axis in (*across, *up)]
+        json.dumps(document["settings"], sort_keys=True)
+        render_page("frontier.html.jinja", title="", sections=[section], styles=STYLES)
+    except KeyError as error:
+        raise ValueError(f"{path} is incomplete: it lacks {error}; evaluate again") from error
+    except (UndefinedError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path} is incomplete: {error}; evaluate again") from error
+
+
+def _section(document: dict[str, Any], charts: list[Any]) -> dict[str, Any]:
+    """What the template shows of a document."""
+    extractors = list(document["rows"][0]["features"])
+    return {"document": document, "words": words_of(document), "extractors": extractors, "charts": charts}
 
 
 def _sheet(path: Path) -> str | None:
@@ -349,14 +379,11 @@ def write_page(
         raise ValueError("no results to draw; pass results.json of visual-spec eval")
     sections = []
     for document in documents:
-        extractors = list(document["rows"][0]["features"])
         charts = []
-        for extractor in extractors:
+        for extractor in document["rows"][0]["features"]:
             content = base64.b64encode(_image(draw_frontier(document, extractor), "svg")).decode()
             charts.append((extractor, f"data:image/svg+xml;base64,{content}"))
-        sections.append(
-            {"document": document, "words": words_of(document), "extractors": extractors, "charts": charts}
-        )
+        sections.append(_section(document, charts))
     page = render_page("frontier.html.jinja", title=title, sections=sections, styles=STYLES)
     return write_atomically(path, page, overwrite=overwrite)
 
