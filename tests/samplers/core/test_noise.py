@@ -261,6 +261,43 @@ def test_keys_use_all_64_bits():
         assert 180 < int(((keys >> bit) & 1).sum()) < 320
 
 
+def test_every_bit_of_a_seed_counts():
+    """PyTorch's own generator ignores the high half. Seeds without one give PyTorch's own numbers."""
+    for seed in (0, 5, 2**32 - 1):
+        own = torch.cat([torch.randint(-(2**63), 2**63 - 1, (1,), generator=g) for g in 3 * [seeded(seed)]])
+        assert torch.equal(draw_keys(seeded(seed), 3), own)
+    seeds = [low + (high << 32) for low in (0, 5) for high in (0, 1, 2, 3, 2**31 - 1, 2**31, 2**32 - 1)]
+    seeds += [1 << bit for bit in range(64)]
+    keys = torch.cat([draw_keys(seeded(seed), 4) for seed in dict.fromkeys(seeds)])
+    assert keys.unique().numel() == keys.numel()
+    high = torch.cat([draw_keys(seeded(high << 32), 1) for high in range(500)])
+    for bit in range(64):
+        assert 180 < int(((high >> bit) & 1).sum()) < 320
+    restored = torch.Generator()
+    restored.set_state(seeded(2**40 + 1).get_state())
+    assert torch.equal(draw_keys(restored, 2), draw_keys(seeded(2**40 + 1), 2))
+
+
+def test_a_generator_without_a_seed_has_the_default_one():
+    assert torch.equal(draw_keys(torch.Generator(), 2), draw_keys(seeded(67280421310721), 2))
+    torch.manual_seed(2**32 + 3)
+    first = draw_keys(None, 2)
+    assert torch.equal(first, draw_keys(seeded(2**32 + 3), 2))
+    torch.manual_seed(3)
+    assert not torch.equal(draw_keys(None, 2), first)
+
+
+def test_a_million_keys_seed_different_generators():
+    """As `hybrid_decode` seeds. Only keys with one low half can give generators of one state: they must differ too."""
+    keys = torch.randint(-(2**63), 2**63 - 1, (10**6,), generator=seeded(0)) & (2**63 - 1)
+    low, order = (keys & (2**32 - 1)).sort()
+    same = (low[1:] == low[:-1]).nonzero()[:, 0]
+    assert len(same) > 50  # 116 are expected
+    for at in same.tolist():
+        one, other = (draw_keys(seeded(int(keys[order[place]])), 1) for place in (at, at + 1))
+        assert one != other
+
+
 def test_the_default_generator_is_used_only_when_none_is_given():
     torch.manual_seed(3)
     state = torch.get_rng_state()

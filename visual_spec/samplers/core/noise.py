@@ -32,6 +32,9 @@ CHAIN: Final = 7
 def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:
     """Return one 64-bit key for each sample of a batch.
 
+    All 64 bits of a seed count. PyTorch's generator on the CPU looks at the low 32 bits only; the high ones are mixed
+    into the keys here. A generator without a seed has PyTorch's default seed, 67280421310721, and gives its keys.
+
     Args:
         generator: one generator (sample `b` gets its `b`-th draw, whatever the batch size), a list of one generator a
             sample, or None for PyTorch's default CPU generator. The generator's device need not be the model's.
@@ -72,9 +75,19 @@ def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, bat
 def _draw_key(generator: torch.Generator | None) -> Tensor:
     # One draw per call, not one call of B draws: on CUDA generators the two give different numbers, and a
     # sample's key must not depend on the batch size.
-    device = generator.device if generator is not None else torch.device("cpu")
+    generator = torch.default_generator if generator is None else generator
+    device = generator.device
     key = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=device, dtype=torch.int64)
-    return key.cpu()
+    return key.cpu() if device.type != "cpu" else key ^ _scrambled(generator.initial_seed() >> 32)
+
+
+def _scrambled(number: int) -> int:
+    """Return the finaliser of SplitMix64 of a number, as a signed integer of 64 bits. It is one to one; 0 stays 0."""
+    mask = 2**64 - 1
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & mask
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & mask
+    number ^= number >> 31
+    return number - 2**64 if number >= 2**63 else number
 
 
 class CounterNoise:

@@ -25,7 +25,7 @@ AUTO = "auto"
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _MEMORY = 0.95  # weight of a call relative to the next one, in the estimate of S
 _BELIEF = 2.0  # weight of the mean probability over positions, in the estimate of one position
-_TIMINGS = 7  # the cost of a width is the median of this many calls
+_TIMINGS = 7  # the cost of a width is the median of its last calls, this many
 
 # {model: {the rest of the key: policy}}, so that the next picture need not learn again.
 _POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
@@ -60,7 +60,7 @@ class WindowPolicy:
         widths: windows to choose from, in ascending order.
 
     Attributes:
-        seconds: {width: seconds of past calls}.
+        seconds: {width: seconds of its last calls}, without the first one, which also warms up.
     """
 
     def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
@@ -82,9 +82,10 @@ class WindowPolicy:
 
         Leave samples that got none, or that were cut off by the end of the picture, out of `committed`.
         """
-        known = self.seconds.setdefault(width, [])
-        known.append(seconds)
-        del known[:-_TIMINGS]
+        if width in self.seconds:
+            self.seconds[width] = [*self.seconds[width], seconds][-_TIMINGS:]
+        else:
+            self.seconds[width] = []
         places = np.arange(1, width)  # a sample with n tokens kept n - 1 drafts and refused the n-th, if any
         tested = committed[:, None] >= places
         kept = committed[:, None] > places
@@ -103,10 +104,10 @@ class WindowPolicy:
     def choose(self) -> int:
         """Return the window of the next call. Times each width twice first, the widest first; drops the first time."""
         for width in reversed(self.widths):
-            if len(self.seconds.get(width, [])) < 2:
+            if not self.seconds.get(width):
                 return width
         tokens = self.tokens
-        cost = {width: median(self.seconds[width][1:]) for width in self.widths}
+        cost = {width: median(self.seconds[width]) for width in self.widths}
         return max(self.widths, key=lambda width: tokens[width - 1] / cost[width])
 
 
