@@ -27,6 +27,7 @@ class DecodeTrace:
             is "model" and "verify" together.
         peak_memory: most bytes allocated on the CUDA device; None on the CPU.
         divergence: measured distance to the target law per tested slot; None for a lossless sampler.
+        at_least: whether `divergence` is only a lower bound of that distance.
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
     """
 
@@ -40,6 +41,7 @@ class DecodeTrace:
     peak_memory: int | None = None
     divergence: float | None = None
     moved_mass: Tensor | None = None
+    at_least: bool = False
 
     @property
     def tokens_per_call(self) -> Tensor:
@@ -53,7 +55,10 @@ class DecodeTrace:
             return "same tokens as autoregressive sampling"
         if self.lossless:
             return "lossless"
-        return "lossy" if self.divergence is None else f"lossy, measured divergence {self.divergence:.4f}"
+        if self.divergence is None:
+            return "lossy"
+        bound = "at least " if self.at_least else ""
+        return f"lossy, measured divergence {bound}{self.divergence:.4f}"
 
     def summary(self) -> str:
         """Return one line: tokens, calls, tokens per call, time, and the output law."""
