@@ -64,6 +64,23 @@ def test_a_picture_depends_on_its_own_generator_only(pipe, guidance_scale):
     assert not both.tokens[2].equal(both.tokens[3])
 
 
+def test_pictures_of_prompts_of_different_length_see_their_own_words(pipe):
+    prompts = ["red", PROMPT]
+    condition = pipe.encode_prompt(prompts, num_images_per_prompt=2)
+    lengths = [int(pipe.encode_prompt(prompt).mask.sum()) for prompt in prompts]
+    assert lengths[0] < lengths[1]
+    assert condition.mask.sum(1).tolist() == [lengths[0], lengths[0], lengths[1], lengths[1]]
+    for row in range(4):
+        alone = pipe.encode_prompt(prompts[row // 2])
+        torch.testing.assert_close(condition.features[row][condition.mask[row]], alone.features[alone.mask])
+    told = pipe(prompts, num_images_per_prompt=2, generator=seeded(1, 2, 3, 4)).tokens
+    for row, prompt in enumerate(["red", "red", PROMPT, PROMPT]):
+        assert pipe(prompt, generator=seeded(row + 1)).tokens[0].equal(told[row])
+    embeds = pipe.encode_prompt(prompts)
+    given = dict(prompt_embeds=embeds.features, prompt_attention_mask=embeds.mask)
+    assert pipe(num_images_per_prompt=2, generator=seeded(1, 2, 3, 4), **given).tokens.equal(told)
+
+
 def test_one_generator_serves_the_batch(pipe):
     first = pipe([PROMPT] * 2, generator=torch.Generator().manual_seed(5)).tokens
     again = pipe([PROMPT] * 2, generator=torch.Generator().manual_seed(5)).tokens

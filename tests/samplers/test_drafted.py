@@ -235,6 +235,39 @@ def test_a_relaxed_rule_is_used_and_its_divergence_measured():
     assert (observed - first[:, None] * expected).abs().max() < 0.012
 
 
+def test_a_slot_without_a_draft_is_not_counted_as_tested():
+    """With an equal drafter and a rule that keeps everything, the tested slots are those with a draft."""
+    rule = AcceptanceRule(lambda target, law, drafts: torch.ones_like(law[..., 0]), lossless=False)
+    for stop_below in (0.0, 0.15, 1.0):
+        sampler = DraftedSampler(3, stop_below)
+        run = sampler.begin(MODEL, CONDITION, TokenLaw(), torch.arange(4), drafter=MODEL)
+        run.rule = rule
+        state = sampler.prepare(run)
+        drafted = torch.zeros(4, dtype=torch.long)
+        real = sampler.propose
+
+        def propose(run, state, real=real, drafted=drafted):
+            draft = real(run, state)
+            drafted += (draft.tokens >= 0).sum(1)
+            return draft
+
+        object.__setattr__(sampler, "propose", propose)
+        for _ in range(3):
+            sampler.step(run, state)
+        assert state.meter is not None and state.meter.tested.tolist() == drafted.tolist()
+        assert state.lengths.tolist() == (4 + drafted).tolist()
+        if stop_below == 1.0:
+            assert drafted.tolist() == 4 * [3]
+        elif stop_below:
+            assert len(set(drafted.tolist())) > 1
+
+
+def test_a_draft_of_exactly_the_bounds_probability_does_not_stop():
+    """A greedy law gives its token probability 1, which is not below 1."""
+    trace = decode(DraftedSampler(4, 1.0), MODEL, MODEL, law=TokenLaw(temperature=0.0)).trace
+    assert trace.target_calls.tolist() == 4 * [1 + 35 // 5]
+
+
 @pytest.mark.parametrize("name", RELAXED)
 def test_relaxed_sampler_says_that_it_is_lossy_and_by_how_much(name):
     sampler = DraftedSampler(4, **RELAXED[name])

@@ -50,6 +50,24 @@ class Counting(TabularModel):
 
 
 @pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+def test_a_narrow_call_keeps_the_drafts_of_a_wider_one(initial_draft):
+    sampler = SpeculativeJacobiSampler(12, initial_draft=initial_draft)
+    run = sampler.begin(MODEL, CONDITION, LAW, torch.arange(4))
+    state = sampler.prepare(run)
+    state.width = 12
+    sampler.step(run, state)
+    first, drawn = state.lengths.clone(), state.tokens.clone()  # slots 1 to 12 were scored
+    state.width = 2
+    sampler.step(run, state)
+    kept = 0
+    for row in range(4):
+        later = slice(max(int(first[row]) + 2, int(state.lengths[row])), 13)
+        assert torch.equal(state.tokens[row, later], drawn[row, later])
+        kept += max(0, later.stop - later.start)
+    assert kept > 12
+
+
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_trace_counts_the_calls_of_every_sample(coupling, acceptance, initial_draft):
     model = Counting(TokenGrid(8, 8), 16, order=2, conditions=3, dependence=0.2)

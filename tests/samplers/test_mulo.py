@@ -245,3 +245,24 @@ def test_upsampler_keeps_places_and_drafter_checks_its_halves():
     small = {"vocab_size": 12, "dim": 16, "num_layers": 1, "num_heads": 2, "grid_size": 3}
     with pytest.raises(ValueError, match="writes 3 x 3 tokens out of 12"):
         MultiscaleDrafter(small, dict(up.config))
+
+
+def test_a_call_tests_open_slots_only_and_is_the_last_of_what_it_tests():
+    model, guess = TabularModel(TokenGrid(4, 4), 6, order=2), drafter(6, 16)
+    sampler = MultiscaleSampler(pool=1, radius=1, max_rounds=5)
+    run = sampler.begin(model, None, TokenLaw(), torch.arange(6), drafter=guess)
+    state = sampler.prepare(run)
+    last, calls, ragged = torch.zeros(6, 16, dtype=torch.long), torch.ones(6, dtype=torch.long), False
+    for round in range(1, 6):
+        before, tokens, label = state.open.clone(), state.tokens.clone(), state.label.clone()
+        sampler.step(run, state)
+        last[before], calls = round, calls + before.any(1)
+        ragged |= bool(before.any() and not before.all())
+        assert torch.equal(state.commit_call, last) and torch.equal(state.target_calls, calls)
+        assert torch.equal(state.tokens[~before], tokens[~before])
+        assert torch.equal(state.label[~before], label[~before])
+        slots = torch.arange(16).expand(6, -1)
+        cache = model.prefill(None, batch_size=6, guided=False, window=16)
+        logits = torch.cat([cache.logits[:, None], model(cache, tokens[:, :-1], slots[:, :-1])], 1)
+        torch.testing.assert_close(state.label[before], logits.log_softmax(-1)[before])
+    assert ragged and not state.open.any()  # the rounds are used up

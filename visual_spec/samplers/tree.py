@@ -185,6 +185,10 @@ class TreeSampler(Sampler):
         _check_nodes(num_nodes, depth * width, acceptance, siblings)
 
     @property
+    def measures_at_least(self) -> bool:
+        return False  # `siblings.moved_mass` is the distance of top-k siblings, and an upper bound for drawn ones
+
+    @property
     def num_scored(self) -> int:
         """Number of nodes of the target call: the root, and the scored drafts."""
         return 1 + (self.config.num_nodes or self.config.depth * self.config.width)

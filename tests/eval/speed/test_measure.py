@@ -1,6 +1,8 @@
 """What a call is said to spend its time on, what a machine is said to reach, and what a device computes in."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from tests.tiny import tiny_pipeline
 from visual_spec.eval import machine
 from visual_spec.eval.defaults import with_setting
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, measure, token_bench
+from visual_spec.eval.speed import bench, measure, official_bench, token_bench
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw
@@ -41,6 +43,30 @@ def test_phases_and_gap_add_up_to_a_call_on_a_processor():
     assert found["gap_ms_per_call"] == pytest.approx(10.0)
     phases = [{**laps, "measure": 5.0} for laps in phases]  # which `seconds` do not hold
     assert measure.phase_figures(seconds, phases, calls, device=CPU)["gap_ms_per_call"] == pytest.approx(10.0)
+
+
+def test_the_prefill_is_in_no_call_and_in_no_gap():
+    """Of every round, with raw seconds by hand: 10 calls behind a prefill of 100 s, and a gap of 1 s a call."""
+    laps = {"prefill": 100.0, "model": 20.0, "verify": 5.0}
+    trace = SimpleNamespace(seconds=135.0, phase_seconds=laps, target_calls=torch.tensor([7, 11]))
+    setting: Any = SimpleNamespace(text="row", law=None, on=lambda pipe: nullcontext())
+    decoder: Any = SimpleNamespace(
+        traces={"row": 5 * [trace]}, pipe=SimpleNamespace(device=CPU), condition=lambda first: None
+    )
+    expected = {"phase_ms_per_call": {"model": 2000.0, "verify": 500.0}, "gap_ms_per_call": 1000.0}
+    assert token_bench._Decoder.phases(decoder, setting, 3) == expected
+
+    def sampler(model, condition, *, callback, **options):
+        for call in range(11):
+            callback(call, torch.zeros(2))
+        return SimpleNamespace(trace=trace)
+
+    setting.sampler = sampler
+    middle: Any = SimpleNamespace(device=CPU)
+    found = official_bench._time_sampler(setting, middle, None, batch_size=2, runs=3, warmup=1)
+    assert found["seconds"] == 3 * [35.0] and found["prefill_ms"] == 100_000
+    assert {name: found[name] for name in expected} == expected
+    assert laps["prefill"] == 100  # the trace is left as it is
 
 
 def test_on_a_gpu_the_gap_is_the_time_without_work():
@@ -100,9 +126,23 @@ def test_the_matmul_peak_counts_two_operations_a_product(monkeypatch):
     assert measure.matmul_peak(CPU, torch.float32, size=32, repeats=3) == 2 * 32**3 / 0.25
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_processor_computes_in_all_dtypes_that_can_be_asked_for(dtype):
-    measure.refuse_dtype(CPU, dtype)
+def test_a_processor_computes_in_the_dtypes_whose_products_are_right(monkeypatch):
+    asked = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    assert all(measure._computes_in(CPU, dtype) for dtype in asked)
+    measure.refuse_dtype(CPU, torch.float16)
+    everything = "float32, bfloat16, float16, float64"
+    with pytest.raises(
+        ValueError, match=f"does not compute in bool; pass --dtype with one of {everything}[.]"
+    ):
+        measure.refuse_dtype(CPU, torch.bool)
+    ones = torch.ones
+    right = torch.float64
+    monkeypatch.setattr(
+        torch, "ones", lambda *size, dtype, device: ones(size, dtype=dtype, device=device) * (dtype == right)
+    )
+    measure.refuse_dtype(CPU, right)
+    with pytest.raises(ValueError, match="does not compute in float32; pass --dtype with one of float64[.]"):
+        measure.refuse_dtype(CPU, torch.float32)
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):

@@ -207,6 +207,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
         return (self.promise or self.config.acceptance) not in ("lossy", *RELAXED)
 
     @property
+    def measures_at_least(self) -> bool:
+        """Whether the measured divergence is only a lower bound, as that of an unbounded relaxed rule on one draft."""
+        return "acceptance" in self.config and not (self.relaxation.lossless or self.relaxation.bounded)
+
+    @property
     def needs_codebook(self) -> bool:
         """Whether a call needs `codebook`, the code of every token as the decoder sees it."""
         return "acceptance" in self.config and self.relaxation.needs_codebook
@@ -399,6 +404,7 @@ def decode(
         peak_memory=run.watch.peak_memory(run.device),
         divergence=divergence,
         moved_mass=moved_mass,
+        at_least=sampler.measures_at_least,
     )
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding
         trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))

@@ -28,6 +28,7 @@ class DecodeTrace:
             is "model" and "verify" together.
         peak_memory: most bytes allocated on the CUDA device; None on the CPU.
         divergence: measured distance to the target law per tested slot; None for a lossless sampler.
+        at_least: whether `divergence` is only a lower bound of that distance.
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
         low_precision: the model's floating type where it is below float32, such as "bfloat16", and the sampler scores
             several slots a call: rounding then decides near-ties. None: it decides nothing.
@@ -47,6 +48,7 @@ class DecodeTrace:
     moved_mass: Tensor | None = None
     low_precision: str | None = None
     scales_by_batch: bool = False
+    at_least: bool = False
 
     @property
     def promises_tokens(self) -> bool:
@@ -68,7 +70,10 @@ class DecodeTrace:
             return f"same tokens as autoregressive sampling{rounded}"
         if self.lossless:
             return "lossless"
-        return "lossy" if self.divergence is None else f"lossy, measured divergence {self.divergence:.4f}"
+        if self.divergence is None:
+            return "lossy"
+        bound = "at least " if self.at_least else ""
+        return f"lossy, measured divergence {bound}{self.divergence:.4f}"
 
     def summary(self) -> str:
         """Return one line: tokens, calls, tokens per call, time, and the output law."""
