@@ -349,6 +349,20 @@ def test_models_lists_sizes_samplers_and_what_was_verified(capsys):
     assert known["Emu3-Gen"]["samplers"]["AutoregressiveSampler"] == "yes"
 
 
+@pytest.mark.parametrize("width", [80, 120, 400])
+def test_the_tables_of_models_fit_the_terminal(capsys, monkeypatch, width):
+    cli.main(["models"])
+    words = capsys.readouterr().out.split()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    cli.main(["models"])
+    out = capsys.readouterr().out
+    tables = out[: out.index("\nVerified")].splitlines()
+    table_lines = [line for line in tables if not line.startswith(("On top", "Official"))]
+    assert max(map(len, table_lines)) <= width
+    assert {*words} - {*out.split()} <= {word for word in words if set(word) == {"-"}}  # rules alone differ
+
+
 def test_official_files_are_converted_and_drawn_from(tmp_path, capsys, monkeypatch):
     add_tiny_presets(monkeypatch)
     files = [str(write_class_model(tmp_path)), str(write_tokenizer(tmp_path))]

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -229,7 +230,7 @@ def _embedded_table(facts: list[dict[str, Any]]) -> str:
         ]
         for fact in facts
     ]
-    return plain_table(["model", "pipeline", "pixels or rate", "parameters", "MB"], lines)
+    return plain_table(["model", "pipeline", "pixels or rate", "parameters", "MB"], lines, _width())
 
 
 def _official_table() -> str:
@@ -253,7 +254,7 @@ def _official_table() -> str:
         [name, "", load, "-", "-", "-", "-", "-", how] for name, (load, how) in catalogue.OTHER_MODELS.items()
     ]
     header = ["model", "weights", "load with", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16"]
-    return plain_table([*header, "verified by"], lines)
+    return plain_table([*header, "verified by"], lines, _width())
 
 
 def _fit_table(facts: list[dict[str, Any]]) -> str:
@@ -270,7 +271,12 @@ def _fit_table(facts: list[dict[str, Any]]) -> str:
     }
     families |= {name.split(",")[0]: RASTER_TREE_ORDER for name in catalogue.OTHER_MODELS}
     lines = [[s.class_name, s.promise, *(fit(calls, s) for calls in families.values())] for s in SAMPLERS]
-    return plain_table(["sampler", "result", *families], lines)
+    return plain_table(["sampler", "result", *families], lines, _width())
+
+
+def _width() -> int | None:
+    """Letters in a line of the terminal; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _convert(args: argparse.Namespace) -> int:

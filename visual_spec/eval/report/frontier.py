@@ -12,6 +12,7 @@ import base64
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,24 @@ class Style:
     glyph: str
 
 
+_WHITE, _LINE, _BAND = "#ffffff", "#b9b5aa", "#f0eee8"
 STYLES = {
     "plain": Style("plain decoding", "*", "#1c1e24", "★"),
     "control": Style("plain decoding otherwise (control)", "s", "#686a72", "■"),
     "lossless": Style("lossless", "o", "#187642", "●"),
     "lossy": Style("lossy", "^", "#b4430f", "▲"),
+}
+
+
+# The colours of a chart, and what they are called in the style of the page, which has them light and dark.
+_PAGE_COLOURS = {
+    "#1c1e24": "--ink",
+    "#686a72": "--muted",
+    "#187642": "--good",
+    "#b4430f": "--lossy",
+    _WHITE: "--card",
+    _LINE: "--axis",
+    _BAND: "--band",
 }
 
 
@@ -199,12 +213,12 @@ def _shortened(name: str, most: int = 66) -> str:
 def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axis) -> list[_Point]:
     """Draw the points of a panel with their bars; returns those it has room for numbers beside."""
     plain = rows[0]
-    panel.axhline(1, color="#b9b5aa", linewidth=1, zorder=0)
-    panel.axvline(1, color="#b9b5aa", linewidth=1, zorder=0)
+    panel.axhline(1, color=_LINE, linewidth=1, zorder=0)
+    panel.axvline(1, color=_LINE, linewidth=1, zorder=0)
     # What plain decoding itself is known to: quality within the band is not told apart from it.
     band = vertical.read(plain, plain)
     assert band is not None
-    panel.axhspan(band[1], band[2], color="#f0eee8", zorder=-1)
+    panel.axhspan(band[1], band[2], color=_BAND, zorder=-1)
     points: list[_Point] = []
     for number, row in enumerate(rows):
         x, y = horizontal.read(row, plain), vertical.read(row, plain)
@@ -219,7 +233,7 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
             fmt=style.marker,
             color=style.colour,
             markersize=17 if row["kind"] == "plain" else 9,
-            markeredgecolor="white",
+            markeredgecolor=_WHITE,
             markeredgewidth=1,
             elinewidth=1.2,
             alpha=0.95,
@@ -237,9 +251,9 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
     panel.set_xlabel(horizontal.title, fontsize=11)
     panel.set_ylabel(vertical.title + (" (axis turned)" if vertical.lower_is_better else ""), fontsize=11)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(labelsize=10, color="#b9b5aa")
+    panel.tick_params(labelsize=10, color=_LINE)
     for side in ("left", "bottom"):
-        panel.spines[side].set_color("#b9b5aa")
+        panel.spines[side].set_color(_LINE)
     if vertical.absolute is not None:
         one = vertical.absolute(plain)
         other = panel.secondary_yaxis("right", functions=(lambda y: y * one, lambda y: y / (one or 1.0)))
@@ -366,6 +380,17 @@ def _image(figure: Any, kind: str) -> bytes:
     return buffer.getvalue()
 
 
+def _inline_svg(drawing: str, prefix: str) -> str:
+    """An SVG file as a part of a page: as wide as the page, in the page's colours, its ids told apart by `prefix`."""
+    content = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
+    content = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", content, count=1)
+    content = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", content, count=1)
+    content = re.sub(r'( id="|href="#|url\(#)', rf"\1{prefix}", content)
+    for colour, variable in _PAGE_COLOURS.items():
+        content = content.replace(colour, f"var({variable})")
+    return content
+
+
 def write_page(
     documents: Sequence[dict[str, Any]], path: Path, title: str, *, overwrite: bool = False
 ) -> Path:
@@ -381,8 +406,8 @@ def write_page(
     for document in documents:
         charts = []
         for extractor in document["rows"][0]["features"]:
-            content = base64.b64encode(_image(draw_frontier(document, extractor), "svg")).decode()
-            charts.append((extractor, f"data:image/svg+xml;base64,{content}"))
+            drawn = _image(draw_frontier(document, extractor), "svg").decode()
+            charts.append((extractor, _inline_svg(drawn, f"chart{len(sections)}-{len(charts)}-")))
         sections.append(_section(document, charts))
     page = render_page("frontier.html.jinja", title=title, sections=sections, styles=STYLES)
     return write_atomically(path, page, overwrite=overwrite)
