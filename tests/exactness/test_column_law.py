@@ -234,6 +234,11 @@ def test_lossless_under_guidance_and_filters(law):
     check(model("delay", 3, seed=1), law, jacobi(2, "gumbel", "identical", "column", "last_law"))
 
 
+def test_a_column_that_waits_may_hold_what_no_law_allows():
+    """The last try at a replacement, in vain; it is not tested, and its ratio would be no number."""
+    check(model("delay", 3, seed=1), LAWS["top-k"], jacobi(3, "maximal", "exact", "column", "last_law"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 @pytest.mark.parametrize("coupling, acceptance, unit", ROWS)

@@ -63,7 +63,7 @@ def test_the_prefill_is_in_no_call_and_in_no_gap():
 
     setting.sampler = sampler
     middle: Any = SimpleNamespace(device=CPU)
-    found = official_bench._time_sampler(setting, middle, None, batch_size=2, runs=3, warmup=1)
+    found = official_bench.time_sampler(setting, middle, None, batch_size=2, runs=3, warmup=1)
     assert found["seconds"] == 3 * [35.0] and found["prefill_ms"] == 100_000
     assert {name: found[name] for name in expected} == expected
     assert laps["prefill"] == 100  # the trace is left as it is

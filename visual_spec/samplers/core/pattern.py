@@ -212,18 +212,20 @@ class ColumnChainSampler(ColumnSampler):
         """Test each column as one token (`product_residual`). Returns the verdict, and bool [B]: replacement found."""
         assert draft.label is not None
         codebooks, shape = run.pattern.codebooks, (*steps.shape, run.pattern.codebooks, -1)
-        label = draft.label.dense(draft.tokens)  # [B, N * K, V]
-        tokens = draft.tokens.clamp(min=0)
-        columns, there = tokens.view(shape[:3]), (draft.tokens >= 0).view(shape[:3]).all(-1)
+        # A column that waits for its replacement has no draft to test. All laws may forbid the tokens that stand there.
+        first = torch.arange(draft.tokens.shape[1], device=steps.device) < codebooks
+        drafts = draft.tokens.masked_fill(state.pending[:, None] & first, -1)
+        label = draft.label.dense(drafts)  # [B, N * K, V]
+        tokens = drafts.clamp(min=0)
+        columns, there = tokens.view(shape[:3]), (drafts >= 0).view(shape[:3]).all(-1)
         probability = product_acceptance(target.view(shape), label.view(shape), columns).masked_fill(
             ~there, 0
         )
         accept = run.noise.bernoulli(probability, steps * codebooks, ACCEPT, state.round)  # [B, N]
-        accept[:, :1] &= ~state.pending[:, None]
         kept = accepted_prefix(accept)
         if self.coupled:
             # Keep or replace the later drafts token by token: a draw from the target law that changes few of them.
-            exact = exact_acceptance(target, label, tokens).masked_fill(draft.tokens < 0, 0)
+            exact = exact_acceptance(target, label, tokens).masked_fill(drafts < 0, 0)
             entries = run.pattern.slots(steps)
             keep = run.noise.bernoulli(exact, entries, RESIDUAL, state.round)  # [B, N * K]
             position = torch.arange(steps.shape[1], device=steps.device).repeat_interleave(codebooks)
