@@ -530,6 +530,8 @@ class AudioPipeline(VisualPipeline):
             kwargs = {name: {"lengths": lengths}[name] for name in asked}
             callback_on_step_end(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
 
+        self._guidance_scale = law.guidance_scale
+        self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
         models = (
             self._model,
             self._codec,

@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import check_transformers_model
-from visual_spec.pipelines.components import resolved
+from visual_spec.pipelines.components import PIPELINES, resolved
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.samplers import registry
@@ -39,6 +39,8 @@ class VisualPipeline(DiffusionPipeline):
     sampler: Any
     drafter: Any = None
     last_trace: Any = None
+    _guidance_scale: Any = None  # of the call that runs, or ran last
+    _num_timesteps: int = 0
     _fitting_drafter = "an EagleDrafter trained for this model (scripts/train_drafter.py)"
 
     @classmethod
@@ -46,10 +48,12 @@ class VisualPipeline(DiffusionPipeline):
         """Load an embedded model, a folder written by `save_pretrained`, or a Hub id; arguments as for diffusers.
 
         Raises:
-            ValueError: a name that is none of these, a file, or a folder without a pipeline; says what to do. A
-                component whose weights are damaged or not those of its configuration; names them.
+            ValueError: a name that is none of these, a file, a folder without a pipeline, or a pipeline of another
+                class; says what to do. A component whose weights are damaged or not those of its configuration; names
+                them.
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
+        cls._refuse_other_class(pretrained_model_name_or_path)
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         name = os.fspath(pretrained_model_name_or_path)
@@ -60,6 +64,22 @@ class VisualPipeline(DiffusionPipeline):
             if of_transformers and part not in kwargs and (folder / part).is_dir():
                 check_transformers_model(folder / part, model, kwargs.get("variant"))
         return cast(Self, loaded)  # or a pair, with output_loading_info
+
+    @classmethod
+    def _refuse_other_class(cls, name: str | os.PathLike) -> None:
+        """Refuse a pipeline on this disk that was saved as one of our other classes.
+
+        Raises:
+            ValueError: names the class that loads it.
+        """
+        folder = Path(name) if Path(name).is_dir() else embedded_folder(os.fspath(name))
+        if not (folder / "model_index.json").is_file():
+            return  # of a Hub id diffusers says what it finds
+        saved_as = cls.load_config(folder).get("_class_name")
+        if saved_as in PIPELINES and saved_as not in {kind.__name__ for kind in cls.__mro__}:
+            raise ValueError(
+                f"{os.fspath(name)} holds a {saved_as}; load it with visual_spec.{saved_as}.from_pretrained."
+            )
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -127,6 +147,20 @@ class VisualPipeline(DiffusionPipeline):
         """The law's settings: what is given, and the defaults in place of None."""
         return self.default_settings() | {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def guidance_scale(self) -> Any:
+        """Guidance of the call that runs, or ran last; before the first one that of the defaults."""
+        return (
+            self._guidance_scale
+            if self._guidance_scale is not None
+            else self.default_settings().get("guidance_scale")
+        )
+
+    @property
+    def num_timesteps(self) -> int:
+        """Tokens, columns or scales of a sample, in the call that runs, or ran last; 0 before the first one."""
+        return self._num_timesteps
+
     # -- loading and moving --------------------------------------------------------------------------------------------
 
     @classmethod
@@ -188,6 +222,19 @@ class VisualPipeline(DiffusionPipeline):
         """Move and cast all components, as `DiffusionPipeline.to`."""
         with _no_empty_float32_warning():
             return super().to(*args, **kwargs)
+
+    def check_complete(self, *names: str) -> None:
+        """Refuse to draw or play without one of these components.
+
+        Raises:
+            ValueError: names those that are missing.
+        """
+        missing = [name for name in names if getattr(self, name, None) is None]
+        if missing:
+            raise ValueError(
+                f"this pipeline was loaded without its {' and '.join(missing)}; set pipe.{missing[0]}, or load it "
+                "whole. Without it, it encodes prompts only."
+            )
 
     def check_sampler(self) -> None:
         """Refuse a sampler that does not decode this model, or one that lacks its drafter.

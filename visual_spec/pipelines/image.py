@@ -25,7 +25,8 @@ class ImagePipeline(TokenImagePipeline):
     """Draws pictures from prompts.
 
     Args:
-        transformer: a next-token model over the image tokens (`visual_spec.models.core.protocol.NextTokenModel`).
+        transformer: a next-token model over the image tokens (`visual_spec.models.core.protocol.NextTokenModel`). None
+            here, for the tokenizer or for the sampler: the pipeline only encodes prompts (`encode_prompt`).
         vq_model: turns tokens into pictures; its codebook is the transformer's vocabulary.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler`; swap it freely (`pipe.sampler = ...`).
@@ -50,10 +51,10 @@ class ImagePipeline(TokenImagePipeline):
     # `from_pipe` hands a model on only if it is of exactly one of the annotated classes.
     def __init__(
         self,
-        transformer: LlamaGenTransformer,
-        vq_model: VQModel,
+        transformer: LlamaGenTransformer | None,
+        vq_model: VQModel | None,
         text_encoder: CaptionEncoder | T5Features | None,
-        sampler: SchedulerMixin,
+        sampler: SchedulerMixin | None,
         default_guidance_scale: float = 3.0,
         default_top_k: int = 0,
         drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
@@ -67,7 +68,7 @@ class ImagePipeline(TokenImagePipeline):
             drafter=drafter,
         )
         self._finish_init(default_guidance_scale, default_top_k)
-        if self.transformer.config.get("num_classes") is not None:
+        if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
             raise ValueError("the transformer draws from class labels; use ClassImagePipeline.")
 
     @classmethod
@@ -155,7 +156,8 @@ class ImagePipeline(TokenImagePipeline):
         Returns:
             TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device.
         """
-        device, dtype = self._execution_device, self.transformer.dtype
+        reader = self.text_encoder if self.transformer is None else self.transformer
+        device, dtype = self._execution_device, reader.dtype
         if prompt_embeds is None:
             prompts = [prompt] if isinstance(prompt, str) else list(prompt or ())
             unknown = self.text_encoder.unknown_words(prompts)

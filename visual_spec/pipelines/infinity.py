@@ -346,6 +346,7 @@ class InfinityPipeline(VisualPipeline):
         batch_size = len((condition[0] if isinstance(condition, tuple) else condition).mask)
         self.transformer.check_condition(condition, batch_size)
         sizes = [area_of(side) * self.vq_model.tokens_per_place for side in self.vq_model.scales]
+        self._guidance_scale, self._num_timesteps = [one.guidance_scale for one in laws], len(sizes)
         models, total = (self.transformer, self.vq_model), batch_size * sum(sizes)
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " bits"

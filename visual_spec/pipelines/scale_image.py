@@ -18,7 +18,7 @@ from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.labels import ClassNames, Labels
+from visual_spec.pipelines.labels import ClassNames, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
@@ -470,8 +470,9 @@ class ScaleImagePipeline(VisualPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        labels: Labels,
+        labels: Labels | None = None,
         *,
+        class_labels: Labels | None = None,
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
@@ -479,7 +480,8 @@ class ScaleImagePipeline(VisualPipeline):
         top_k: int | None = None,
         top_p: float | None = None,
         num_draft_scales: int | None = None,
-        num_images_per_label: int = 1,
+        num_images_per_label: int | None = None,
+        num_images_per_prompt: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
@@ -489,13 +491,15 @@ class ScaleImagePipeline(VisualPipeline):
         """Draw.
 
         Args:
-            labels: a class number, its name where the pipeline has `id2label`, or a list of them.
+            labels, class_labels: a class number, its name where the pipeline has `id2label`, or a list of them. Two
+                names of one argument.
             height, width: that of the model; another one is refused.
             guidance_scale, temperature, top_k, top_p: see `TokenLaw`. With the sampler's ramp, guidance grows from
                 none at the first scale to this scale at the last.
             num_draft_scales: how many scales the transformer draws before the refiner takes over (CoDe); None: the
                 pipeline's own; all: the transformer alone.
-            num_images_per_label: pictures of each class; those of one class follow each other.
+            num_images_per_label, num_images_per_prompt: pictures of each class; those of one class follow each other.
+                Two names of one argument; default 1.
             generator: one for all pictures, or a list of one per picture; a picture depends on its own noise only.
             output_type: "pil", "np" [B, H, W, 3] or "pt" [B, 3, H, W] in [0, 1], or "latent": the canvas [B, D, h, w].
             return_dict: False gives (images, tokens, trace).
@@ -510,21 +514,26 @@ class ScaleImagePipeline(VisualPipeline):
             ValueError, TypeError: a request that cannot be served; refused before any computation.
             FloatingPointError: logits that are not finite; names the slot.
         """
+        labels = one_of(labels=labels, class_labels=class_labels)
+        if num_images_per_label is None and num_images_per_prompt is None:
+            num_images_per_label = 1
+        each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
         law = self.make_law(guidance_scale, top_k, top_p, temperature)
         self.check_inputs(
             labels,
             height=height,
             width=width,
-            num_images_per_label=num_images_per_label,
+            num_images_per_label=each,
             num_draft_scales=num_draft_scales,
             generator=generator,
             output_type=output_type,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
-        condition = self.encode_prompt(labels, num_images_per_prompt=num_images_per_label)
+        condition = self.encode_prompt(labels, num_images_per_prompt=each)
         asked = callback_on_step_end_tensor_inputs
         names = self._callback_tensor_inputs if asked is None else asked
         sizes = [side * side for side in self.vq_model.scales]
+        self._guidance_scale, self._num_timesteps = law.guidance_scale, len(sizes)
         models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " tokens"

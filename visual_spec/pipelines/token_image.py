@@ -37,6 +37,8 @@ class TokenImagePipeline(VisualPipeline):
         """To be called when the components are registered: checks that they fit each other."""
         self.register_to_config(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         self.image_processor = VaeImageProcessor(do_resize=False)
+        if self.transformer is None or self.vq_model is None:
+            return  # it encodes prompts, or decodes tokens
         grid, side = self.transformer.grid, self.vq_model.tokens_per_side
         vocab_size, codes = self.transformer.vocab_size, self.vq_model.config["codebook_size"]
         if (vocab_size, grid.height, grid.width) != (codes, side, side):
@@ -84,6 +86,7 @@ class TokenImagePipeline(VisualPipeline):
         callback_tensors: Sequence[str] | None,
     ) -> None:
         """Refuse what no picture can be drawn with, whatever it is drawn from."""
+        self.check_complete("transformer", "vq_model", "sampler")
         self.check_sampler()
         size = self.image_size
         if height not in (None, size[0]) or width not in (None, size[1]):
@@ -139,7 +142,8 @@ class TokenImagePipeline(VisualPipeline):
             kwargs = {name: tensors[name] for name in asked}
             callback(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
 
-        num_tokens = self.transformer.grid.num_tokens
+        num_tokens = self._num_timesteps = self.transformer.grid.num_tokens
+        self._guidance_scale = law.guidance_scale
         parts = self.sampler_parts()
         models = self.transformer, parts.get("drafter")
         with at_hand(*models), self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
