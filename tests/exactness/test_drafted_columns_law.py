@@ -149,9 +149,21 @@ def test_catches_a_refused_draft_whose_label_is_dropped(monkeypatch):
 
 def test_catches_a_refused_draft_that_gets_the_label_of_a_later_one(monkeypatch):
     """A column that waits is drafted anew in every call; these drafts are not tested, and their labels do not count."""
+    real_forward = TabularColumnModel.forward
+
+    def moody(self, state, tokens, steps):
+        """A drafter that guesses otherwise for rows that wait: else the later label is that of the refused draft."""
+        logits, waiting = real_forward(self, state, tokens, steps), getattr(self, "waiting", None)
+        return (
+            logits if waiting is None else torch.where(waiting[:, None, None, None], logits.flip(-1), logits)
+        )
 
     def step(real, self, run, state):
-        waiting = state.pending
+        run.drafter.waiting = state.pending
+        real(self, run, state)
+
+    def mistaken(real, self, run, state):
+        waiting = run.drafter.waiting = state.pending
         state.pending = torch.zeros_like(waiting)
         bernoulli = run.noise.bernoulli
 
@@ -164,7 +176,11 @@ def test_catches_a_refused_draft_that_gets_the_label_of_a_later_one(monkeypatch)
         run.noise.bernoulli = refusing
         real(self, run, state)
 
-    plant(monkeypatch, "step", step)
+    monkeypatch.setattr(TabularColumnModel, "forward", moody)
+    with monkeypatch.context() as patch:
+        plant(patch, "step", step)
+        assert off(drafted(2, "exact")) < 1e-10
+    plant(monkeypatch, "step", mistaken)
     assert off(drafted(2, "exact")) > 1e-3
 
 
