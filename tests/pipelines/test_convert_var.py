@@ -44,7 +44,8 @@ def test_three_files_become_a_pair_in_any_order(files, tmp_path):
     assert facts["files"] == {
         str(files["large"]): "VAR-d2", str(files["small"]): "VAR-d1", str(files["vae"]): "VAR's tokenizer",
     }  # fmt: skip
-    loaded, want = load_pipeline(tmp_path / "out"), tiny_scale_pipeline()
+    # An official pair draws with the published law, whose first scales are warmer.
+    loaded, want = load_pipeline(tmp_path / "out"), tiny_scale_pipeline(warm_temperature=1.1)
     found = loaded([0, 3], generator=seeded(1, 2), top_k=5)
     assert found.tokens.equal(want([0, 3], generator=seeded(1, 2), top_k=5).tokens)
     assert loaded.config["default_top_k"] == 600

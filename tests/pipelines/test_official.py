@@ -122,7 +122,7 @@ BAD_LABELS = {
     "far miss": ("xyzzy", ValueError, r"unknown class 'xyzzy'; see pipe.config\['id2label'\]"),
     "fraction": ([1.5], TypeError, "label 1.5 is a float; pass a class number or name"),
     "bool": (True, TypeError, "label True is a bool"),
-    "none": (None, TypeError, "labels=None; pass a class number or name, or a list"),
+    "none": (None, TypeError, "neither of labels and class_labels given; pass one of them"),
 }
 
 

@@ -85,6 +85,7 @@ def run(stages, folder, **options):
 # -- the runner --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_failures_and_limits_stop_nothing_else_and_are_resumed(folder, tmp_path):
     limited = Stage(LASTS.name, LASTS.title, LASTS.parts, 12)
     stages = (FAILS, limited, FINE)
