@@ -142,11 +142,12 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     return _unpack(path, read_content(path))
 
 
-def read_content(path: Path, keep: str = "{'model': c['model']}") -> Any:
+def read_content(path: Path, keep: str = "{'model': c['model']}", *, namespaces: bool = True) -> Any:
     """What a file holds, read without running anything that is in it.
 
     Args:
         keep: Python for the part of the content `c` that is to be saved anew, where reading the file would need pickle.
+        namespaces: also read the argparse.Namespace of a training run, which is plain attributes.
 
     Raises:
         FileNotFoundError, IsADirectoryError, ValueError: as `read_checkpoint`, but that any content will do.
@@ -163,7 +164,7 @@ def read_content(path: Path, keep: str = "{'model': c['model']}") -> Any:
     if path.suffix == ".safetensors" or start[8:9] == b"{":
         return _load_safetensors(path)
     if start.startswith((b"PK\x03\x04", b"\x80")):
-        return _load_torch(path, start.startswith(b"PK"), keep)
+        return _load_torch(path, start.startswith(b"PK"), keep, [argparse.Namespace] if namespaces else [])
     raise ValueError(
         f"{path} is no checkpoint: it begins with {start[:12]!r}, and neither torch.save nor safetensors writes "
         "that. Pass an official .pt or .pth file; if this one was downloaded, look at it: it may be a web page."
@@ -177,10 +178,10 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is truncated or damaged ({error}); copy or download it again.") from error
 
 
-def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
+def _load_torch(path: Path, mapped: bool, keep: str, known: list[Any]) -> Any:
     try:
         # Training runs save their argparse.Namespace beside the weights: plain attributes, nothing that runs.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals(known):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
