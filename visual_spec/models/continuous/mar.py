@@ -165,9 +165,10 @@ class MARTransformer(ModelMixin, ConfigMixin):
         placed = torch.cat(
             [torch.arange(buffer, device=known.device).expand(len(known), -1), buffer + order], 1
         )
-        hidden = torch.cat(
-            [classes[:, None].expand(-1, buffer, -1), self.z_proj(tokens[rows, order])], 1
-        )  # [R, buffer + room, dim]
+        # Zeros, not what stands there: nobody looks at it, but it still enters products, and 0 * nan is nan.
+        read = torch.where(used[..., None], tokens[rows, order], 0.0)
+        # [R, buffer + room, dim]
+        hidden = torch.cat([classes[:, None].expand(-1, buffer, -1), self.z_proj(read)], 1)
         hidden = self.z_proj_ln(hidden + self.encoder_pos_embed_learned[0, placed])
         seen = torch.cat([used.new_ones(len(used), buffer), used], 1)
         mask = None if room == 0 else seen[:, None, None]  # [R, 1, 1, buffer + room]

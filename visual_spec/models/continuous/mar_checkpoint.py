@@ -42,22 +42,26 @@ def load_mar_checkpoint(
     return _fill(model, weights, f"{name} does not fit MAR of {config}", dtype)
 
 
-def load_kl16_checkpoint(source: Weights, *, dtype: torch.dtype | None = None) -> AutoencoderKL:
+def load_kl16_checkpoint(source: Weights, *, dtype: torch.dtype | None = None, **config: Any) -> AutoencoderKL:
     """The tokenizer of an official file, `kl16.ckpt`, as diffusers' class, for pictures of 256 pixels.
 
     Args:
         source: the file, a safetensors file of its weights, or a state dict with its keys, latent diffusion's.
         dtype: of the weights; None keeps that of the file.
+        config: arguments of `AutoencoderKL` that differ from `KL16`, e.g. `block_out_channels` of a tokenizer trained
+            elsewhere.
 
     Raises:
         ValueError, OSError: as `load_mar_checkpoint`.
     """
     weights, name = _weights_of(source, "model")
     # A discriminator is part of the training, and the official loader leaves it out as well.
-    weights = {kl16_key(key): value for key, value in weights.items() if not key.startswith("loss.")}
+    config = {**KL16, **config}
+    levels = len(config["block_out_channels"])
+    weights = {kl16_key(key, levels): value for key, value in weights.items() if not key.startswith("loss.")}
     weights = {key: value.flatten(1) if _is_projection(key) else value for key, value in weights.items()}
     with torch.device("meta"):
-        model = AutoencoderKL(**KL16)
+        model = AutoencoderKL(**config)
     return _fill(model, weights, f"{name} is not KL-16", dtype)
 
 
@@ -78,7 +82,11 @@ _ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj
 
 
 def kl16_key(key: str, levels: int = 5) -> str:
-    """diffusers' name of a weight that latent diffusion calls `key`; names that are nobody's stay as they are."""
+    """diffusers' name of a weight that latent diffusion calls `key`; names that are nobody's stay as they are.
+
+    Args:
+        levels: of resolution.
+    """
     if found := re.fullmatch(r"(encoder|decoder)\.norm_out\.(\w+)", key):
         return f"{found[1]}.conv_norm_out.{found[2]}"
     if found := re.fullmatch(r"(encoder|decoder)\.(mid|down|up)\.(.+)", key):
