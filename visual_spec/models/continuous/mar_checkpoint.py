@@ -42,7 +42,9 @@ def load_mar_checkpoint(
     return _fill(model, weights, f"{name} does not fit MAR of {config}", dtype)
 
 
-def load_kl16_checkpoint(source: Weights, *, dtype: torch.dtype | None = None, **config: Any) -> AutoencoderKL:
+def load_kl16_checkpoint(
+    source: Weights, *, dtype: torch.dtype | None = None, **config: Any
+) -> AutoencoderKL:
     """The tokenizer of an official file, `kl16.ckpt`, as diffusers' class, for pictures of 256 pixels.
 
     Args:
@@ -59,7 +61,10 @@ def load_kl16_checkpoint(source: Weights, *, dtype: torch.dtype | None = None, *
     config = {**KL16, **config}
     levels = len(config["block_out_channels"])
     weights = {kl16_key(key, levels): value for key, value in weights.items() if not key.startswith("loss.")}
-    weights = {key: value.flatten(1) if _is_projection(key) else value for key, value in weights.items()}
+    weights = {
+        key: value[..., 0, 0] if _is_projection(key) and value.shape[2:] == (1, 1) else value
+        for key, value in weights.items()
+    }
     with torch.device("meta"):
         model = AutoencoderKL(**config)
     return _fill(model, weights, f"{name} is not KL-16", dtype)
