@@ -18,7 +18,7 @@ from visual_spec.data.shapes_classes import CLASSES
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.training.loop import write_json
-from visual_spec.training.mar import LatentTraining, initialise, judge, train_latents
+from visual_spec.training.mar import LatentTraining, initialise, judge, round_matrices, train_latents
 
 SIZES: dict[str, dict[str, int]] = {
     "large": {"dim": 128, "num_layers": 4, "num_heads": 4, "head_width": 192, "head_depth": 3},
@@ -74,6 +74,9 @@ def main() -> None:
     parser.add_argument("--guidance-scale", type=float, default=2.0, help="of these pictures")
     parser.add_argument("--judged-steps", type=int, help="calls of MAR for a picture; default: one a token")
     parser.add_argument("--judged-head-steps", type=int, default=100, help="levels of a token's chain")
+    parser.add_argument(
+        "--eight-bits", action="store_true", help="store matrices in 8 bits, and judge the model so"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     tokenizer: Any = AutoencoderKL.from_pretrained(arguments.tokenizer, torch_dtype=torch.float32)
@@ -86,7 +89,9 @@ def main() -> None:
     names = ("steps", "batch_size", "scenes", "learning_rate", "head_repeats", "bfloat16", "seed")
     settings = LatentTraining(**{name: getattr(arguments, name) for name in names})
     model = model.to(arguments.device)
-    record = train_latents(model, tokenizer, settings, arguments.out)
+    record = train_latents(model, tokenizer, settings, arguments.out, cache=arguments.tokenizer)
+    if arguments.eight_bits:
+        round_matrices(model, arguments.out)
     if arguments.judged_pictures:
         record["drawn"] = judge(
             model,

@@ -9,6 +9,7 @@ null class, so that guidance works (Ho and Salimans 2022).
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch import Tensor
 
 from visual_spec.data.shapes import render
@@ -31,6 +34,7 @@ from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.head import guided
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.order import guidance_scales, random_orders, step_slots
+from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.training.kl_tokenizer import moments_of
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
 from visual_spec.training.var_tokenizer import to_pixels
@@ -52,7 +56,7 @@ class LatentTraining:
 
     steps: int = 2400
     batch_size: int = 32
-    scenes: int = 12000
+    scenes: int = 6000
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
     label_dropout: float = 0.1
@@ -80,9 +84,12 @@ class LatentPictures:
 
 
 def latent_pictures(
-    tokenizer: AutoencoderKL, count: int, seed: int, *, held_out: bool = False
+    tokenizer: AutoencoderKL, count: int, seed: int, *, held_out: bool = False, cache: Path | None = None
 ) -> LatentPictures:
-    """Latents of scenes of one large object."""
+    """Latents of scenes of one large object, kept in `cache`, a folder, if given, under the tokenizer's fingerprint."""
+    path = cache / f"latents_{fingerprint([tokenizer])}_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    if path and path.exists():
+        return LatentPictures(**torch.load(path, weights_only=True))
     size = tokenizer.config["sample_size"]
     side = size // 2 ** (len(tokenizer.config["block_out_channels"]) - 1)
     scenes = sample_one_object_scenes(count, seed, held_out=held_out)
@@ -91,12 +98,16 @@ def latent_pictures(
         pixels = np.stack([render(scene, size) for scene in scenes[start : start + 200]])
         for found, parts in zip(moments_of(tokenizer, pixels), (means, stds), strict=True):
             parts.append(found.flatten(2).mT.contiguous())
-    return LatentPictures(
+    found = LatentPictures(
         labels=torch.tensor([class_of(scene) for scene in scenes]),
         means=torch.cat(means),
         stds=torch.cat(stds),
         objects=torch.from_numpy(object_slots(scenes, [side])),
     )
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(vars(found), path)
+    return found
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -122,16 +133,17 @@ def train_latents(
     out: Path,
     *,
     every: int = 250,
+    cache: Path | None = None,
 ) -> dict:
     """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
 
     It runs where the model is. A run that was interrupted goes on from `out/resume.pt` as if it had not been; the
-    finished run removes it.
+    finished run removes it. Latents are kept in `cache`, see `latent_pictures`.
 
     Raises:
         ValueError: a model of other tokens or classes than the tokenizer and the data have.
     """
-    pictures = latent_pictures(tokenizer, settings.scenes, settings.seed)
+    pictures = latent_pictures(tokenizer, settings.scenes, settings.seed, cache=cache)
     _check_fit(model, pictures)
     # Of the trunk only: the head's modulations start at 0, where Muon's steps of fixed size would tear them apart.
     trunk = torch.nn.ModuleList(
@@ -232,6 +244,23 @@ def _check_fit(model: LatentModel, pictures: LatentPictures) -> None:
         )
     if model.config["num_classes"] != len(CLASSES):
         raise ValueError(f"the model has {model.config['num_classes']} classes; the data has {len(CLASSES)}.")
+
+
+@torch.no_grad()
+def round_matrices(model: Any, out: Path) -> None:
+    """Round the matrices of a model to 8 bits (e4m3) and all else to 16, in place, and store it in `out` so."""
+    parts = {
+        name: value.to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16)
+        for name, value in model.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        parameter.copy_(parts[name])
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_config(out)
+    config = json.loads((out / "config.json").read_text())
+    config.pop("_name_or_path", None)  # where it was trained is nobody's business
+    write_json(out / "config.json", config)
+    save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 # -- judging ----------------------------------------------------------------------------------------------------------
