@@ -57,6 +57,10 @@ class MARState:
         """Keep only some samples, long [N], in this order. One that is named twice is held twice."""
         self.classes = self.classes[self.rows(samples)]
 
+    def buffers(self) -> list[Tensor]:
+        """What calls read in place."""
+        return [self.classes]
+
 
 class MARTransformer(ModelMixin, ConfigMixin):
     """A masked model of continuous tokens on a square grid. The defaults are MAR-B's.
