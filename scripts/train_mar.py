@@ -16,7 +16,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from visual_spec.data.shapes_classes import CLASSES
 from visual_spec.models.continuous.causal import CausalLatentTransformer
-from visual_spec.models.continuous.mar import MARTransformer
+from visual_spec.models.continuous.mar import HEADS, MARTransformer
 from visual_spec.training.loop import write_json
 from visual_spec.training.mar import LatentTraining, initialise, judge, round_matrices, train_latents
 
@@ -58,7 +58,7 @@ def main() -> None:
     )
     parser.add_argument("--kind", choices=("mar", "causal"), default="mar")
     parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--head-kind", choices=("diffusion", "flow"), default="diffusion")
+    parser.add_argument("--head-kind", choices=HEADS, default="velocity")
     parser.add_argument(
         "--start-from", type=Path, help="folder of a trained model of this kind to go on with"
     )

@@ -172,7 +172,7 @@ def test_latents_are_those_of_the_pictures_and_their_objects(tmp_path, tokenizer
 
 
 @pytest.mark.parametrize("kind", ["mar", "causal"])
-@pytest.mark.parametrize("head_kind", ["diffusion", "flow"])
+@pytest.mark.parametrize("head_kind", ["velocity", "flow"])
 def test_models_learn_and_leave_a_record(tmp_path, tokenizer, kind, head_kind):
     model = tiny_model(kind, head_kind=head_kind)
     record = train_latents(model, tokenizer, replace(TRAINING, steps=121, batch_size=8), tmp_path)

@@ -54,15 +54,15 @@ class LatentTraining:
         bfloat16: compute the matrix products in it: faster on a GPU, and on CPUs that can.
     """
 
-    steps: int = 2400
-    batch_size: int = 32
-    scenes: int = 6000
-    learning_rate: float = 2e-3
+    steps: int = 6000
+    batch_size: int = 20
+    scenes: int = 4000
+    learning_rate: float = 1.5e-3
     weight_decay: float = 0.02
     label_dropout: float = 0.1
     hidden_share: float = 0.2
     hidden_spread: float = 0.5
-    head_repeats: int = 2
+    head_repeats: int = 1
     object_weight: float = 2.0
     bfloat16: bool = False
     seed: int = 0

@@ -97,6 +97,31 @@ def test_chain_draws_the_law_of_an_exact_head():
     assert draw(schedule, head, torch.randn(20000, 1), temperature=0.5).std() < 0.8 * spread
 
 
+def test_a_velocity_says_the_same_as_the_noise_and_is_harmless_where_nothing_is_left():
+    torch.manual_seed(0)
+    by_noise, by_velocity = DiffusionSchedule(100), DiffusionSchedule(100, velocity=True)
+    tokens, noise, fraction = torch.randn(3, 4, 2).unbind(0)
+    for index in (0, 1, 40, 80):
+        kept = kept_share(int(by_noise.times[index]))
+        point = math.sqrt(kept) * tokens + math.sqrt(1 - kept) * noise
+        velocity = math.sqrt(kept) * noise - math.sqrt(1 - kept) * tokens
+        expected = by_noise.kernel(point, index, torch.cat([noise, fraction], -1))
+        found = by_velocity.kernel(point, index, torch.cat([velocity, fraction], -1))
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=1e-4)
+        assert torch.equal(found[1], expected[1])
+        levels = torch.full((4,), index)
+        exact = torch.cat([velocity, torch.full_like(velocity, -1.0)], -1)
+        nothing = torch.zeros(4)
+        torch.testing.assert_close(
+            by_velocity.losses(tokens, levels, noise, exact), nothing, rtol=0, atol=1e-3
+        )
+    zero = torch.zeros(1, 4)
+    wrong = torch.tensor([[0.1, 0.1, 0.0, 0.0]])
+    # What an error of a tenth does to the next point from the last level.
+    moved = [s.kernel(zero[:, :2], 99, wrong)[0].abs().max() for s in (by_noise, by_velocity)]
+    assert moved[0] > 5 and moved[1] < 0.01
+
+
 def test_losses_are_squared_error_and_divergence():
     torch.manual_seed(0)
     schedule = DiffusionSchedule(1000)

@@ -97,7 +97,7 @@ class CausalLatentTransformer(ModelMixin, ConfigMixin):
         num_classes: int = 1000,
         prefix_length: int = 1,
         order: Sequence[int] | None = None,
-        head_kind: str = "diffusion",
+        head_kind: str = "noise",
     ):
         super().__init__()
         check_sizes(dim, num_heads, head_kind)

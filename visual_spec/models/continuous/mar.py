@@ -10,8 +10,9 @@ those that were known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,9 +31,10 @@ PRESETS: dict[str, dict[str, int]] = {
     "H": {"dim": 1280, "num_layers": 20, "num_heads": 16, "head_width": 1536, "head_depth": 12},
 }
 
-# Of each kind of chain: how many numbers the head returns for each number of a token, and how a chain is made.
-HEADS: dict[str, tuple[int, type[DiffusionSchedule] | type[FlowSchedule]]] = {
-    "diffusion": (2, DiffusionSchedule),
+# Of each kind of head: how many numbers it returns for each number of a token, and what makes its chain.
+HEADS: dict[str, tuple[int, Callable[[int], DiffusionSchedule | FlowSchedule]]] = {
+    "noise": (2, DiffusionSchedule),  # the official one
+    "velocity": (2, partial(DiffusionSchedule, velocity=True)),
     "flow": (1, FlowSchedule),
 }
 
@@ -94,7 +96,7 @@ class MARTransformer(ModelMixin, ConfigMixin):
         head_depth: int = 6,
         num_classes: int = 1000,
         buffer_size: int = 64,
-        head_kind: str = "diffusion",
+        head_kind: str = "noise",
     ):
         super().__init__()
         check_sizes(dim, num_heads, head_kind)

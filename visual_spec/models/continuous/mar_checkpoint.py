@@ -167,7 +167,7 @@ def _read_config(weights: Mapping[str, Tensor], name: str, num_heads: int | None
                 "num_heads, which cannot be read off the weights."
             )
         num_heads = found[0]
-    kinds = {2 * token_dim: "diffusion", token_dim: "flow"}
+    kinds = {2 * token_dim: "noise", token_dim: "flow"}
     outputs = weights["diffloss.net.final_layer.linear.weight"].shape[0]
     if outputs not in kinds or round(length**0.5) ** 2 != length:
         raise ValueError(
