@@ -124,8 +124,8 @@ def test_an_interrupted_tokenizer_resumes_to_the_same_weights(tmp_path, monkeypa
 
 @torch.no_grad()
 def test_normalised_latents_have_a_spread_of_one_and_draw_the_same():
-    model = tiny_tokenizer().eval()
-    model.quant_conv.bias += torch.linspace(-1, 1, 6)  # pyright: ignore
+    model: Any = tiny_tokenizer().eval()
+    model.quant_conv.bias += torch.linspace(-1, 1, 6)
     _, pictures = class_pictures(8, 0, size=SIDE)
     means, stds = moments_of(model, pictures)
     before: Any = model.decode(means)

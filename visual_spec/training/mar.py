@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -121,7 +123,7 @@ def test_a_flow_head_returns_a_velocity_and_steers_another_chain():
 
 @pytest.mark.parametrize(("preset", "millions", "of_head"), [("B", 208, 36), ("L", 478, 72), ("H", 942, 151)])
 def test_official_sizes(preset, millions, of_head):
-    size = PRESETS[preset]
+    size: Any = PRESETS[preset]
     with torch.device("meta"):
         model = MARTransformer(**size)
     weights = {key: tuple(value.shape) for key, value in model.state_dict().items()}

@@ -42,7 +42,8 @@ def test_official_sizes_are_recognised(preset):
     from visual_spec.models.continuous.mar_checkpoint import _read_config
 
     with torch.device("meta"):
-        model = MARTransformer(**PRESETS[preset])
+        size: Any = PRESETS[preset]
+        model = MARTransformer(**size)
     config = _read_config(model.state_dict(), "x", None)
     assert {name: model.config[name] for name in config} == config
 
@@ -232,7 +233,7 @@ def test_kl16_computes_what_latent_diffusion_does():
     moments = straight.encode(pictures)
     torch.testing.assert_close(encoded.latent_dist.mean, moments[:, :16], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(encoded.latent_dist.logvar, moments[:, 16:], rtol=1e-4, atol=1e-4)
-    latents = torch.randn(2, 16, 2, 2, generator=torch.Generator().manual_seed(2))
+    latents: Any = torch.randn(2, 16, 2, 2, generator=torch.Generator().manual_seed(2))
     decoded: Any = model.decode(latents)
     torch.testing.assert_close(decoded.sample, straight.decode(latents), rtol=1e-4, atol=1e-4)
 

@@ -8,6 +8,7 @@ computes the modulations of all levels in one product before the loop, and `deno
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,8 @@ class TimeEmbedding(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, times: Tensor) -> Tensor:
-        return self.mlp(time_features(times).to(self.mlp[0].weight.dtype))
+        weight: Any = self.mlp[0].weight
+        return self.mlp(time_features(times).to(weight.dtype))
 
 
 class ResidualBlock(nn.Module):
