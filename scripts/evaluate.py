@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 scripts/evaluate.py --out runs/quality --samplers sp
 
 import sys
 
-from visual_spec.eval.quality.evaluate import main
+from visual_spec.eval.quality.command import main
 
 if __name__ == "__main__":
     try:

@@ -1,4 +1,4 @@
-"""Play music from prompts, as `visual-spec generate --music`: python scripts/generate_music.py PROMPT... [--compare]"""
+"""Play music from prompts, as `visual-spec generate --model tunes`: python scripts/generate_music.py PROMPT..."""
 
 import sys
 

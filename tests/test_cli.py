@@ -2,16 +2,21 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 
+import visual_spec
 from tests.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.tiny import tiny_pipeline
 from visual_spec import cli
+from visual_spec.eval.files import ready_folder
 from visual_spec.pipelines import embedded
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 
@@ -75,6 +80,16 @@ def test_sampler_and_law_settings_arrive(model, tmp_path, capsys):
     assert (document["top_k"], document["top_p"]) == (3, 0.9)
 
 
+def test_dtype_and_threads_arrive(model, tmp_path, capsys, monkeypatch):
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert generate(model, tmp_path, PROMPT, "--dtype", "bfloat16", "--threads", "1", "--json") == 0
+    document = last_line(capsys)
+    assert document["dtype"] == "bfloat16" and threads == [1]
+    law = "same tokens as autoregressive sampling up to near-ties (bfloat16)"
+    assert document["images"][0]["output_law"] == law
+
+
 @pytest.mark.parametrize(
     "sampler, output",
     [
@@ -133,15 +148,22 @@ def test_compare_fails_when_the_promise_is_broken(model, tmp_path, capsys, monke
 
     plain = AutoregressiveSampler.__call__
     monkeypatch.setattr(AutoregressiveSampler, "__call__", wrong)
-    assert generate(model, tmp_path, PROMPT, "--compare") == 1
+    assert generate(model, tmp_path / "float32", PROMPT, "--compare") == 1
     assert "promises the plain tokens, and did not give them" in capsys.readouterr().err
+    # Below float32 rounding may decide between two tokens, so another one breaks no promise.
+    assert generate(model, tmp_path / "bfloat16", PROMPT, "--compare", "--dtype", "bfloat16") == 0
+    captured = capsys.readouterr()
+    assert "same tokens as autoregressive sampling up to near-ties (bfloat16)" in captured.out
+    assert "error" not in captured.err
 
 
-def test_nothing_is_overwritten_unasked(model, tmp_path, capsys):
+def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):
     assert generate(model, tmp_path, PROMPT) == 0
     (picture,) = tmp_path.iterdir()
     picture.write_bytes(b"mine")
-    assert generate("no-such-model", tmp_path, PROMPT) == 2  # refused before the model is looked for
+    with monkeypatch.context() as patch:  # refused before the model is loaded
+        patch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
+        assert generate(model, tmp_path, PROMPT) == 2
     assert "000-a-red-circle-seed0.png exists" in capsys.readouterr().err
     assert picture.read_bytes() == b"mine"
     assert generate(model, tmp_path, PROMPT, "--overwrite") == 0
@@ -168,6 +190,15 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys):
         ([PROMPT, "--temperature", "nan"], "temperature=nan"),
         ([PROMPT, "--top-p", "0"], "top_p=0.0"),
         ([PROMPT, "--guidance-until", "-2"], "guidance_until=-2"),
+        ([PROMPT, "--guidance-scale", "1e39"], "guidance_scale=1e+39"),
+        ([PROMPT, "--temperature", "1e39"], "temperature=1e+39"),
+        ([PROMPT, "--seed", str(2**64)], f"--seed {2**64} given"),
+        ([PROMPT, "--seed", str(2**64 - 1), "--num-images", "2"], f"the last seed would be {2**64}"),
+        (
+            [PROMPT, "--sampler", "speculative-jacobi:window=4", "--window", "8"],
+            "--window given beside --sampler speculative-jacobi:window=4",
+        ),
+        ([PROMPT, "--format", "flac"], "--format flac is of music"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, arguments, message):
@@ -179,13 +210,16 @@ def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, argum
 
 def test_unusable_device_is_refused(model, tmp_path, capsys):
     assert cli.main(["generate", PROMPT, "--model", model, "--out", str(tmp_path), "--device", "abacus"]) == 2
-    assert "--device abacus cannot be used" in capsys.readouterr().err
+    assert "--device abacus is no device" in capsys.readouterr().err
+    assert cli.main(["generate", PROMPT, "--model", model, "--out", str(tmp_path), "--device", "meta"]) == 2
+    assert "--device meta holds no numbers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generate"], "required: PROMPT"),
+        (["generate", PROMPT, "--num-images", "1.5"], "1.5 given; pass an integer of at least 1"),
         (["generate", PROMPT, "--num-images", "0"], "0 given; pass an integer of at least 1"),
         (["generate", PROMPT, "--seed", "-1"], "-1 given; pass an integer of at least 0"),
         (["paint"], "invalid choice: 'paint'"),
@@ -201,6 +235,84 @@ def test_unknown_model_names_the_known_ones(tmp_path, capsys, model, monkeypatch
     monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", Path(model).parent)
     assert generate("shapez", tmp_path, PROMPT) == 2
     assert "unknown model 'shapez'; embedded models are tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("", "empty model name"), ("/nonexistent", "no folder /nonexistent"), ("./none", "no folder ./none")],
+)
+@pytest.mark.parametrize("command", ["generate", "bench", "eval"])
+def test_names_that_cannot_be_models_are_refused(tmp_path, capsys, command, name, message):
+    more = {"generate": [PROMPT], "bench": [], "eval": ["--out", str(tmp_path / "out")]}[command]
+    assert cli.main([command, *more, "--model", name]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "eval", "report"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    model, tmp_path, capsys, monkeypatch, command
+):
+    (tmp_path / "file").write_text("mine")
+    out = str(tmp_path / "file" / "out")
+    monkeypatch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
+    given = {"generate": [PROMPT], "report": [str(tmp_path / "file")]}.get(command, [])
+    of = [] if command == "report" else ["--model", model]
+    assert cli.main([command, *given, *of, "--out", out]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "cannot write to" in error and str(tmp_path / "file") in error and "\n" not in error
+
+
+def test_an_interruption_keeps_what_is_finished(model, tmp_path, capsys, monkeypatch):
+    def interrupted(self, *args, **kwargs):
+        calls.append(0)
+        if len(calls) == 4:  # after the warm-up and the first prompt
+            raise KeyboardInterrupt
+        return plain(self, *args, **kwargs)
+
+    plain, calls = AutoregressiveSampler.__call__, []
+    monkeypatch.setattr(AutoregressiveSampler, "__call__", interrupted)
+    assert generate(model, tmp_path, PROMPT, "--num-images", "3", "--compare") == 130
+    error = capsys.readouterr().err.strip()
+    assert error == "visual-spec: interrupted; files that were finished are kept"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"00{index}-a-red-circle-seed{index}.png" for index in (0, 1)]
+
+
+def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path):
+    code = "import sys; from visual_spec.cli import main; sys.exit(main(['models', '--json']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_version_is_said(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"visual-spec {visual_spec.__version__}\n"
+
+
+def test_what_a_killed_run_left_is_removed(model, tmp_path):
+    code = f"""
+import os, time
+from visual_spec.eval.files import write_atomically
+os.fsync = lambda _: (print(flush=True), time.sleep(600))
+write_atomically({str(tmp_path / "a.png")!r}, b"half")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        (half,) = tmp_path.iterdir()
+        (tmp_path / ".other.tmp").write_text("not ours")
+        ready_folder(tmp_path)
+        assert half.exists()  # its writer is still at it
+        writer.kill()
+    assert generate(model, tmp_path, PROMPT) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.tmp", "000-a-red-circle-seed0.png"]
 
 
 def test_unknown_words_are_a_warning(model, tmp_path, capsys):
@@ -235,6 +347,20 @@ def test_models_lists_sizes_samplers_and_what_was_verified(capsys):
         1_410_972_672 + 2 * 577 * 2 * 48 * 1536
     )
     assert known["Emu3-Gen"]["samplers"]["AutoregressiveSampler"] == "yes"
+
+
+@pytest.mark.parametrize("width", [80, 120, 400])
+def test_the_tables_of_models_fit_the_terminal(capsys, monkeypatch, width):
+    cli.main(["models"])
+    words = capsys.readouterr().out.split()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    cli.main(["models"])
+    out = capsys.readouterr().out
+    tables = out[: out.index("\nVerified")].splitlines()
+    table_lines = [line for line in tables if not line.startswith(("On top", "Official"))]
+    assert max(map(len, table_lines)) <= width
+    assert {*words} - {*out.split()} <= {word for word in words if set(word) == {"-"}}  # rules alone differ
 
 
 def test_official_files_are_converted_and_drawn_from(tmp_path, capsys, monkeypatch):

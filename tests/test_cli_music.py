@@ -1,4 +1,4 @@
-"""`visual-spec generate --music`, run on a tiny real model."""
+"""`visual-spec generate` with music models, run on a tiny real model."""
 
 import json
 import wave
@@ -123,9 +123,9 @@ def test_a_masked_model_plays_by_the_sampler_it_was_saved_with(tmp_path, capsys)
     [
         (
             ["--compare"],
-            "tunes_masked fills in hidden codes; there is no plain decoding of it to compare with",
+            "tunes_masked has one way to decode; there is no plain decoding to compare it with",
         ),
-        (["--window", "4"], "window given, which tunes_masked's own sampler does not have"),
+        (["--window", "4"], "the masked sampler has no setting window"),
         (["--sampler", "column-jacobi"], "does not fill in hidden codes; those that do: MaskedSampler"),
     ],
 )
@@ -176,11 +176,24 @@ def test_a_missing_writer_is_named_before_anything_is_played(tmp_path, capsys, m
     assert "writing flac needs soundfile: install visual-spec[audio]" in capsys.readouterr().err
 
 
-def test_a_music_model_without_the_flag_is_told(tmp_path, capsys):
-    assert cli.main(["generate", PROMPT, "--model", "tunes", "--out", str(tmp_path), "--device", "cpu"]) == 2
-    assert "tunes plays music; pass --music too" in capsys.readouterr().err
+def test_the_medium_is_that_of_the_model(tmp_path, capsys):
+    """`--music` names no more than the usual model."""
+    plain = ["--out", str(tmp_path), "--device", "cpu", "--json"]
+    assert cli.main(["generate", PROMPT, "--model", "tunes", "--seed", "4", *plain]) == 0
+    named = last_line(capsys)
+    heard = samples(named["clips"][0]["file"])
+    assert play(tmp_path / "flag", PROMPT, "--seed", "4", "--json") == 0
+    by_flag = last_line(capsys)
+    assert np.array_equal(samples(by_flag["clips"][0]["file"]), heard)
+    assert {**named, "clips": None} == {**by_flag, "clips": None}
+
+
+def test_lengths_are_of_music(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("visual_spec.pipelines.loading.load_pipeline", lambda *_: pytest.fail("loaded"))
     assert cli.main(["generate", PROMPT, "--seconds", "3", "--out", str(tmp_path)]) == 2
-    assert "--seconds and --extend-stride are of music" in capsys.readouterr().err
+    assert "--seconds and --extend-stride are of music, and shapes draws pictures" in capsys.readouterr().err
+    assert play(tmp_path, PROMPT, "--model", "shapes") == 2
+    assert "shapes draws pictures; leave --music out" in capsys.readouterr().err
 
 
 def test_models_lists_the_rate(capsys):

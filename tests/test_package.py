@@ -1,6 +1,7 @@
 """The package as a whole: what importing costs, and who may import whom."""
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -34,10 +35,19 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Absolute names of the modules of ours that a file imports, at any level of nesting."""
+def imported_modules(path: Path, *, for_types: bool = True) -> set[str]:
+    """Absolute names of the modules of ours that a file imports, at any level of nesting.
+
+    Args:
+        for_types: also those under `if TYPE_CHECKING`.
+    """
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    if not for_types:
+        blocks = (n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))
+        hidden = {id(inner) for block in blocks for part in block.body for inner in ast.walk(part)}
+        nodes = [node for node in nodes if id(node) not in hidden]
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -73,6 +83,20 @@ def watch(event, args):
 sys.addaudithook(watch)
 import visual_spec, visual_spec.cli, visual_spec.pipelines, visual_spec.pipelines.embedded
 assert not events, events
+"""
+    run_python(code)
+
+
+def test_drawing_with_one_model_imports_that_model_only():
+    code = """
+import sys, torch, visual_spec
+pipe = visual_spec.ImagePipeline.from_pretrained("shapes")
+pipe.set_progress_bar_config(disable=True)
+pipe("a red circle", generator=torch.Generator().manual_seed(0))
+others = ("musicgen", "encodec", "var", "infinity", "magnet", "tree", "columns", "masked")
+ours = [name for name in sys.modules if name.startswith("visual_spec.")]
+assert not [name for name in ours if any(word in name for word in others)], ours
+assert pipe.last_trace is not None
 """
     run_python(code)
 
@@ -113,6 +137,44 @@ def test_dependencies_point_down_only(sub_package):
             assert top in allowed, f"{path.relative_to(ROOT)} imports {name}; allowed are {sorted(allowed)}"
 
 
+def import_graph() -> dict[str, set[str]]:
+    """Every module of the package, and those it imports when it runs, also inside functions."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    known = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    return {
+        name: (imported_modules(path, for_types=False) & set(known)) - {name} for name, path in known.items()
+    }
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first one again at the end; empty if there are none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]  # in the order of importing
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    circle = find_circle(import_graph())
+    assert not circle, " imports ".join(circle)
+
+
+def test_a_circle_is_found(tmp_path):
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})[0] in "abc"
+    assert find_circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    file = tmp_path / "file.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import visual_spec.cli\n"
+        "else:\n    import visual_spec.eval\n"
+        "def later():\n    from visual_spec.data import shapes\n"
+    )
+    inside = {"visual_spec.eval", "visual_spec.data", "visual_spec.data.shapes"}
+    assert imported_modules(file, for_types=False) == inside
+    assert imported_modules(file) == inside | {"visual_spec.cli"}
+
+
 def test_no_package_is_left_out_of_the_dependency_rules():
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
     assert folders <= set(BELOW)
@@ -123,6 +185,13 @@ def test_samplers_know_the_protocol_and_no_concrete_model():
         models = {name for name in imported_modules(path) if name.startswith("visual_spec.models")}
         core = "visual_spec.models.core"
         strangers = {name for name in models if not f"{name}.".startswith(f"{core}.")}
+        assert strangers <= {"visual_spec.models"}, f"{path.relative_to(ROOT)} imports {strangers}"
+
+
+def test_what_models_share_knows_no_concrete_model():
+    for path in sorted((PACKAGE / "models" / "core").rglob("*.py")):
+        models = {name for name in imported_modules(path) if name.startswith("visual_spec.models")}
+        strangers = {name for name in models if not f"{name}.".startswith("visual_spec.models.core.")}
         assert strangers <= {"visual_spec.models"}, f"{path.relative_to(ROOT)} imports {strangers}"
 
 

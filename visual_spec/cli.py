@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import json
-import re
+import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from visual_spec.eval.report.pages import ComparisonRow
+import visual_spec
+from visual_spec.eval.tables import plain_table
+from visual_spec.samplers.registry import names
 
-_SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
 _OWN_ARGUMENTS = {
     "bench": ("visual_spec.eval.speed.bench", "measure calls and seconds"),
-    "eval": ("visual_spec.eval.quality.evaluate", "what samplers gain, and what it costs in quality"),
+    "eval": ("visual_spec.eval.quality.command", "what samplers gain, and what it costs in quality"),
     "report": ("visual_spec.eval.report.frontier", "draw speed against quality from the results of eval"),
 }
-_LAW_SETTINGS = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -34,16 +33,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="visual-spec", description="Fast and exact token-by-token generation."
     )
+    parser.add_argument("--version", action="version", version=f"visual-spec {visual_spec.__version__}")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="generate | convert | models | bench | eval | report"
     )
+    _add_generate(commands)
+    _add_convert(commands)
+    models = commands.add_parser("models", help="list models, samplers, what was verified, and memory")
+    models.add_argument("--json", action="store_true", help="print JSON")
+    models.set_defaults(run=_models)
+    for name, (_, what) in _OWN_ARGUMENTS.items():  # they read their own arguments: see `main`
+        commands.add_parser(name, help=f"{what}; see visual-spec {name} --help", add_help=False)
+    return parser
 
+
+def _add_generate(commands: Any) -> None:
     generate = commands.add_parser("generate", help="draw pictures, or play music, from prompts")
     generate.add_argument(
         "prompts", nargs="+", metavar="PROMPT", help="(for class models: class names or numbers)"
     )
     generate.add_argument(
-        "--model", help="embedded name, folder, or Hub id (default: shapes, of music: tunes)"
+        "--model", help="embedded name, folder, or Hub id (default: shapes; with --music: tunes)"
     )
     generate.add_argument("--out", type=Path, default=Path("visual-spec-out"), metavar="DIR")
     generate.add_argument("--overwrite", action="store_true", help="replace files that are already there")
@@ -60,26 +70,33 @@ def build_parser() -> argparse.ArgumentParser:
         help="of the first picture; the next ones have seed + 1, seed + 2 ...",
     )
     generate.add_argument("--device", help="default: cuda where there is one, else cpu")
+    generate.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as they were saved)")
+    generate.add_argument(
+        "--threads", type=_at_least(1), metavar="N", help="processor threads (default: PyTorch's choice)"
+    )
     generate.add_argument(
         "--compare", action="store_true", help="decode plainly too, check equality, draw a sheet and a page"
     )
     generate.add_argument("--json", action="store_true", help="print a JSON document as the last line")
 
     music = generate.add_argument_group("music")
-    music.add_argument("--music", action="store_true", help="play the prompts: write sound files")
+    music.add_argument("--music", action="store_true", help="as --model tunes, where no model is named")
     music.add_argument("--seconds", type=float, metavar="S", help="length (default: that of the training)")
     music.add_argument(
         "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"
     )
-    music.add_argument("--format", choices=("wav", "flac", "ogg"), default="wav", help="(default: wav)")
+    music.add_argument("--format", choices=("wav", "flac", "ogg"), help="(default: wav)")
+    _add_sampler_and_law(generate)
+    generate.set_defaults(run=_generate)
 
+
+def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
     sampler = generate.add_argument_group("sampler")
     sampler.add_argument(
         "--sampler",
         metavar="NAME",
-        help="speculative-jacobi | autoregressive | proactive-jacobi | tree | zipar | scale-wise | ... (default: the "
-        "fast one of the model); settings may follow, such as tree:depth=4,width=6, or "
-        "scale-wise:num_draft_scales=6,cache_share=0.1",
+        help=f"{' | '.join(names())} (default: the fast one of the model); settings may follow, such as "
+        "tree:depth=4,width=6, or scale-wise:num_draft_scales=6,cache_share=0.1",
     )
     sampler.add_argument(
         "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
@@ -99,8 +116,9 @@ def build_parser() -> argparse.ArgumentParser:
     law.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
     law.add_argument("--top-k", type=int, metavar="K", help="0: off")
     law.add_argument("--top-p", type=float, metavar="P", help="1: off")
-    generate.set_defaults(run=_generate)
 
+
+def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert", help="make a folder of official LlamaGen, VAR or Infinity checkpoint files"
     )
@@ -129,53 +147,77 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_argument("--json", action="store_true", help="print a JSON document as the last line")
     convert.set_defaults(run=_convert)
 
-    models = commands.add_parser("models", help="list models, samplers, what was verified, and memory")
-    models.add_argument("--json", action="store_true", help="print JSON")
-    models.set_defaults(run=_models)
-
-    for name, (_, what) in _OWN_ARGUMENTS.items():  # they read their own arguments: see `main`
-        commands.add_parser(name, help=f"{what}; see visual-spec {name} --help", add_help=False)
-    return parser
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 a claim of equality failed, 2 bad input."""
+    """Run a command; returns the exit status.
+
+    0: done. 1: a claim of equality failed. 2: bad input. 130: interrupted. 141: what reads the output has gone.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            if arguments and arguments[0] in _OWN_ARGUMENTS:
-                module = importlib.import_module(_OWN_ARGUMENTS[arguments[0]][0])
-                return module.main(arguments[1:]) or 0
-            args = build_parser().parse_args(arguments)
-            return args.run(args)
+            status = _run(arguments)
+            sys.stdout.flush()  # here, where a closed pipe can be caught
+            return status
+        except BrokenPipeError:
+            # The interpreter flushes once more when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except KeyboardInterrupt:
+            print("\nvisual-spec: interrupted; files that were finished are kept", file=sys.stderr)
+            return 130
         except (ValueError, OSError, ImportError, FloatingPointError) as error:
             print(f"visual-spec: error: {error}", file=sys.stderr)
             return 2
 
 
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in _OWN_ARGUMENTS:
+        module = importlib.import_module(_OWN_ARGUMENTS[arguments[0]][0])
+        return module.main(arguments[1:]) or 0
+    args = build_parser().parse_args(arguments)
+    return args.run(args)
+
+
 def _models(args: argparse.Namespace) -> int:
     from visual_spec.models import catalogue
-    from visual_spec.models.core.calls import RASTER_TREE_ORDER
     from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
     from visual_spec.samplers.registry import SAMPLERS, fit
 
     facts = [describe(embedded_folder(name)) for name in embedded_models()]
-    known = [
-        {
-            **vars(model),
-            "memory_bytes": {"float32": model.memory(4), "bfloat16": model.memory(2)},
-            "samplers": {sampler.class_name: fit(model.calls, sampler) for sampler in SAMPLERS},
-        }
-        for model in catalogue.MODELS
-    ]
     if args.json:
+        known = [
+            {
+                **vars(model),
+                "memory_bytes": {"float32": model.memory(4), "bfloat16": model.memory(2)},
+                "samplers": {sampler.class_name: fit(model.calls, sampler) for sampler in SAMPLERS},
+            }
+            for model in catalogue.MODELS
+        ]
         samplers = [vars(sampler) for sampler in SAMPLERS]
         print(
             json.dumps({"embedded": facts, "models": known, "samplers": samplers, "extras": catalogue.EXTRAS})
         )
         return 0
     print("Embedded: need no download")
+    print(_embedded_table(facts))
+    print("\nOfficial weights (GB: weights and cache of one picture or clip with guidance)")
+    print(_official_table())
+    extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in catalogue.EXTRAS.items())
+    print(f"On top, in parameters: {extras}.")
+    print("\nSamplers x models")
+    print(_fit_table(facts))
+    print("\nVerified")
+    for name, how in catalogue.VERIFIED.items():
+        print(f"  {name}: {how}")
+    print(
+        "A folder written by save_pretrained or a Hub id 'owner/name' can be given in place of an embedded name."
+    )
+    return 0
+
+
+def _embedded_table(facts: list[dict[str, Any]]) -> str:
     lines = [
         [
             fact["name"],
@@ -188,9 +230,12 @@ def _models(args: argparse.Namespace) -> int:
         ]
         for fact in facts
     ]
-    print(format_table(["model", "pipeline", "pixels or rate", "parameters", "MB"], lines))
+    return plain_table(["model", "pipeline", "pixels or rate", "parameters", "MB"], lines, _width())
 
-    print("\nOfficial weights (GB: weights and cache of one picture or clip with guidance)")
+
+def _official_table() -> str:
+    from visual_spec.models import catalogue
+
     lines = [
         [
             model.name,
@@ -209,11 +254,14 @@ def _models(args: argparse.Namespace) -> int:
         [name, "", load, "-", "-", "-", "-", "-", how] for name, (load, how) in catalogue.OTHER_MODELS.items()
     ]
     header = ["model", "weights", "load with", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16"]
-    print(format_table([*header, "verified by"], lines))
-    extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in catalogue.EXTRAS.items())
-    print(f"On top, in parameters: {extras}.")
+    return plain_table([*header, "verified by"], lines, _width())
 
-    print("\nSamplers x models")
+
+def _fit_table(facts: list[dict[str, Any]]) -> str:
+    from visual_spec.models import catalogue
+    from visual_spec.models.core.calls import RASTER_TREE_ORDER
+    from visual_spec.samplers.registry import SAMPLERS, fit
+
     families = {fact["name"]: catalogue.PIPELINES.get(fact["pipeline"], ()) for fact in facts}
     families |= {
         m.name.split("-")[0]
@@ -223,15 +271,12 @@ def _models(args: argparse.Namespace) -> int:
     }
     families |= {name.split(",")[0]: RASTER_TREE_ORDER for name in catalogue.OTHER_MODELS}
     lines = [[s.class_name, s.promise, *(fit(calls, s) for calls in families.values())] for s in SAMPLERS]
-    print(format_table(["sampler", "result", *families], lines))
+    return plain_table(["sampler", "result", *families], lines, _width())
 
-    print("\nVerified")
-    for name, how in catalogue.VERIFIED.items():
-        print(f"  {name}: {how}")
-    print(
-        "A folder written by save_pretrained or a Hub id 'owner/name' can be given in place of an embedded name."
-    )
-    return 0
+
+def _width() -> int | None:
+    """Letters in a line of the terminal; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -262,276 +307,19 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    args.model = args.model or ("tunes" if args.music else "shapes")
-    if args.music:
-        from visual_spec.cli_music import play
+    from visual_spec.generate import generate
 
-        return play(args)
-    if args.seconds is not None or args.extend_stride is not None:
-        raise ValueError("--seconds and --extend-stride are of music; pass --music too, or leave them out.")
-    # One job per picture: a picture's seed is its own, so that the same picture can be drawn again alone.
-    prompts = [prompt for prompt in args.prompts for _ in range(args.num_images)]
-    jobs = [(prompt, args.seed + index) for index, prompt in enumerate(prompts)]
-    pictures = [
-        args.out / f"{index:03d}-{_slug(text)}-seed{seed}.png" for index, (text, seed) in enumerate(jobs)
-    ]
-    report = [args.out / f"comparison.{kind}" for kind in ("png", "html", "json")] if args.compare else []
-    from visual_spec.eval.files import refuse_existing
-
-    for path in (*pictures, *report):
-        refuse_existing(path, args.overwrite)
-
-    from visual_spec.pipelines.accelerate import make_row, parse_sampler
-    from visual_spec.samplers.core.law import TokenLaw
-
-    def read(text: str) -> tuple[str, Any, Any]:
-        name, settings = parse_sampler(text)
-        for flag in _SAMPLER_SETTINGS:
-            if (value := getattr(args, flag)) is not None:
-                settings[flag] = value
-        return (name, *make_row(name, **settings))
-
-    asked = None if args.sampler is None else read(args.sampler)
-    TokenLaw(**_law(args))  # refuses values out of range before the model is loaded
-    pipe = _load(args)
-    if hasattr(pipe, "sampling_rate"):
-        raise ValueError(f"{args.model} plays music; pass --music too.")
-    name, sampler, plan = asked or read(pipe.fast_sampler)
-    if asked is None and name == "scale-wise":
-        sampler = pipe.sampler  # as it was saved: models differ in how their guidance grows
-    _check_row(args, pipe, sampler, plan)
-    pipe.check_inputs(args.prompts)
-    document: dict[str, Any] = {
-        "model": args.model,
-        "device": str(pipe.device),
-        "sampler": {"name": name}
-        | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
-        | plan.describe(),
-        **{name: getattr(args, name) for name in _LAW_SETTINGS if getattr(args, name) is not None},
-    }
-    if args.compare:
-        status = _compare(args, pipe, (sampler, plan), jobs, pictures, report, document)
-    else:
-        with plan.on(pipe):
-            status = _draw(args, pipe, sampler, jobs, pictures, document)
-    if args.json:
-        print(json.dumps(document))
-    return status
-
-
-def _check_row(args: Any, pipe: Any, sampler: Any, plan: Any) -> None:
-    """Refuse, before anything is drawn, a sampler, a plan or a law that the pipeline has no use of."""
-    before = pipe.sampler
-    pipe.sampler = sampler
-    try:
-        pipe.check_sampler()
-        with plan.on(pipe):
-            pass
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-    finally:
-        pipe.sampler = before
-    if args.guidance_until is not None and pipe.fast_sampler == "scale-wise":
-        raise ValueError(
-            "--guidance-until counts the tokens of a next-token model; this one decodes scale by scale, and its "
-            "guidance grows from scale to scale. Leave it out."
-        )
-
-
-def _draw(args: Any, pipe: Any, sampler: Any, jobs: list, pictures: list[Path], document: dict) -> int:
-    from visual_spec.eval.files import write_atomically
-    from visual_spec.eval.quality.comparison import seeded_generators
-
-    pipe.sampler = sampler
-    rows = []
-    for start in range(0, len(jobs), args.batch_size):
-        batch = jobs[start : start + args.batch_size]
-        output = pipe(
-            [prompt for prompt, _ in batch],
-            generator=seeded_generators([seed for _, seed in batch]),
-            **_law(args),
-        )
-        for index, (prompt, seed) in enumerate(batch):
-            path = pictures[start + index]
-            write_atomically(path, _png(output.images[index]), overwrite=args.overwrite)
-            rows.append(
-                {
-                    "prompt": prompt,
-                    "seed": seed,
-                    "file": str(path),
-                    "calls": int(output.trace.target_calls[index]),
-                    "tokens_per_call": float(output.trace.tokens_per_call[index]),
-                    "batch_seconds": output.trace.seconds,
-                    "output_law": output.trace.output_law,
-                }
-            )
-    document["images"] = rows
-    header = ["file", "seed", "calls", "tokens/call", "seconds (batch)", "output"]
-    print(
-        format_table(
-            header,
-            [
-                [
-                    r["file"],
-                    str(r["seed"]),
-                    str(r["calls"]),
-                    f"{r['tokens_per_call']:.2f}",
-                    f"{r['batch_seconds']:.2f}",
-                    r["output_law"],
-                ]
-                for r in rows
-            ],
-        )
-    )
-    return 0
-
-
-def _compare(
-    args: Any,
-    pipe: Any,
-    row_of: tuple[Any, Any],
-    jobs: list,
-    pictures: list[Path],
-    report: list[Path],
-    document: dict,
-) -> int:
-    from visual_spec.eval.files import write_atomically
-    from visual_spec.eval.quality.comparison import compare
-    from visual_spec.eval.report.pages import contact_sheet, write_html
-
-    pipe.set_progress_bar_config(disable=True)  # drawing a bar would count as decoding time
-    sampler, plan = row_of
-    rows = compare(pipe, sampler, jobs, _law(args), plan=plan)
-    for path, row in zip(pictures, rows, strict=True):
-        write_atomically(path, _png(row.fast_image), overwrite=args.overwrite)
-    sheet_path, page_path, json_path = report
-    write_atomically(sheet_path, _png(contact_sheet(rows)), overwrite=args.overwrite)
-    write_html(rows, page_path, facts=_facts(document), overwrite=args.overwrite)
-    num_tokens = rows[0].grid.num_tokens
-    document["comparison"] = [
-        {
-            "prompt": row.prompt,
-            "seed": seed,
-            "file": str(path),
-            "plain_calls": row.plain_calls,
-            "calls": row.fast_calls,
-            "tokens_per_call": num_tokens / row.fast_calls,
-            "plain_seconds": row.plain_seconds,
-            "seconds": row.fast_seconds,
-            "identical": row.identical,
-            "output_law": row.output_law,
-        }
-        for row, (_, seed), path in zip(rows, jobs, pictures, strict=True)
-    ]
-    write_atomically(json_path, json.dumps(document, indent=2) + "\n", overwrite=args.overwrite)
-
-    print(_comparison_table(rows, num_tokens))
-    print(f"wrote {sheet_path}, {page_path}, {json_path} and {len(pictures)} pictures")
-    if all(row.identical for row in rows):
-        print("Every picture is the same, pixel for pixel.")
-    elif any(row.promised and not row.identical for row in rows):
-        print(
-            "visual-spec: error: this sampler promises the plain tokens, and did not give them",
-            file=sys.stderr,
-        )
-        return 1
-    elif pipe.fast_sampler == "scale-wise":
-        print(
-            "These are pictures of other laws than plain VAR's: several models, another one, or a compressed cache "
-            "promise neither the same tokens nor the same law. How far they are off, visual-spec eval measures."
-        )
-    else:
-        print(other_tokens(rows))
-    return 0
-
-
-def other_tokens(rows: Sequence[Any]) -> str:
-    """What to say of samples that are not those of plain decoding."""
-    laws = "; ".join(dict.fromkeys(row.output_law for row in rows))
-    return f"Not what plain decoding draws with these seeds. The output is: {laws}."
-
-
-def _comparison_table(rows: Sequence[ComparisonRow], num_tokens: int) -> str:
-    header = ["prompt", "calls", "tokens/call", "seconds", "speed-up", "identical"]
-    lines = []
-    for row in rows:
-        lines.append(
-            [
-                row.prompt,
-                f"{row.plain_calls} -> {row.fast_calls}",
-                f"{num_tokens / row.plain_calls:.2f} -> {num_tokens / row.fast_calls:.2f}",
-                f"{row.plain_seconds:.2f} -> {row.fast_seconds:.2f}",
-                f"{row.plain_seconds / row.fast_seconds:.2f}x",
-                "yes" if row.identical else "no",
-            ]
-        )
-    return format_table(header, lines)
-
-
-def format_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first to the left and the others to the right."""
-    table = [header, *lines]
-    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-    text = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in table
-    ]
-    text.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
-    return "\n".join(text)
-
-
-def _load(args: argparse.Namespace) -> Any:
-    import torch
-    from diffusers.utils import logging
-    from transformers.utils import logging as transformers_logging
-
-    from visual_spec.pipelines.loading import load_drafter, load_pipeline
-
-    logging.disable_progress_bar()
-    transformers_logging.disable_progress_bar()
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"--device {device} cannot be used ({reason}); pass cpu, or leave it out."
-        ) from error
-    pipe = load_pipeline(args.model).to(device)
-    if args.drafter is not None:
-        pipe.drafter = load_drafter(args.drafter).to(device)
-    return pipe
-
-
-def _facts(document: dict[str, Any]) -> dict[str, Any]:
-    """What the page says about the run: the scalars of the document, and the sampler's settings."""
-    facts = {name: value for name, value in document.items() if not isinstance(value, (dict, list))}
-    settings = document["sampler"]
-    return {**facts, "sampler": ", ".join(f"{name}={value}" for name, value in settings.items())}
-
-
-def _law(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in _LAW_SETTINGS if (value := getattr(args, name)) is not None}
-
-
-def _png(image: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def _slug(prompt: str, otherwise: str = "picture") -> str:
-    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].strip("-") or otherwise
+    return generate(args)
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
         if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} given; pass an integer of at least {minimum}")
+            raise argparse.ArgumentTypeError(f"{text} given; pass an integer of at least {minimum}")
         return value
 
     return parse

@@ -25,10 +25,10 @@ from visual_spec.data.tunes import (
     fit_contour,
     held_out_prompts,
     is_held_out,
-    sample_dataset,
     sample_tune,
     sample_tunes,
 )
+from visual_spec.data.tunes_synth import sample_dataset
 
 
 def _attributes(tune: Tune) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from visual_spec.data.tunes import (
     Tune,
     caption,
     compose,
-    sample_dataset,
     sample_tunes,
 )
 from visual_spec.data.tunes_finder import find_contour, find_key, find_onsets, fit_grid, without_bass
@@ -32,7 +31,7 @@ from visual_spec.data.tunes_parser import (
     score,
     score_facts,
 )
-from visual_spec.data.tunes_synth import render
+from visual_spec.data.tunes_synth import render, sample_dataset
 from visual_spec.eval.quality.accuracy import summarise
 
 

@@ -1,30 +1,25 @@
 """Loop level, relaxed rules: the divergence meter and the sequence law, by enumeration of the real sampler step."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.exactness.branching import (
-    Branches,
-    Enumeration,
-    Enumerator,
-    _hash,
-    _quantise,
-    _unique,
-    total_variation,
-)
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.planted import labels, observing
+from tests.exactness.regions import distinct, hash_rows, quantised, total_variation
 from tests.exactness.test_relaxed_rules import one_slot, tv
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import jacobi
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
-from visual_spec.samplers.core.checks import COUPLINGS, CheckedLaw
+from visual_spec.samplers.core.base import Run
+from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import Relaxation
-from visual_spec.samplers.jacobi import JacobiOptions, SpeculativeJacobiSampler
+from visual_spec.samplers.jacobi import JacobiState, SpeculativeJacobiSampler
 
 CODEBOOK = torch.tensor(
     [[1.0, 0.0], [0.6, 0.8], [-1.0, 0.0]]
@@ -37,7 +32,6 @@ RELAXATIONS = {
     "lantern++": Relaxation("lantern", factor=2.0, neighbours=2),
     "bounded": Relaxation("lantern", delta=0.05, neighbours=2, factor=4.0, bounded=True),
 }
-PLAIN = TokenLaw()
 # Rules that keep no draft less often than the exact one and replace refused ones from the plain residual.
 ONE_SIDED = ("raised", "bounded")
 
@@ -46,90 +40,117 @@ def three_tokens(height: int = 2, width: int = 2, **changes) -> TabularModel:
     return TabularModel(TokenGrid(height, width), 3, **changes)
 
 
-def rule_of(name: str) -> AcceptanceRule:
-    return RELAXATIONS[name].rule(CODEBOOK, "cpu")
+def settings_of(relaxation: Relaxation) -> dict[str, Any]:
+    """A relaxation as samplers take it."""
+    numbers = {name: value for name, value in vars(relaxation).items() if name != "acceptance"}
+    return {"acceptance": relaxation.acceptance, "relaxation": numbers}
+
+
+def sampler_of(name: str, window: int, coupling: str, initial_draft: str) -> SpeculativeJacobiSampler:
+    return SpeculativeJacobiSampler(
+        window, coupling, initial_draft=initial_draft, **settings_of(RELAXATIONS[name])
+    )
 
 
 class Checked(Enumerator):
     """Adds up the enumerated TV of every slot when it is tested, and checks the laws of all drafts and outcomes."""
 
-    def __init__(self, model: TabularModel, law: TokenLaw, options: JacobiOptions) -> None:
-        self.apart = 0.0  # mean over samples of the sum over tested slots
-        self.outcomes: list[tuple[Tensor, Tensor]] = []  # what is given, and by how much each outcome is off
-        super().__init__(model, law, options, step=self.watched_step)
+    def __init__(
+        self,
+        sampler: SpeculativeJacobiSampler,
+        model: TabularModel,
+        law: TokenLaw = PLAIN,
+        rule: AcceptanceRule | None = None,
+    ) -> None:
+        super().__init__(sampler, model, law, rule=rule, codebook=CODEBOOK)
+        self.tallies["apart"] = []  # mean over samples of the sum over tested slots
+        # By state: what is given, and by how much each outcome is off.
+        self.outcomes: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def apart(self) -> float:
+        return self.total("apart")
 
     def run(self) -> Enumeration:
         found = super().run()
-        if self.outcomes:
-            given, off = (torch.cat(parts) for parts in zip(*self.outcomes, strict=True))
-            first, inverse = _unique(given)
-            total = torch.zeros(len(first), 3, dtype=torch.float64).index_add_(0, inverse, off)
-            assert total.abs().max() < 1e-10
+        origin, given, off = (torch.cat(parts) for parts in zip(*self.outcomes, strict=True))
+        first, inverse = distinct(given)
+        off = found.visits[origin, None] * off
+        total = torch.zeros(len(first), 3, dtype=torch.float64).index_add_(0, inverse, off)
+        assert total.abs().max() < 1e-10
+        check_labels(found, self.first.num_tokens)
         return found
 
-    def watched_step(self, model, state, law, noise, options, watch) -> None:
+    def step(self, run: Run, state: JacobiState) -> None:
         scored: list[Tensor] = []
+        self.before = state.lengths, state.tokens.clone(), labels(state)
+        super().step(replace(run, law=observing(run.law, scored)), state)
+        self.target = scored[0]
 
-        class Observing(CheckedLaw):
-            def __call__(self, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
-                scored.append(law(logits, slots, guided))
-                return scored[0]
-
-        before, text, draft_law = state.lengths, state.tokens.clone(), state.draft_law
-        jacobi.step(model, state, Observing(law.law, law.num_tokens), noise, options, watch)
-        if noise.outcomes is None or options.window == 1:
-            return
-        target, length = scored[0], int(before[0])  # the same in all rows
-        committed = state.lengths - before  # the slots before the refused one, and that one
-        tested = torch.arange(options.window - 1) < committed[:, None]
-        _, laws = one_slot(options.rule, target[:, :-1][tested], draft_law[:, :-1][tested])
+    def count(self, origin: Tensor, state: JacobiState, weight: Tensor) -> None:
+        super().count(origin, state, weight)
+        target, (lengths, text, label) = self.target, self.before
+        drafts, length = label.shape[1], self.first.num_tokens
+        committed = state.lengths - lengths  # the slots before the refused one, and that one
+        tested = torch.arange(drafts) < committed[:, None]
+        _, laws = one_slot(self.first.rule, target[:, :-1][tested], label[tested])
         apart = torch.zeros(tested.shape, dtype=torch.float64)
         apart[tested] = tv(laws, target[:, :-1][tested])
-        self.apart += float((noise.weight[:, None] * apart).sum())
+        self.tallies["apart"].append((origin, weight * apart.sum(1)))
         # The next slot follows the one-slot law of the rule, given the committed tokens and the draft's label.
         wide = torch.zeros_like(target[:, :-1])
         wide[tested] = laws
-        label = _quantise(draft_law[:, 0].exp())
-        self._note(torch.cat([text[:, :length], label], 1), noise.weight, state.tokens[:, length], wide[:, 0])
+        given = [text_before(text, lengths), quantised(label[:, 0].exp())]
+        self._note(origin, given, weight, state.tokens, lengths, wide[:, 0])
         # The slot behind a window that is kept whole follows the target law, given all before it.
-        last = length + options.window - 1
-        if last < self.length:
-            whole = committed == options.window
-            self._note(
-                text[whole, :last], noise.weight[whole], state.tokens[whole, last], target[whole, -1].exp()
-            )
+        whole = (committed == drafts + 1) & (lengths + drafts < length)
+        last = (lengths + drafts)[whole]
+        given = [text_before(text[whole], last)]
+        self._note(origin[whole], given, weight[whole], state.tokens[whole], last, target[whole, -1].exp())
 
-    def _note(self, given: Tensor, weight: Tensor, token: Tensor, law: Tensor) -> None:
-        self.outcomes.append((_hash(given), weight[:, None] * (F.one_hot(token, 3) - law)))
-
-    def _expand(self, branches: Branches | None, call: int) -> Branches:
-        if branches is not None:
-            check_labels(branches)
-        return super()._expand(branches, call)
+    def _note(
+        self, origin: Tensor, given: list[Tensor], weight: Tensor, tokens: Tensor, slot: Tensor, law: Tensor
+    ) -> None:
+        token = tokens.gather(1, slot[:, None])[:, 0]
+        self.outcomes.append(
+            (origin, hash_rows(torch.cat(given, 1)), weight[:, None] * (F.one_hot(token, 3) - law))
+        )
 
 
-def check_labels(branches: Branches) -> None:
-    """The next slot's draft follows its label, given the committed tokens and that label (DESIGN.md 6, the lemma)."""
-    assert branches.draft_law is not None
-    length = int(branches.lengths[0])  # of every branch here
-    if branches.draft_law.shape[1] == 1:
-        return
-    label = branches.draft_law[:, 0].exp()
-    _, group = _unique(_hash(torch.cat([branches.tokens[:, :length], _quantise(label)], 1)))
-    count = int(group.max()) + 1
-    drawn = torch.zeros(count, 3, dtype=torch.float64)
-    drawn.index_put_((group, branches.tokens[:, length]), branches.weight, accumulate=True)
-    labelled = torch.zeros(count, 3, dtype=torch.float64)
-    labelled.index_add_(0, group, branches.weight[:, None] * label)
-    assert (drawn - labelled).abs().max() < 1e-10
+def text_before(tokens: Tensor, slot: Tensor) -> Tensor:
+    """Slots and the tokens before them."""
+    return torch.cat(
+        [slot[:, None], tokens.masked_fill(torch.arange(tokens.shape[1]) >= slot[:, None], 0)], 1
+    )
+
+
+def check_labels(found: Enumeration, length: int) -> None:
+    """After each call the next slot's draft follows its label, given the committed tokens and that label (DESIGN.md 6,
+    the lemma)."""
+    number, text, label, token = [], [], [], []
+    for layer in found.layers:
+        going = layer.rows((layer.state.lengths < length).nonzero()[:, 0])
+        state = going.state
+        number.append(going.origin)
+        text.append(text_before(state.tokens, state.lengths))
+        label.append(labels(state)[:, 0].exp())
+        token.append(state.tokens.gather(1, state.lengths[:, None])[:, 0])
+    numbers, given, draft = torch.cat(number), torch.cat(label), torch.cat(token)
+    first, group = distinct(hash_rows(torch.cat([torch.cat(text), quantised(given)], 1)))
+    for visits in found.by_call:
+        weight = visits[numbers]
+        drawn = torch.zeros(len(first), 3, dtype=torch.float64)
+        drawn.index_put_((group, draft), weight, accumulate=True)
+        labelled = torch.zeros(len(first), 3, dtype=torch.float64)
+        labelled.index_add_(0, group, weight[:, None] * given)
+        assert (drawn - labelled).abs().max() < 1e-10
 
 
 def check(
     name: str, window: int, coupling: str, initial_draft: str, law: TokenLaw = PLAIN, seed: int = 0
 ) -> None:
     model = three_tokens(seed=seed)
-    options = JacobiOptions(window, coupling, "exact", initial_draft, rule_of(name))
-    enumerator = Checked(model, law, options)
+    enumerator = Checked(sampler_of(name, window, coupling, initial_draft), model, law)
     found = enumerator.run()
     assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
     assert 0 < found.tested < 3 + 1e-10  # slot 0 has no draft
@@ -142,7 +163,7 @@ def check(
     # And the law of whole samples: as far from the model's as the slots say, at most.
     apart = total_variation(found.law, model.law_of_sequences(law, guided=law.guided))
     assert 0.2 * enumerator.apart < apart <= enumerator.apart + 1e-12
-    exact = Enumerator(model, law, replace(options, rule=EXACT)).run()
+    exact = Enumerator(SpeculativeJacobiSampler(window, coupling, "exact", initial_draft), model, law).run()
     if name != "grouped":  # which may withhold more than it gives
         assert found.calls < exact.calls - 1e-3
     assert exact.moved == exact.tested == 0
@@ -168,8 +189,7 @@ def test_meter_is_the_enumerated_distance_in_a_window_of_three(name, coupling, i
 @pytest.mark.parametrize("name", RELAXATIONS)
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_meter_on_a_longer_sequence(name, coupling):
-    options = JacobiOptions(3, coupling, "exact", "left", rule_of(name))
-    enumerator = Checked(three_tokens(1, 5, seed=3), PLAIN, options)
+    enumerator = Checked(sampler_of(name, 3, coupling, "left"), three_tokens(1, 5, seed=3))
     found = enumerator.run()
     assert found.moved == pytest.approx(enumerator.apart, rel=0.05)
 
@@ -177,15 +197,15 @@ def test_meter_on_a_longer_sequence(name, coupling):
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_a_rule_that_relaxes_nothing_moves_nothing(coupling):
     rule = replace(EXACT, lossless=False)
-    found = Checked(three_tokens(), PLAIN, JacobiOptions(3, coupling, "exact", "left", rule)).run()
+    sampler = SpeculativeJacobiSampler(3, coupling, "exact", "left")
+    found = Checked(sampler, three_tokens(), rule=rule).run()
     assert found.moved == 0 and found.tested > 1.5
     assert total_variation(found.law, three_tokens().law_of_sequences(PLAIN)) < 1e-10
 
 
 @pytest.mark.parametrize("name, coupling", list(zip(RELAXATIONS, 2 * COUPLINGS, strict=True)))
 def test_trace_reports_what_the_enumeration_says(name, coupling):
-    settings = vars(RELAXATIONS[name])
-    sampler = SpeculativeJacobiSampler(window=3, coupling=coupling, initial_draft="left", **settings)
+    sampler = sampler_of(name, 3, coupling, "left")
     result = sampler(
         three_tokens(),
         None,
@@ -194,9 +214,7 @@ def test_trace_reports_what_the_enumeration_says(name, coupling):
         batch_size=20_000,
         codebook=CODEBOOK,
     )
-    expected = Enumerator(
-        three_tokens(), PLAIN, JacobiOptions(3, coupling, "exact", "left", rule_of(name))
-    ).run()
+    expected = Enumerator(sampler, three_tokens(), codebook=CODEBOOK).run()
     trace = result.trace
     assert trace.divergence == pytest.approx(expected.moved / expected.tested, rel=0.05)
     assert trace.moved_mass is not None and trace.moved_mass.shape == (20_000,)

@@ -1,89 +1,24 @@
 """Columns drafted by a second model: the exact law of whole sequences, from the real step on every outcome."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.exactness.branching import Enumeration, total_variation
-from tests.exactness.column_branching import ColumnBranches, ColumnEnumerator, ColumnNoise
-from tests.exactness.test_column_law import LAWS, PATTERNS, PLAIN, model, one_by_one, p_of
+from tests.exactness.enumeration import Enumeration, Enumerator
+from tests.exactness.regions import total_variation
+from tests.exactness.test_column_law import LAWS, PATTERNS, PLAIN, model, one_by_one, p_of, with_tries
 from tests.exactness.test_statistics import LEAST_P
 from visual_spec.models.core.tabular import TabularColumnModel
-from visual_spec.samplers import columns_drafted, columns_jacobi
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler, DraftedColumnState
-from visual_spec.samplers.columns_jacobi import ColumnOptions
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.core import pattern as pattern_module
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.trace import Stopwatch
+from visual_spec.samplers.core.noise import ACCEPT
+
+Networks = tuple[TabularColumnModel, TabularColumnModel]
 
 
-class DraftedColumnEnumerator(ColumnEnumerator):
-    """Enumerates `DraftedColumnSampler` on two tabular models. States are committed text, and a draft to replace.
-
-    Both caches are rebuilt for every step, with an absurd token wherever the text has not been fed: reading it would
-    show.
-    """
-
-    def __init__(
-        self,
-        model: TabularColumnModel,
-        drafter: TabularColumnModel,
-        law: TokenLaw,
-        options: ColumnOptions,
-        step: Callable[..., None] = columns_drafted.step,
-    ) -> None:
-        super().__init__(model, law, options, step)
-        self.drafter = drafter
-
-    def _call(self, branches: ColumnBranches, noise: ColumnNoise, call: int) -> DraftedColumnState:
-        rows, window = len(branches.weight), self.options.window
-        caches = [
-            network.prefill(None, batch_size=rows, guided=self.guided, window=window)
-            for network in (self.model, self.drafter)
-        ]
-        if call == 0:
-            return columns_drafted.prepare(self.entries, caches[0], caches[1], self.law, noise, self.options)
-        absurd = self.model.vocab_size - 1
-        every = torch.arange(branches.tokens.shape[1])
-
-        def text(until: Tensor) -> Tensor:
-            return branches.tokens.masked_fill((every >= until[:, None])[..., None], absurd)
-
-        # The drafter has missed all that one call can have committed; of the model's text only the newest column.
-        fed = (branches.lengths - window).clamp(min=0)
-        caches[0].tokens = self.entries.with_special(text(branches.lengths - 1), every)
-        caches[1].tokens = self.entries.with_special(text(fed), every)
-        state = DraftedColumnState(
-            cache=caches[0],
-            tokens=text(branches.lengths),
-            lengths=branches.lengths,
-            draft_law=None if branches.draft_law is None else branches.draft_law.clone(),
-            pending=branches.pending,
-            round=call - 1,
-            target_calls=torch.zeros(rows, dtype=torch.long),
-            commit_call=torch.zeros(branches.tokens.shape[:2], dtype=torch.long),
-            drafter_cache=caches[1],
-            fed=fed,
-        )
-        self.step(self.model, self.drafter, self.entries, state, self.law, noise, self.options, Stopwatch())
-        return state
-
-    def _merge(self, branches: ColumnBranches) -> ColumnBranches:
-        """Of what was drafted only the label of a draft to replace is left, and of the noise nothing."""
-        steps = torch.arange(branches.tokens.shape[1])
-        branches.tokens = branches.tokens.masked_fill((steps >= branches.lengths[:, None])[..., None], 0)
-        branches.regions = torch.zeros_like(branches.regions)
-        if branches.draft_law is not None:
-            law = torch.full_like(branches.draft_law, -torch.inf)
-            law[:, 0] = torch.where(branches.pending[:, None, None], branches.draft_law[:, 0], law[:, 0])
-            branches.draft_law = law
-        return super()._merge(branches)
-
-
-def pair(
-    pattern: str = "delay", vocab_size: int = 2, **changes
-) -> tuple[TabularColumnModel, TabularColumnModel]:
+def pair(pattern: str = "delay", vocab_size: int = 2, **changes) -> Networks:
     """A model, and a drafter that knows it poorly."""
     target = model(pattern, vocab_size, **changes)
     other = model(pattern, vocab_size, **changes | {"seed": 50})
@@ -91,16 +26,19 @@ def pair(
     return target, other
 
 
-def options(num_drafts: int, acceptance: str, tries: int = 1) -> ColumnOptions:
-    return ColumnOptions(num_drafts + 1, "gumbel", acceptance, "column", "left", tries=tries)
+def drafted(num_drafts: int, acceptance: str, tries: int = 1) -> DraftedColumnSampler:
+    return with_tries(DraftedColumnSampler(num_drafts, acceptance), tries)
 
 
-def check(
-    models: tuple[TabularColumnModel, TabularColumnModel], law: TokenLaw, chosen: ColumnOptions
-) -> Enumeration:
-    found = DraftedColumnEnumerator(*models, law, chosen).run()
-    expected = models[0].law_of_sequences(law, guided=law.guided)
+def enumerated(networks: Networks, law: TokenLaw, sampler: DraftedColumnSampler) -> Enumeration:
+    found = Enumerator(sampler, networks[0], law, drafter=networks[1]).run()
     assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
+    return found
+
+
+def check(networks: Networks, law: TokenLaw, sampler: DraftedColumnSampler) -> Enumeration:
+    found = enumerated(networks, law, sampler)
+    expected = networks[0].law_of_sequences(law, guided=law.guided)
     assert total_variation(found.law, expected) < 1e-10
     return found
 
@@ -108,16 +46,16 @@ def check(
 @pytest.mark.parametrize("acceptance", ["exact", "identical"])
 @pytest.mark.parametrize("num_drafts", [1, 2])
 def test_lossless(acceptance, num_drafts):
-    found = check(pair(), PLAIN, options(num_drafts, acceptance, tries=2))
+    found = check(pair(), PLAIN, drafted(num_drafts, acceptance, tries=2))
     assert found.calls < 2.9  # of 3 steps
-    check(pair("longer delay"), PLAIN, options(num_drafts, acceptance))
+    check(pair("longer delay"), PLAIN, drafted(num_drafts, acceptance))
 
 
 @pytest.mark.parametrize("acceptance", ["exact", "identical"])
 def test_lossless_with_three_tokens_and_other_patterns(acceptance):
-    check(pair("delay", 3), PLAIN, options(1, acceptance))
-    check(pair("delay of two"), PLAIN, options(2, acceptance))
-    check(pair("parallel"), PLAIN, options(1, acceptance))
+    check(pair("delay", 3), PLAIN, drafted(1, acceptance))
+    check(pair("delay of two"), PLAIN, drafted(2, acceptance))
+    check(pair("parallel"), PLAIN, drafted(1, acceptance))
 
 
 @pytest.mark.slow
@@ -125,19 +63,19 @@ def test_lossless_with_three_tokens_and_other_patterns(acceptance):
 @pytest.mark.parametrize("acceptance", ["exact", "identical"])
 def test_lossless_with_every_pattern_and_more_drafts(pattern, acceptance):
     for num_drafts in (1, 2, 3):
-        check(pair(pattern), PLAIN, options(num_drafts, acceptance))
+        check(pair(pattern), PLAIN, drafted(num_drafts, acceptance))
 
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 def test_lossless_under_guidance_and_filters(law):
-    check(pair("delay", 3, seed=1), law, options(1, "exact"))
-    check(pair("delay", 3, seed=1), law, options(1, "identical"))
+    check(pair("delay", 3, seed=1), law, drafted(1, "exact"))
+    check(pair("delay", 3, seed=1), law, drafted(1, "identical"))
 
 
 def test_a_perfect_drafter_is_always_believed():
     target, _ = pair("longer delay")
     for acceptance in ("exact", "identical"):
-        found = check((target, target), PLAIN, options(3, acceptance))
+        found = check((target, target), PLAIN, drafted(3, acceptance))
         assert found.calls == pytest.approx(
             2
         )  # the first column comes with the prefill, three drafts with one call
@@ -155,46 +93,107 @@ def test_a_draft_is_kept_as_often_as_the_laws_of_the_two_models_overlap():
             laws = [network.logits[0, 1, 4 * a + b, 0].softmax(-1) for network in (target, drafter)]
             kept += float(first[0, a] * first[1, b] * torch.minimum(*laws).sum())
     assert 0.5 < kept < 0.95
-    found = check((target, drafter), PLAIN, options(1, "exact"))
+    found = check((target, drafter), PLAIN, drafted(1, "exact"))
     assert found.calls == pytest.approx(3 - kept, abs=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
 
 
-def off(chosen: ColumnOptions, step: Callable[..., None] = columns_drafted.step) -> float:
+def off(sampler: DraftedColumnSampler) -> float:
     """TV between what a mistaken sampler returns and the law of the model."""
-    models = pair("longer delay")
-    found = DraftedColumnEnumerator(*models, PLAIN, chosen, step).run()
-    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
-    return total_variation(found.law, models[0].law_of_sequences(PLAIN))
+    networks = pair("longer delay")
+    return total_variation(enumerated(networks, PLAIN, sampler).law, networks[0].law_of_sequences(PLAIN))
+
+
+def plant(monkeypatch, name: str, mistaken: Any) -> None:
+    """mistaken(real, sampler, run, state) in the place of a method."""
+    real = getattr(DraftedColumnSampler, name)
+    monkeypatch.setattr(DraftedColumnSampler, name, lambda *given: mistaken(real, *given))
 
 
 def test_catches_codebooks_tested_one_by_one_with_the_residual_of_the_column(monkeypatch):
-    monkeypatch.setattr(columns_jacobi, "product_acceptance", one_by_one)
-    assert off(options(2, "exact")) > 1e-3
+    monkeypatch.setattr(pattern_module, "product_acceptance", one_by_one)
+    assert off(drafted(2, "exact")) > 1e-3
 
 
-def test_catches_a_refused_draft_whose_law_is_forgotten(monkeypatch):
+def test_rows_that_wait_for_a_replacement_have_been_fed_all_of_their_text():
+    """The states of real decodes: the call that found no replacement committed nothing, and fed what was new."""
+    layers = enumerated(pair("longer delay"), PLAIN, drafted(2, "exact")).layers
+    waiting = [(state.fed == state.lengths)[state.pending] for state in (layer.state for layer in layers[1:])]
+    caught_up = torch.cat(waiting)
+    assert caught_up.any() and not caught_up.all()
+
+
+def test_catches_a_refusal_that_is_forgotten(monkeypatch):
     """A replacement that was not found is drawn from the target in the next call, as if nothing had been refused."""
 
-    def step(model, drafter, entries, state, law, noise, chosen, watch) -> None:
+    def step(real, self, run, state):
         state.pending = torch.zeros_like(state.pending)
-        columns_drafted.step(model, drafter, entries, state, law, noise, chosen, watch)
+        real(self, run, state)
 
-    assert off(options(2, "exact"), step) > 1e-3
+    plant(monkeypatch, "step", step)
+    assert off(drafted(2, "exact")) > 1e-3
+
+
+def test_catches_a_refused_draft_whose_label_is_dropped(monkeypatch):
+    """It is known that it was refused, but not what it was drawn from."""
+
+    def step(real, self, run, state):
+        state.refused_law = torch.full_like(state.refused_law, -torch.inf)
+        real(self, run, state)
+
+    plant(monkeypatch, "step", step)
+    assert off(drafted(2, "exact")) > 1e-3
+
+
+def test_catches_a_refused_draft_that_gets_the_label_of_a_later_one(monkeypatch):
+    """A column that waits is drafted anew in every call; these drafts are not tested, and their labels do not count."""
+    real_forward = TabularColumnModel.forward
+
+    def moody(self, state, tokens, steps):
+        """A drafter that guesses otherwise for rows that wait: else the later label is that of the refused draft."""
+        logits, waiting = real_forward(self, state, tokens, steps), getattr(self, "waiting", None)
+        return (
+            logits if waiting is None else torch.where(waiting[:, None, None, None], logits.flip(-1), logits)
+        )
+
+    def step(real, self, run, state):
+        run.drafter.waiting = state.pending
+        real(self, run, state)
+
+    def mistaken(real, self, run, state):
+        waiting = run.drafter.waiting = state.pending
+        state.pending = torch.zeros_like(waiting)
+        bernoulli = run.noise.bernoulli
+
+        def refusing(probability, slots, stream, round=0):
+            accept = bernoulli(probability, slots, stream, round)
+            if stream == ACCEPT:
+                accept[:, :1] &= ~waiting[:, None]
+            return accept
+
+        run.noise.bernoulli = refusing
+        real(self, run, state)
+
+    monkeypatch.setattr(TabularColumnModel, "forward", moody)
+    with monkeypatch.context() as patch:
+        plant(patch, "step", step)
+        assert off(drafted(2, "exact")) < 1e-10
+    plant(monkeypatch, "step", mistaken)
+    assert off(drafted(2, "exact")) > 1e-3
 
 
 def test_catches_drafts_labelled_with_the_law_of_another_step(monkeypatch):
-    true_propose = columns_drafted.propose
+    def propose(real, self, run, state):
+        found, books = real(self, run, state), run.pattern.codebooks
+        rows = found.label.rows.clone()
+        rows[:, books : 2 * books] = rows[:, :books]
+        found.label.rows = rows
+        return found
 
-    def propose(drafter, entries, state, *args) -> Tensor:
-        drafts = true_propose(drafter, entries, state, *args)
-        state.draft_law[:, 1] = state.draft_law[:, 0]
-        return drafts
-
-    monkeypatch.setattr(columns_drafted, "propose", propose)
-    assert off(options(2, "exact")) > 1e-3
+    plant(monkeypatch, "propose", propose)
+    assert off(drafted(2, "exact")) > 1e-3
 
 
 # ------------------------------------------------------------------------------------- whole decodes, real noise
@@ -217,5 +216,5 @@ def test_follows_the_law(keys_in_bulk, acceptance):
 
 
 def test_statistics_fail_on_codebooks_tested_one_by_one(keys_in_bulk, monkeypatch):
-    monkeypatch.setattr(columns_jacobi, "product_acceptance", one_by_one)
+    monkeypatch.setattr(pattern_module, "product_acceptance", one_by_one)
     assert p_of(WithDrafter(DraftedColumnSampler(2))) < LEAST_P

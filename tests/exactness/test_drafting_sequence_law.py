@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from tests.exactness.branching import Regions, total_variation
-from tests.exactness.drafting import DraftingEnumerator, DraftingNoise, Outcome
+from tests.exactness.branching import BranchingNoise
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.planted import target_for_residual
+from tests.exactness.regions import Regions, total_variation
+from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted, tree
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT
-from visual_spec.samplers.drafted import DraftedOptions
-from visual_spec.samplers.tree import TreeOptions
+from visual_spec.samplers.drafted import DraftedSampler
+from visual_spec.samplers.tree import TreeSampler
 
-PLAIN = TokenLaw()
 LAWS = {
     "guidance": TokenLaw(guidance_scale=2.5),
     "top-k": TokenLaw(top_k=2),
@@ -27,37 +32,30 @@ LAWS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def all_rows_draft_alike(monkeypatch):
-    """Branches are rows of one batch: that all rows of it have stopped must not end the drafting of later branches."""
-    monkeypatch.setattr(drafted, "_nobody", lambda going: False)
-
-
-def pair(seed: int = 0) -> tuple[TabularModel, TabularModel]:
+def pair(seed: int = 0, width: int = 2) -> tuple[TabularModel, TabularModel]:
     """A target, and a drafter that is about half right."""
-    model, other = (TabularModel(TokenGrid(2, 2), 3, seed=seed + shift) for shift in (0, 100))
+    model, other = (TabularModel(TokenGrid(2, width), 3, seed=seed + shift) for shift in (0, 100))
     other.logits = 0.6 * model.logits + 0.6 * other.logits
     return model, other
 
 
-def chain(model, drafter, law: TokenLaw, options: DraftedOptions) -> Outcome:
-    def step(model, drafter, state, law, noise, watch):
-        drafted.step(model, drafter, state, law, noise, options, watch)
-
-    most = options.num_drafts + 1
-    return DraftingEnumerator(model, drafter, law, most, (most, most), step, not options.rule.lossless).run()
+Networks = tuple[TabularModel, TabularModel]
 
 
-def branches(model, drafter, law: TokenLaw, options: TreeOptions) -> Outcome:
-    def step(model, drafter, state, law, noise, watch):
-        tree.step(model, drafter, state, law, noise, options, watch)
-
-    most = options.depth + 1
-    windows = (max(options.columns, most), options.drafter_columns)
-    return DraftingEnumerator(model, drafter, law, most, windows, step, not options.rule.lossless).run()
+def chain(networks: Networks, law: TokenLaw, *settings: Any, parts: Any = None, **more: Any) -> Enumeration:
+    """The law of `DraftedSampler(*settings, **more)`; parts: of the enumerator."""
+    model, drafter = networks
+    return Enumerator(DraftedSampler(*settings, **more), model, law, drafter=drafter, **parts or {}).run()
 
 
-def distance(found: Outcome, model: TabularModel, law: TokenLaw) -> float:
+def branches(networks: Networks, law: TokenLaw, parts: Any = None, **settings: Any) -> Enumeration:
+    """The law of `TreeSampler(**settings)`, of a tree that has siblings; parts: of the enumerator."""
+    model, drafter = networks
+    sampler = TreeSampler(**{"expected_acceptance": 0.3, **settings})
+    return Enumerator(sampler, model, law, drafter=drafter, **parts or {}).run()
+
+
+def distance(found: Enumeration, model: TabularModel, law: TokenLaw) -> float:
     assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
     return total_variation(found.law, model.law_of_sequences(law, guided=law.guided))
 
@@ -69,31 +67,28 @@ def distance(found: Outcome, model: TabularModel, law: TokenLaw) -> float:
 @pytest.mark.parametrize("stop_below", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
 def test_chain_is_lossless(num_drafts, stop_below, acceptance):
-    model, drafter = pair()
-    found = chain(model, drafter, PLAIN, DraftedOptions(num_drafts, stop_below, acceptance))
-    assert distance(found, model, PLAIN) < 1e-10
+    found = chain(pair(), PLAIN, num_drafts, stop_below, acceptance)
+    assert distance(found, pair()[0], PLAIN) < 1e-10
     assert found.calls < 3.6
 
 
 @pytest.mark.parametrize("acceptance", ["exact", "identical"])
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 def test_chain_is_lossless_under_guidance_and_filters(law, acceptance):
-    model, drafter = pair(1)
-    assert distance(chain(model, drafter, law, DraftedOptions(2, 0.4, acceptance)), model, law) < 1e-10
+    assert distance(chain(pair(1), law, 2, 0.4, acceptance), pair(1)[0], law) < 1e-10
 
 
 def test_an_early_stop_gives_up_calls():
     """It is the draft behind the stop that is missing; were the stop without effect, the proof would be void."""
-    model, drafter = pair()
-    calls = [chain(model, drafter, PLAIN, DraftedOptions(3, below, "exact")).calls for below in (0, 0.4, 1)]
+    calls = [chain(pair(), PLAIN, 3, below, "exact").calls for below in (0, 0.4, 1)]
     assert calls[0] + 0.05 < calls[1] and calls[1] + 0.05 < calls[2]
 
 
 @pytest.mark.parametrize("acceptance", ["exact", "identical"])
 def test_a_drafter_equal_to_the_target_has_every_draft_accepted(acceptance):
     model, _ = pair(2)
-    assert chain(model, model, PLAIN, DraftedOptions(3, 0.0, acceptance)).calls == pytest.approx(2)
-    assert chain(model, model, PLAIN, DraftedOptions(1, 0.0, acceptance)).calls == pytest.approx(3)
+    assert chain((model, model), PLAIN, 3, 0.0, acceptance).calls == pytest.approx(2)
+    assert chain((model, model), PLAIN, 1, 0.0, acceptance).calls == pytest.approx(3)
 
 
 def test_catches_a_label_from_unguided_logits(monkeypatch):
@@ -106,45 +101,57 @@ def test_catches_a_label_from_unguided_logits(monkeypatch):
 
     def wrongly_labelled(*args):
         seen.clear()
-        found = real_propose(*args)
-        found.law = torch.where(found.drafted[..., None], torch.cat(seen, 1), found.law)
+        found: Any = real_propose(*args)
+        found.label.laws = torch.cat(seen, 1)
         return found
 
-    real_law, real_propose = drafted.draft_law, drafted.propose
+    real_law, real_propose = drafted.draft_law, DraftedSampler.propose
     monkeypatch.setattr(drafted, "draft_law", keeping_both)
-    monkeypatch.setattr(drafted, "propose", wrongly_labelled)
-    model, drafter = pair(1)
-    assert distance(chain(model, drafter, law, DraftedOptions(2, 0.0, "exact")), model, law) > 1e-2
+    monkeypatch.setattr(DraftedSampler, "propose", wrongly_labelled)
+    assert distance(chain(pair(1), law, 2), pair(1)[0], law) > 1e-2
 
 
 def test_catches_dropping_the_draft_that_made_the_stop(monkeypatch):
     """What is left are drafts of high probability, and the label does not say so."""
 
     def dropping(*args):
-        found = real_propose(*args)
-        improbable = found.law.gather(-1, found.tokens[..., None])[..., 0].exp() < 0.4
-        found.drafted = found.drafted & ~improbable
-        found.law = found.law.masked_fill(improbable[..., None], -torch.inf)
+        found: Any = real_propose(*args)
+        law = found.label.dense(found.tokens)
+        improbable = law.gather(-1, found.tokens.clamp(min=0)[..., None])[..., 0].exp() < 0.4
+        found.tokens = found.tokens.masked_fill(improbable, -1)
+        found.label.rows = found.label.rows.masked_fill(improbable, NO_DRAFT)
         return found
 
-    real_propose = drafted.propose
-    monkeypatch.setattr(drafted, "propose", dropping)
-    model, drafter = pair()
-    assert distance(chain(model, drafter, PLAIN, DraftedOptions(2, 0.4, "exact")), model, PLAIN) > 1e-2
+    real_propose = DraftedSampler.propose
+    monkeypatch.setattr(DraftedSampler, "propose", dropping)
+    assert distance(chain(pair(), PLAIN, 2, 0.4), pair()[0], PLAIN) > 1e-2
 
 
 def test_catches_a_residual_replaced_by_the_target(monkeypatch):
-    monkeypatch.setattr(drafted, "residual", lambda target, draft_law: target)
-    model, drafter = pair()
-    assert distance(chain(model, drafter, PLAIN, DraftedOptions(2, 0.0, "exact")), model, PLAIN) > 1e-2
+    monkeypatch.setattr(verification, "residual", target_for_residual)
+    assert distance(chain(pair(), PLAIN, 2), pair()[0], PLAIN) > 1e-2
+
+
+def test_a_drafter_that_is_not_fed_what_was_committed_drafts_worse(monkeypatch):
+    """And from no other law. What was not fed is scrubbed between calls, so that it shows."""
+    networks = pair(width=3)
+    honest = chain(networks, PLAIN, 1)
+
+    def forgetful(drafter, state, most):
+        state.fed = state.lengths - 1
+        return real_feed(drafter, state, most)
+
+    real_feed = drafted.catch_up
+    monkeypatch.setattr(drafted, "catch_up", forgetful)
+    found = chain(networks, PLAIN, 1)
+    assert distance(found, networks[0], PLAIN) < 1e-10 and found.calls > honest.calls + 1e-3
 
 
 def test_another_rule_takes_the_place_of_the_exact_one():
     """All drafts kept: behind slot 0 the law is the drafter's."""
     model, drafter = pair()
     everything = AcceptanceRule(lambda target, law, drafts: torch.ones_like(law[..., 0]), lossless=False)
-    options = DraftedOptions(3, 0.0, "exact", everything)
-    found = chain(model, drafter, PLAIN, options)
+    found = chain((model, drafter), PLAIN, 3, parts={"rule": everything})
     blended = TabularModel(TokenGrid(2, 2), 3)
     blended.logits = drafter.logits.clone()
     blended.logits[:, 0] = model.logits[:, 0]
@@ -168,70 +175,48 @@ WAYS: list[tuple[str, str]] = [
 ]
 
 
-def options(siblings: str, acceptance: str, num_nodes: int | None = None, **shape) -> TreeOptions:
-    return TreeOptions(
-        **{"expected_acceptance": 0.3, **shape}, num_nodes=num_nodes, siblings=siblings, acceptance=acceptance
-    )
-
-
 @pytest.mark.parametrize("siblings, acceptance", WAYS)
 @pytest.mark.parametrize("shape", TREES.values(), ids=TREES.keys())
 def test_tree_is_lossless(shape, siblings, acceptance):
-    model, drafter = pair()
-    found = branches(model, drafter, PLAIN, options(siblings, acceptance, **shape))
-    assert distance(found, model, PLAIN) < 1e-10
+    found = branches(pair(), PLAIN, siblings=siblings, acceptance=acceptance, **shape)
+    assert distance(found, pair()[0], PLAIN) < 1e-10
     assert found.calls < 3.5
 
 
 @pytest.mark.parametrize("expected_acceptance", [0.001, 1.0])
 def test_tree_is_lossless_whatever_acceptance_shaped_it(expected_acceptance):
-    model, drafter = pair(4)
-    shape = dict(depth=2, width=2, expected_acceptance=expected_acceptance)
-    assert (
-        distance(
-            branches(model, drafter, PLAIN, options("without-replacement", "exact", **shape)), model, PLAIN
-        )
-        < 1e-10
-    )
+    found = branches(pair(4), PLAIN, depth=2, width=2, expected_acceptance=expected_acceptance)
+    assert distance(found, pair(4)[0], PLAIN) < 1e-10
 
 
 @pytest.mark.parametrize("siblings, acceptance", WAYS)
 @pytest.mark.parametrize("law", [LAWS["guidance"], LAWS["all"]], ids=["guidance", "all"])
 def test_tree_is_lossless_under_guidance_and_filters(law, siblings, acceptance):
     """Under "all" two tokens are left of three: a node's third child is no draft."""
-    model, drafter = pair(1)
     width = 3 if law is LAWS["all"] else 2
-    shape = dict(depth=2, width=width)
-    assert distance(branches(model, drafter, law, options(siblings, acceptance, **shape)), model, law) < 1e-10
+    found = branches(pair(1), law, siblings=siblings, acceptance=acceptance, depth=2, width=width)
+    assert distance(found, pair(1)[0], law) < 1e-10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("siblings, acceptance", WAYS)
 @pytest.mark.parametrize("shape", [dict(depth=2, width=3), dict(depth=3, width=2)])
 def test_larger_trees_are_lossless(shape, siblings, acceptance):
-    model, drafter = pair(3)
-    found = branches(model, drafter, PLAIN, options(siblings, acceptance, **shape))
-    assert distance(found, model, PLAIN) < 1e-10
+    found = branches(pair(3), PLAIN, siblings=siblings, acceptance=acceptance, **shape)
+    assert distance(found, pair(3)[0], PLAIN) < 1e-10
 
 
 @pytest.mark.parametrize(
     "siblings, acceptance", [("top-k", "exact"), ("top-k", "identical"), ("without-replacement", "identical")]
 )
 def test_tree_of_the_best_nodes_is_lossless(siblings, acceptance):
-    model, drafter = pair()
-    found = branches(model, drafter, PLAIN, options(siblings, acceptance, num_nodes=3, depth=2, width=2))
-    assert distance(found, model, PLAIN) < 1e-10
+    found = branches(pair(), PLAIN, siblings=siblings, acceptance=acceptance, num_nodes=3, depth=2, width=2)
+    assert distance(found, pair()[0], PLAIN) < 1e-10
 
 
 @pytest.mark.parametrize("acceptance", ["exact", "identical"])
 def test_siblings_save_calls(acceptance):
-    model, drafter = pair()
-    calls = [
-        branches(
-            model, drafter, PLAIN, options("without-replacement", acceptance, depth=2, width=width)
-        ).calls
-        for width in (1, 2)
-    ]
+    calls = [branches(pair(), PLAIN, acceptance=acceptance, depth=2, width=width).calls for width in (1, 2)]
     assert calls[1] < calls[0] - 0.05
 
 
@@ -239,16 +224,13 @@ def test_siblings_save_calls(acceptance):
 def test_a_tree_drafted_by_the_target_itself_is_accepted_to_its_full_depth(acceptance):
     model, _ = pair(2)
     for depth, calls in ((1, 3), (2, 2)):  # slot 0 by the prefill, then depth + 1 tokens a call
-        shape = dict(depth=depth, width=2)
-        found = branches(model, model, PLAIN, options("without-replacement", acceptance, **shape))
+        found = branches((model, model), PLAIN, acceptance=acceptance, depth=depth, width=2)
         assert found.calls == pytest.approx(calls)
 
 
 def test_catches_siblings_labelled_without_removing_earlier_ones(monkeypatch):
     monkeypatch.setattr(tree, "without", lambda law, tokens: law)
-    model, drafter = pair()
-    found = branches(model, drafter, PLAIN, options("without-replacement", "exact", depth=1, width=2))
-    assert distance(found, model, PLAIN) > 1e-3
+    assert distance(branches(pair(), PLAIN, depth=1, width=2), pair()[0], PLAIN) > 1e-3
 
 
 def test_catches_siblings_tested_in_another_order_than_they_were_drawn_in(monkeypatch):
@@ -257,11 +239,9 @@ def test_catches_siblings_tested_in_another_order_than_they_were_drawn_in(monkey
         found.ranks = torch.where(found.depths > 0, 1 - found.ranks, found.ranks)
         return found
 
-    real_propose = tree.propose
-    monkeypatch.setattr(tree, "propose", reversed_ranks)
-    model, drafter = pair()
-    found = branches(model, drafter, PLAIN, options("without-replacement", "exact", depth=1, width=2))
-    assert distance(found, model, PLAIN) > 1e-3
+    real_propose = TreeSampler.propose
+    monkeypatch.setattr(TreeSampler, "propose", reversed_ranks)
+    assert distance(branches(pair(), PLAIN, depth=1, width=2), pair()[0], PLAIN) > 1e-3
 
 
 def test_catches_choosing_among_drawn_nodes_by_what_they_turned_out_to_be(monkeypatch):
@@ -275,27 +255,25 @@ def test_catches_choosing_among_drawn_nodes_by_what_they_turned_out_to_be(monkey
         found.scores = found.scores.masked_fill(improbable & (found.depths > 0), -torch.inf)
         return found
 
-    real_propose = tree.propose
-    monkeypatch.setattr(tree, "propose", choosing)
-    model, drafter = pair()
-    found = branches(model, drafter, PLAIN, options("without-replacement", "exact", depth=1, width=2))
-    assert distance(found, model, PLAIN) > 1e-3
+    real_propose = TreeSampler.propose
+    monkeypatch.setattr(TreeSampler, "propose", choosing)
+    assert distance(branches(pair(), PLAIN, depth=1, width=2), pair()[0], PLAIN) > 1e-3
 
 
 def test_the_instrument_shares_noise_between_nodes_of_one_slot():
     """Two nodes with the same law draw the same children from one row of noise."""
     law = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]], dtype=torch.float64).log()[None]
-    given: list[torch.Tensor] = []
+    given: dict[int, torch.Tensor] = {}
+    rows = 1
     while True:
-        rows = len(given[0]) if given else 1
-        noise = DraftingNoise(
-            torch.ones(rows, dtype=torch.float64), torch.zeros(rows, 5, dtype=torch.long), Regions(), 1, 3, given=given
-        )  # fmt: skip
+        weight, regions = torch.ones(rows, dtype=torch.float64), torch.zeros(rows, 5, dtype=torch.long)
+        noise = BranchingNoise(weight, regions, Regions(), 1, 3, given)
         children = noise.ranking(law.expand(rows, -1, -1), torch.full((rows, 2), 4), 2, DRAFT, 1)
         if noise.pending is None:
             break
         row, outcome = (noise.weight[:, None] * noise.pending > 1e-12).nonzero(as_tuple=True)
-        given = [*(earlier[row] for earlier in given), outcome]
+        given = {number: earlier[row] for number, earlier in given.items()} | {noise.number: outcome}
+        rows = len(row)
     assert len(children) == 6 and torch.equal(children[:, 0], children[:, 1])
     sequential = law[0, 0].exp()[children[:, 0]].double()
     expected = sequential[:, 0] * sequential[:, 1] / (1 - sequential[:, 0])

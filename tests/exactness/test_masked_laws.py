@@ -16,7 +16,7 @@ from tests.exactness.test_statistics import LEAST_P, p_value
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.samplers import masked
-from visual_spec.samplers.core import masking
+from visual_spec.samplers.core import base, masking
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise
 from visual_spec.samplers.masked import MaskedSampler
@@ -93,8 +93,8 @@ def law_of_sampler(
     **options,
 ) -> dict[Tokens, float]:
     rows = len(noise.weight)
-    monkeypatch.setattr(masked, "CounterNoise", lambda keys, device: noise)
-    monkeypatch.setattr(masked, "draw_keys", lambda generator, batch_size: None)
+    monkeypatch.setattr(base, "CounterNoise", lambda keys, device: noise)
+    monkeypatch.setattr(base, "draw_keys", lambda generator, batch_size: torch.zeros(batch_size))
     given = options.pop("given", None)
     if given is not None:
         shape = (model.grid.num_tokens, model.grid.codebooks)
@@ -316,7 +316,7 @@ def test_catches_the_surest_hidden_again(monkeypatch):
 
 
 def test_catches_the_score_of_the_filtered_law(monkeypatch):
-    monkeypatch.setattr(masking, "_unfiltered", lambda law, target, logits: target)
+    monkeypatch.setattr(masking, "unfiltered_reference", lambda logits, slots, law, target: target)
     settings = dict(steps=3, clock="magnet", temperature="falling")
     assert check(monkeypatch, table(4, 3), dict(steps=2), TokenLaw(top_p=0.7)) > 1e-3
     monkeypatch.undo()
@@ -341,13 +341,8 @@ def test_catches_noise_on_the_choice_that_does_not_fall(monkeypatch):
 STATISTIC = dict(steps=3, choice_temperature=1.0)
 
 
-def observed(model: TabularMaskedModel, monkeypatch, rows: int = 50_000, chunks: int = 3) -> Tensor:
+def observed(model: TabularMaskedModel, rows: int = 50_000, chunks: int = 3) -> Tensor:
     """How often each sequence comes out, with the real noise."""
-
-    def keys(generator: torch.Generator, batch_size: int) -> Tensor:
-        return torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator)
-
-    monkeypatch.setattr(masked, "draw_keys", keys)
     generator = torch.Generator().manual_seed(3)
     length = model.grid.num_tokens
     powers = model.vocab_size ** torch.arange(length - 1, -1, -1)
@@ -366,13 +361,13 @@ def wanted(model: TabularMaskedModel) -> Tensor:
     return torch.tensor([law.get(tokens, 0.0) for tokens in every], dtype=torch.float64)
 
 
-def test_real_noise_follows_the_law(monkeypatch):
+def test_real_noise_follows_the_law(keys_in_bulk):
     model = table(3, 3)
-    assert p_value(observed(model, monkeypatch), wanted(model)) > LEAST_P
+    assert p_value(observed(model), wanted(model)) > LEAST_P
 
 
 @pytest.mark.parametrize("method", ["categorical", "gumbel"])
-def test_catches_noise_that_is_not_renewed(monkeypatch, method):
+def test_catches_noise_that_is_not_renewed(keys_in_bulk, monkeypatch, method):
     fresh = getattr(CounterNoise, method)
 
     def stale(self, *given):
@@ -382,4 +377,4 @@ def test_catches_noise_that_is_not_renewed(monkeypatch, method):
 
     monkeypatch.setattr(CounterNoise, method, stale)
     model = table(3, 3)
-    assert p_value(observed(model, monkeypatch), wanted(model)) < LEAST_P
+    assert p_value(observed(model), wanted(model)) < LEAST_P

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.branching import total_variation
 from tests.exactness.plain_drafting import (
     PlainBranches,
     PlainChain,
@@ -20,17 +20,17 @@ from tests.exactness.plain_drafting import (
     point,
 )
 from tests.exactness.plain_drafting import without as plain_without
-from tests.exactness.test_divergence import CODEBOOK, ONE_SIDED, RELAXATIONS
+from tests.exactness.regions import total_variation
+from tests.exactness.test_divergence import CODEBOOK, ONE_SIDED, RELAXATIONS, settings_of
 from tests.exactness.test_drafting_sequence_law import LAWS, PLAIN, branches, chain, distance, pair
 from tests.exactness.test_relaxed_rules import codes, many_laws
-from visual_spec.samplers import drafted
 from visual_spec.samplers.core import siblings
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import Relaxation, bounded_rule
 from visual_spec.samplers.core.siblings import committed_law, moved_mass, sibling_tests, without
-from visual_spec.samplers.drafted import DraftedOptions, DraftedSampler
-from visual_spec.samplers.tree import TreeOptions, TreeSampler
+from visual_spec.samplers.drafted import DraftedSampler
+from visual_spec.samplers.tree import TreeSampler
 
 ROUNDING = 1e-12
 # Settings that mean something among more tokens than three.
@@ -50,11 +50,6 @@ NOTHING = {
     "groups of one": Relaxation("grouped", group_size=1, code_distance=None),
     "no budget": Relaxation("lantern", factor=9.0, delta=0.0, neighbours=2, bounded=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def all_rows_draft_alike(monkeypatch):
-    monkeypatch.setattr(drafted, "_nobody", lambda going: False)
 
 
 # ---------------------------------------------------------------------------------------------------- one slot
@@ -212,10 +207,13 @@ def plain(kind: type[PlainDecoder], name: str, seed: int = 0, law: TokenLaw = PL
     return kind(target, draft, 3, 4, PlainRule(RELAXATIONS[name], CODEBOOK), **shape)
 
 
-def tree_options(name: str, depth: int, width: int, num_nodes: int | None = None, **changes) -> TreeOptions:
-    rule = RELAXATIONS[name].rule(CODEBOOK, "cpu")
-    way = {"siblings": "top-k", "acceptance": "exact", "expected_acceptance": 0.3, "rule": rule, **changes}
-    return TreeOptions(depth, width, num_nodes, **way)
+BOOK: dict[str, Any] = {"codebook": CODEBOOK}
+
+
+def tree(name: str, depth: int, width: int, law: TokenLaw = PLAIN, seed: int = 0, **changes: Any):
+    """The enumeration of a tree under a relaxed rule."""
+    settings = {"siblings": "top-k", **settings_of(RELAXATIONS[name]), **changes}
+    return branches(pair(seed), law, BOOK, depth=depth, width=width, **settings)
 
 
 def check(found, decoder: PlainDecoder, law: TokenLaw = PLAIN, seed: int = 0) -> None:
@@ -237,9 +235,7 @@ def check(found, decoder: PlainDecoder, law: TokenLaw = PLAIN, seed: int = 0) ->
 @pytest.mark.parametrize("name", RELAXATIONS)
 @pytest.mark.parametrize("num_drafts", [1, 2])
 def test_chain_follows_the_rule_and_its_meter_the_distance(num_drafts, name):
-    rule = RELAXATIONS[name].rule(CODEBOOK, "cpu")
-    model, drafter = pair()
-    found = chain(model, drafter, PLAIN, DraftedOptions(num_drafts, 0.0, "exact", rule))
+    found = chain(pair(), PLAIN, num_drafts, parts=BOOK, **settings_of(RELAXATIONS[name]))
     decoder = plain(PlainChain, name, num_drafts=num_drafts)
     check(found, decoder)
     assert found.moved == pytest.approx(decoder.found.apart, rel=0.05)
@@ -252,8 +248,7 @@ def test_chain_follows_the_rule_and_its_meter_the_distance(num_drafts, name):
     "shape", [dict(depth=1, width=2), dict(depth=2, width=2), dict(depth=2, width=2, num_nodes=3)]
 )
 def test_tree_of_the_best_follows_the_rule_and_its_meter_is_the_distance(shape, name):
-    model, drafter = pair()
-    found = branches(model, drafter, PLAIN, tree_options(name, **shape))
+    found = tree(name, **shape)
     decoder = plain(PlainTree, name, **shape)
     check(found, decoder)
     assert found.moved == pytest.approx(decoder.found.apart, abs=1e-10)
@@ -261,24 +256,20 @@ def test_tree_of_the_best_follows_the_rule_and_its_meter_is_the_distance(shape, 
 
 @pytest.mark.parametrize("name", RELAXATIONS)
 def test_tree_of_the_best_under_guidance(name):
-    law, (model, drafter) = LAWS["guidance"], pair(1)
-    found = branches(model, drafter, law, tree_options(name, 2, 2))
-    check(found, plain(PlainTree, name, 1, law, depth=2, width=2), law, 1)
+    law = LAWS["guidance"]
+    check(tree(name, 2, 2, law, 1), plain(PlainTree, name, 1, law, depth=2, width=2), law, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RELAXATIONS)
 @pytest.mark.parametrize("shape", [dict(depth=3, width=3), dict(depth=3, width=3, num_nodes=5)])
 def test_larger_trees_of_the_best(shape, name):
-    model, drafter = pair(3)
-    found = branches(model, drafter, PLAIN, tree_options(name, **shape))
-    check(found, plain(PlainTree, name, 3, **shape), seed=3)
+    check(tree(name, **shape, seed=3), plain(PlainTree, name, 3, **shape), seed=3)
 
 
 @pytest.mark.parametrize("name", RELAXATIONS)
 def test_tree_of_drawn_siblings_follows_the_rule_and_its_meter_bounds_the_distance(name):
-    model, drafter = pair()
-    found = branches(model, drafter, PLAIN, tree_options(name, 1, 2, siblings="without-replacement"))
+    found = tree(name, 1, 2, siblings="without-replacement")
     decoder = plain(PlainBranches, name, width=2)
     check(found, decoder)
     assert decoder.found.apart - ROUNDING <= found.moved < 1.6 * decoder.found.apart
@@ -286,9 +277,8 @@ def test_tree_of_drawn_siblings_follows_the_rule_and_its_meter_bounds_the_distan
 
 @pytest.mark.parametrize("name", RELAXATIONS)
 def test_relaxing_a_tree_saves_calls(name):
-    model, drafter = pair()
-    exact = branches(model, drafter, PLAIN, replace(tree_options(name, 2, 2), rule=siblings.EXACT))
-    assert branches(model, drafter, PLAIN, tree_options(name, 2, 2)).calls < exact.calls - 1e-3
+    exact = branches(pair(), PLAIN, depth=2, width=2, siblings="top-k")
+    assert tree(name, 2, 2).calls < exact.calls - 1e-3
 
 
 @pytest.mark.parametrize("name", NOTHING)
@@ -301,18 +291,16 @@ def test_relaxing_a_tree_saves_calls(name):
     ],
 )
 def test_trees_under_settings_that_relax_nothing_are_lossless(way, depth, name):
-    model, drafter = pair()
-    options = TreeOptions(depth, 2, None, way, "exact", 0.3)
-    exact = branches(model, drafter, PLAIN, options)
-    found = branches(model, drafter, PLAIN, replace(options, rule=NOTHING[name].rule(CODEBOOK, "cpu")))
-    assert distance(found, model, PLAIN) < 1e-10
+    shape = dict(depth=depth, width=2, siblings=way)
+    exact = branches(pair(), PLAIN, **shape)
+    found = branches(pair(), PLAIN, BOOK, **shape, **settings_of(NOTHING[name]))
+    assert distance(found, pair()[0], PLAIN) < 1e-10
     assert found.moved < 1e-12 and found.calls == pytest.approx(exact.calls, abs=1e-10)
 
 
 def test_catches_a_refused_sibling_that_keeps_what_it_was_lent(monkeypatch):
     monkeypatch.setattr(AcceptanceRule, "refused_target", lambda self, target, drafts: target)
-    model, drafter = pair()
-    found = branches(model, drafter, PLAIN, tree_options("lantern", 2, 2))
+    found = tree("lantern", 2, 2)
     assert total_variation(found.law, plain(PlainTree, "lantern", depth=2, width=2).run().law) > 1e-3
 
 
@@ -320,18 +308,14 @@ def test_catches_a_refused_sibling_that_keeps_what_it_was_lent(monkeypatch):
     "depth, way", [(2, dict(siblings="top-k", num_nodes=3)), (1, dict(siblings="without-replacement"))]
 )
 def test_tree_sampler_reports_what_the_enumeration_says(depth, way):
-    model, drafter = pair()
-    settings = vars(RELAXATIONS["lantern"])
+    settings = settings_of(RELAXATIONS["lantern"])
     sampler = TreeSampler(depth=depth, width=2, expected_acceptance=0.3, **way, **settings)
-    options = tree_options("lantern", depth, 2, **way)
-    reports(sampler, branches(model, drafter, PLAIN, options))
+    reports(sampler, tree("lantern", depth, 2, **way))
 
 
 def test_chain_sampler_reports_what_the_enumeration_says():
-    model, drafter = pair()
-    settings = RELAXATIONS["grouped"]
-    options = DraftedOptions(2, 0.0, "exact", settings.rule(CODEBOOK, "cpu"))
-    reports(DraftedSampler(2, **vars(settings)), chain(model, drafter, PLAIN, options))
+    settings = settings_of(RELAXATIONS["grouped"])
+    reports(DraftedSampler(2, **settings), chain(pair(), PLAIN, 2, parts=BOOK, **settings))
 
 
 def reports(sampler, expected) -> None:

@@ -7,246 +7,38 @@ see, the law is the autoregressive one, and elsewhere it is the one that the pap
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.branching import _hash, _quantise, _unique
-from tests.exactness.replay import ReplayNoise
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.planted import target_for_residual
+from tests.exactness.regions import total_variation as distance
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import parallel_jacobi
-from visual_spec.samplers import zipar as rows
-from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers import zipar
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.row_order import RowOrder
-from visual_spec.samplers.core.trace import Stopwatch
-from visual_spec.samplers.parallel_jacobi import ParallelJacobiOptions, ParallelJacobiSampler
-from visual_spec.samplers.zipar import RowState, ZipARSampler
+from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
+from visual_spec.samplers.zipar import ZipARSampler
 
-PLAIN = TokenLaw()
 COMBINATIONS = [
     ("gumbel", "identical"),
     ("gumbel", "exact"),
     ("independent", "exact"),
     ("maximal", "exact"),
 ]
-_LEAST = 1e-18
-_STATES = 3000  # states that are replayed together
-
-
-class Intervals:
-    """With two ids the noise of a slot is one uniform number, and regions are intervals: id 0 wins below its share."""
-
-    def __init__(self) -> None:
-        self.bounds = [(0.0, 1.0)]
-        self.number = {(0.0, 1.0): 0}
-
-    def draw(self, regions: Tensor, laws: Tensor) -> tuple[Tensor, Tensor]:
-        probability, left = [], []
-        for region, cut in zip(regions.tolist(), laws[:, 0].tolist(), strict=True):
-            low, high = self.bounds[region]
-            middle = min(max(cut, low), high)
-            share = (middle - low) / (high - low)
-            probability.append((share, 1 - share))
-            left.append([self._add(low, middle), self._add(middle, high)])
-        return torch.tensor(probability, dtype=torch.float64), torch.tensor(left)
-
-    def _add(self, low: float, high: float) -> int:
-        if high <= low:
-            return 0
-        bounds = (low, high)
-        if bounds not in self.number:
-            self.number[bounds] = len(self.bounds)
-            self.bounds.append(bounds)
-        return self.number[bounds]
-
-
-@dataclass
-class RowNoise(ReplayNoise):
-    """Draws for places past the grid are nobody's: they take outcome 0, and no branch."""
-
-    num_tokens: int = 0
-
-    def _draw_unless_scratch(self, law: Tensor, at: Tensor) -> Tensor:
-        nobody = torch.zeros_like(law).index_fill(1, torch.tensor(0), 1.0)
-        if (at >= self.num_tokens).all():
-            return torch.zeros(len(law), dtype=torch.long)
-        law = torch.where(at >= self.num_tokens, nobody, law)
-        return self._draw(lambda: law)
-
-    def _token(self, law: Tensor, at: Tensor, stream: int) -> Tensor:
-        if stream:
-            return self._draw_unless_scratch(law, at)
-        before = self.regions.gather(1, at)
-        probability, left = self.table.draw(before[:, 0], law)
-        outcome = self._draw_unless_scratch(probability, at)
-        if self.pending is None:
-            after = left.gather(1, outcome[:, None])
-            self.regions = self.regions.scatter(1, at, torch.where(at >= self.num_tokens, before, after))
-        return outcome
-
-    def _columns(self, laws: Tensor, slots: Tensor) -> Tensor:
-        columns = zip(laws.unbind(1), slots.unbind(1), strict=True)
-        outcomes = [self._draw_unless_scratch(law, at[:, None]) for law, at in columns]
-        return torch.stack(outcomes, 1) if outcomes else torch.zeros_like(slots)
-
-
-@dataclass
-class Branch:
-    """States between two calls and their probabilities, one a row."""
-
-    weight: Tensor
-    regions: Tensor
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def take(self, index: Tensor) -> Branch:
-        return Branch(
-            self.weight[index],
-            self.regions[index],
-            {name: value[index] for name, value in self.state.items()},
-        )
-
-
-@dataclass
-class Enumeration:
-    law: Tensor  # [V ** L]
-    moved: float  # expectation of the distance that `raster_divergence` measures
-    calls: float
-
-
-Start = Callable[..., RowState]
-Step = Callable[..., None]
-FIELDS = ("tokens", "lengths", "row", "held", "draft_law", "used_law")
-
-
-class RowEnumerator:
-    """Runs `start` and `step` on every outcome of every draw."""
-
-    def __init__(
-        self, model: TabularModel, order: RowOrder, start: Start, step: Step, measured: bool
-    ) -> None:
-        self.model, self.order, self.start, self.step = model, order, start, step
-        self.length = model.grid.num_tokens
-        self.law = CheckedLaw(PLAIN, self.length)
-        self.table = Intervals()
-        self.measured = measured
-
-    def run(self) -> Enumeration:
-        size = self.length + self.order.columns
-        none = Branch(torch.ones(1, dtype=torch.float64), torch.zeros(1, size, dtype=torch.long))
-        branches, call = self._expand(none, 0), 0
-        law = torch.zeros(self.model.vocab_size**self.length, dtype=torch.float64)
-        powers = self.model.vocab_size ** torch.arange(self.length - 1, -1, -1)
-        calls, moved = 1.0, 0.0
-        while len(branches.weight):
-            call += 1
-            calls += float(branches.weight.sum())
-            branches = self._expand(branches, call)
-            done = self.order.done(branches.state["lengths"])
-            ended, branches = branches.take(done.nonzero()[:, 0]), branches.take((~done).nonzero()[:, 0])
-            tokens = ended.state["tokens"][:, : self.length]
-            law.index_add_(0, tokens @ powers, ended.weight)
-            if self.measured and len(ended.weight):
-                used = ended.state["used_law"][:, : self.length]
-                distance = rows.raster_divergence(self.model, None, tokens, used, self.law, guided=False)
-                moved += float(distance @ ended.weight)
-        return Enumeration(law, moved, calls)
-
-    def _expand(self, branches: Branch, call: int) -> Branch:
-        parts = [
-            self._merge(self._replay(branches.take(states), call))
-            for states in torch.arange(len(branches.weight)).split(_STATES)
-        ]
-        names = parts[0].state
-        return self._merge(
-            Branch(
-                torch.cat([part.weight for part in parts]),
-                torch.cat([part.regions for part in parts]),
-                {name: torch.cat([part.state[name] for part in parts]) for name in names},
-            )
-        )
-
-    def _replay(self, branches: Branch, call: int) -> Branch:
-        given: list[Tensor] = []
-        while True:
-            noise = RowNoise(
-                weight=branches.weight,
-                regions=branches.regions,
-                table=self.table,  # type: ignore[arg-type]
-                call=call,
-                cells=self.model.vocab_size,
-                given=given,
-                num_tokens=self.length,
-            )
-            state, cache = self._call(branches, noise, call)
-            if noise.pending is None:
-                held = {name: getattr(state, name) for name in FIELDS if getattr(state, name) is not None}
-                return Branch(noise.weight, noise.regions, {**held, "cache": cache})
-            row, outcome = (noise.weight[:, None] * noise.pending > _LEAST).nonzero(as_tuple=True)
-            branches = branches.take(row)
-            given = [*(earlier[row] for earlier in given), outcome]
-
-    def _call(self, branches: Branch, noise: CounterNoise, call: int) -> tuple[RowState, Tensor]:
-        count = len(branches.weight)
-        cache = self.model.prefill(None, batch_size=count, guided=False, window=self.order.columns)
-        if call == 0:
-            return self.start(self.order, cache, self.law, noise, measured=self.measured), cache.tokens
-        cache.tokens = branches.state["cache"].clone()
-        state = RowState(
-            cache=cache,
-            round=call - 1,
-            target_calls=torch.zeros(count, dtype=torch.long),
-            commit_call=torch.zeros_like(branches.state["tokens"]),
-            **{name: branches.state[name].clone() if name in branches.state else None for name in FIELDS},  # type: ignore[arg-type]
-        )
-        self.step(self.model, self.order, state, self.law, noise, Stopwatch())
-        return state, cache.tokens
-
-    def _merge(self, branches: Branch) -> Branch:
-        """Add up branches that nothing to come can tell apart."""
-        state, width = branches.state, self.order.width
-        slot = torch.arange(self.length)
-        committed = slot % width < state["lengths"][:, slot // width]
-        branches.regions[:, : self.length] *= ~committed  # the noise of a drawn slot is spent
-        keys = [branches.regions[:, : self.length], state["tokens"][:, : self.length], state["lengths"]]
-        keys += [state["row"], state["held"].long()]
-        for name in ("draft_law", "used_law"):
-            if name in state:
-                keys.append(_quantise(state[name].exp()).flatten(1))
-        first, inverse = _unique(_hash(torch.cat(keys, 1)))
-        merged = branches.take(first)
-        merged.weight = torch.zeros(len(first), dtype=torch.float64).index_add_(0, inverse, branches.weight)
-        return merged
 
 
 def enumerate_zipar(
     model: TabularModel, window: int, *, adaptive: bool = False, measured: bool = False
 ) -> Enumeration:
-    def start(*arguments, **options):
-        return rows.prepare(*arguments, **options)[0]
-
-    def step(model, order, state, law, noise, watch):
-        rows.zipar_step(model, order, state, law, noise, adaptive, watch)
-
-    return RowEnumerator(model, RowOrder.over(model.grid, window), start, step, measured).run()
+    return Enumerator(ZipARSampler(window, adaptive, measured), model).run()
 
 
-def enumerate_parallel_jacobi(
-    model: TabularModel, options: ParallelJacobiOptions, *, measured: bool = False, step: Step | None = None
-) -> Enumeration:
-    def start(order, cache, law, noise, **named):
-        return parallel_jacobi.parallel_jacobi_prepare(order, cache, law, noise, options, **named)
-
-    def real_step(model, order, state, law, noise, watch):
-        parallel_jacobi.parallel_jacobi_step(model, order, state, law, noise, options, watch)
-
-    order = RowOrder.over(model.grid, options.lead, windows=options.rows, drafts=options.drafts)
-    return RowEnumerator(model, order, start, step or real_step, measured).run()
+def enumerate_parallel_jacobi(model: TabularModel, *settings) -> Enumeration:
+    return Enumerator(ParallelJacobiSampler(*settings), model).run()
 
 
 def model(rows: int, width: int, **options) -> TabularModel:
@@ -272,10 +64,6 @@ def local(rows: int, width: int, lead: int) -> TabularModel:
     return made
 
 
-def distance(first: Tensor, second: Tensor) -> float:
-    return float((first - second).abs().sum() / 2)
-
-
 def check(found: Enumeration, want: Tensor) -> None:
     assert float(found.law.sum()) == pytest.approx(1, abs=1e-10)
     assert distance(found.law, want) < 1e-10
@@ -297,8 +85,7 @@ def test_zipar_is_exact_for_a_model_that_ignores_what_is_not_seen(height, width,
 @pytest.mark.parametrize(("coupling", "acceptance"), COMBINATIONS)
 def test_parallel_jacobi_is_exact_for_a_model_that_ignores_what_is_not_seen(coupling, acceptance, lead):
     local_model = local(2, 4, lead)  # the shortest rows in which a draft that was drawn again is tested
-    options = ParallelJacobiOptions(2, 2, lead, coupling, acceptance, "left")
-    found = enumerate_parallel_jacobi(local_model, options)
+    found = enumerate_parallel_jacobi(local_model, 2, 2, lead, coupling, acceptance, "left")
     check(found, local_model.law_of_sequences(PLAIN))
     assert found.calls < RowOrder.over(local_model.grid, lead).calls
 
@@ -307,15 +94,18 @@ def test_parallel_jacobi_is_exact_for_a_model_that_ignores_what_is_not_seen(coup
 @pytest.mark.parametrize("initial_draft", ["uniform", "up"])
 def test_parallel_jacobi_of_three_rows(coupling, acceptance, initial_draft):
     local_model = local(3, 2, 1)
-    options = ParallelJacobiOptions(2, 1, 1, coupling, acceptance, initial_draft)
-    check(enumerate_parallel_jacobi(local_model, options), local_model.law_of_sequences(PLAIN))
+    check(
+        enumerate_parallel_jacobi(local_model, 2, 1, 1, coupling, acceptance, initial_draft),
+        local_model.law_of_sequences(PLAIN),
+    )
 
 
 @pytest.mark.parametrize(("coupling", "acceptance"), COMBINATIONS)
 def test_parallel_jacobi_with_a_lead_of_the_width_is_lossless(coupling, acceptance):
     whole = model(2, 4)
-    options = ParallelJacobiOptions(2, 2, 4, coupling, acceptance, "left")
-    check(enumerate_parallel_jacobi(whole, options), whole.law_of_sequences(PLAIN))
+    check(
+        enumerate_parallel_jacobi(whole, 2, 2, 4, coupling, acceptance, "left"), whole.law_of_sequences(PLAIN)
+    )
 
 
 @pytest.mark.slow
@@ -323,8 +113,10 @@ def test_parallel_jacobi_with_a_lead_of_the_width_is_lossless(coupling, acceptan
 @pytest.mark.parametrize("initial_draft", ["left", "uniform", "up"])
 def test_parallel_jacobi_of_longer_rows(coupling, acceptance, initial_draft):
     local_model = local(2, 5, 2)
-    options = ParallelJacobiOptions(2, 2, 2, coupling, acceptance, initial_draft)
-    check(enumerate_parallel_jacobi(local_model, options), local_model.law_of_sequences(PLAIN))
+    check(
+        enumerate_parallel_jacobi(local_model, 2, 2, 2, coupling, acceptance, initial_draft),
+        local_model.law_of_sequences(PLAIN),
+    )
 
 
 # -- what adaptive ZipAR's rule defines ------------------------------------------------------------------------------
@@ -439,11 +231,7 @@ def test_zipar_measures_the_enumerated_distance():
 )
 def test_the_distance_measured_is_that_of_the_enumeration(sampler):
     whole = model(2, 4) if isinstance(sampler, ZipARSampler) else model(2, 3)
-    if isinstance(sampler, ZipARSampler):
-        found = enumerate_zipar(whole, sampler.config["window"], measured=True)
-    else:
-        found = enumerate_parallel_jacobi(whole, sampler.options, measured=True)
-    check_measured(sampler, whole, found)
+    check_measured(sampler, whole, Enumerator(sampler, whole).run())
 
 
 def check_measured(sampler, whole: TabularModel, found: Enumeration) -> None:
@@ -462,28 +250,31 @@ def check_measured(sampler, whole: TabularModel, found: Enumeration) -> None:
 def test_catches_a_residual_replaced_by_the_target(monkeypatch):
     local_model = local(2, 3, 1)
     want = local_model.law_of_sequences(PLAIN)
-    monkeypatch.setattr(parallel_jacobi, "residual", lambda target, draft_law: target)
+    monkeypatch.setattr(verification, "residual", target_for_residual)
     for coupling in ("gumbel", "independent", "maximal"):
-        options = ParallelJacobiOptions(2, 2, 1, coupling, "exact", "left")
-        assert distance(enumerate_parallel_jacobi(local_model, options).law, want) > 1e-2
+        found = enumerate_parallel_jacobi(local_model, 2, 2, 1, coupling, "exact", "left")
+        assert distance(found.law, want) > 1e-2
 
 
-def test_catches_labels_of_the_neighbouring_draft():
+def test_catches_labels_of_the_neighbouring_draft(monkeypatch):
     local_model = local(2, 4, 1)
     want = local_model.law_of_sequences(PLAIN)
+    real_step = ParallelJacobiSampler.step
+
+    def step(self, run, state):
+        real_step(self, run, state)
+        rows = state.label.rows.unflatten(1, (2, 3))
+        other = rows[:, :, [1, 0, 2]]
+        state.label.rows = torch.where((rows >= 0) & (other >= 0), other, rows).flatten(1)
+
+    monkeypatch.setattr(ParallelJacobiSampler, "step", step)
     for coupling in ("gumbel", "independent", "maximal"):
-        options = ParallelJacobiOptions(2, 2, 1, coupling, "exact", "left")
-
-        def step(model, order, state, law, noise, watch, options=options):
-            parallel_jacobi.parallel_jacobi_step(model, order, state, law, noise, options, watch)
-            state.draft_law = state.draft_law.unflatten(1, (2, 3))[:, :, [1, 0, 2]].flatten(1, 2)
-
-        found = enumerate_parallel_jacobi(local_model, options, step=step)
+        found = enumerate_parallel_jacobi(local_model, 2, 2, 1, coupling, "exact", "left")
         assert distance(found.law, want) > 1e-3
 
 
 def test_catches_an_adaptive_start_that_draws_anew_instead_of_from_the_residual(monkeypatch):
     whole = model(2, 3, scale=2.0)
     want = enumerate_zipar(whole, 1, adaptive=True).law
-    monkeypatch.setattr(rows, "residual", lambda target, draft_law: target)
+    monkeypatch.setattr(zipar, "residual", target_for_residual)
     assert distance(enumerate_zipar(whole, 1, adaptive=True).law, want) > 1e-3

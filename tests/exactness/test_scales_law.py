@@ -1,4 +1,4 @@
-"""The exact law of whole pictures of the next-scale sampler, by enumeration: every outcome is a row of one batch."""
+"""The exact law of whole pictures of the next-scale sampler, by enumeration of its real steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.exactness.branching import total_variation
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.regions import total_variation
+from tests.exactness.test_statistics import LEAST_P, p_value
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
 from visual_spec.samplers import scales as scales_module
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import TOKEN
-from visual_spec.samplers.scales import ScaleResult, ScaleWiseSampler, Stage, code_stages
+from visual_spec.samplers.scales import ScaleTrace, ScaleWiseSampler, Stage, code_stages
 
-PLAIN = TokenLaw()
 LAWS = {
     "plain": PLAIN,
     "guidance": TokenLaw(guidance_scale=2.5),
@@ -30,35 +30,20 @@ LAWS = {
 SHAPES = {"3 ** 5": ((1, 2), 3), "2 ** 9": ((1, 2, 2), 2)}
 
 
-class ForcedNoise:
-    """Row i draws the i-th sequence, and is weighted by the probability of its draws."""
-
-    def __init__(self, sequences: Tensor) -> None:
-        self.sequences = sequences
-        self.weight = torch.ones(len(sequences), dtype=torch.float64)
-        self.drawn = torch.zeros(sequences.shape[1], dtype=torch.long)
-
-    def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int = 0) -> Tensor:
-        assert stream == TOKEN and round == 0, "a slot has one noise of its own"
-        assert (slots == slots[:1]).all()
-        self.drawn += torch.bincount(slots[0], minlength=len(self.drawn))
-        outcome = self.sequences.gather(1, slots)
-        self.weight = self.weight * log_probs.softmax(-1).gather(-1, outcome[..., None]).prod(1)[:, 0]
-        return outcome
+def enumerated(
+    model: TableScaleModel | list[Stage],
+    tokenizer: FormulaTokenizer,
+    law: TokenLaw,
+    sampler: ScaleWiseSampler | None = None,
+) -> Enumeration:
+    stages = model if isinstance(model, list) else [Stage(model, range(len(tokenizer.scales)))]
+    return Enumerator(sampler or ScaleWiseSampler(), stages, law, tokenizer=tokenizer).run()
 
 
-def enumerate_law(
-    monkeypatch, model, tokenizer: FormulaTokenizer, law: TokenLaw, sampler: ScaleWiseSampler | None = None
-) -> tuple[Tensor, ScaleResult]:
-    """Probability of every sequence under the real sampler, and its result."""
-    noise = ForcedNoise(every_sequence(tokenizer))
-    monkeypatch.setattr(scales_module, "CounterNoise", lambda keys, device: noise)
-    monkeypatch.setattr(scales_module, "draw_keys", lambda generator, batch_size: None)
-    sampler = sampler or ScaleWiseSampler()
-    result = sampler(model, tokenizer, None, law=law, batch_size=len(noise.sequences))
-    assert (noise.drawn == 1).all(), "every slot is drawn once"
-    assert torch.equal(result.tokens, noise.sequences)
-    return noise.weight, result
+def trace_of(model: TableScaleModel | list[Stage], tokenizer: FormulaTokenizer, **options) -> ScaleTrace:
+    trace = ScaleWiseSampler(**options)(model, tokenizer, None, law=PLAIN, batch_size=2).trace
+    assert isinstance(trace, ScaleTrace)
+    return trace
 
 
 def every_sequence(tokenizer: FormulaTokenizer) -> Tensor:
@@ -112,31 +97,31 @@ def parts(shape: str, count: int = 1, **changes) -> tuple[FormulaTokenizer, list
 
 @pytest.mark.parametrize("ramp", [True, False])
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
-def test_one_model_follows_its_own_law(monkeypatch, law, ramp):
+def test_one_model_follows_its_own_law(law, ramp):
     tokenizer, [model] = parts("3 ** 5")
-    found, result = enumerate_law(monkeypatch, model, tokenizer, law, ScaleWiseSampler(ramp=ramp))
+    found = enumerated(model, tokenizer, law, ScaleWiseSampler(ramp=ramp))
     want = product_law(tokenizer, [model] * 2, [law] * 2, ramp)
     assert want.sum().item() == pytest.approx(1, abs=1e-12)
-    assert total_variation(found, want) < 1e-10
-    assert result.trace.lossless and result.trace.identical
+    assert total_variation(found.law, want) < 1e-10
+    trace = trace_of(model, tokenizer, ramp=ramp)
+    assert trace.lossless and trace.identical
 
 
 @pytest.mark.parametrize("num_draft_scales", [1, 2])
 @pytest.mark.parametrize("name", ["plain", "guidance"])
-def test_collaborative_decoding_is_the_large_law_first_and_the_small_law_then(
-    monkeypatch, name, num_draft_scales
-):
+def test_collaborative_decoding_is_the_large_law_first_and_the_small_law_then(name, num_draft_scales):
     tokenizer, [large, small] = parts("2 ** 9", 2)
     law = LAWS[name]
     stages = code_stages(large, small, num_draft_scales)
-    found, result = enumerate_law(monkeypatch, stages, tokenizer, law)
+    found = enumerated(stages, tokenizer, law).law
     models = [large] * num_draft_scales + [small] * (3 - num_draft_scales)
     assert total_variation(found, product_law(tokenizer, models, [law] * 3)) < 1e-10
     assert total_variation(found, product_law(tokenizer, [large] * 3, [law] * 3)) > 0.1
-    assert not result.trace.lossless and not result.trace.identical
+    trace = trace_of(stages, tokenizer)
+    assert not trace.lossless and not trace.identical
 
 
-def test_three_models_with_laws_of_their_own(monkeypatch):
+def test_three_models_with_laws_of_their_own():
     tokenizer, models = parts("2 ** 9", 3)
     laws = [
         TokenLaw(temperature=0.8),
@@ -144,22 +129,22 @@ def test_three_models_with_laws_of_their_own(monkeypatch):
         TokenLaw(guidance_scale=4.0, temperature=1.2),
     ]
     stages = [Stage(model, range(k, k + 1), laws[k]) for k, model in enumerate(models)]
-    found, _ = enumerate_law(monkeypatch, stages, tokenizer, TokenLaw(temperature=0.0))
+    found = enumerated(stages, tokenizer, TokenLaw(temperature=0.0)).law
     assert total_variation(found, product_law(tokenizer, models, laws)) < 1e-10
 
 
-def test_a_model_that_comes_back_starts_from_all_maps(monkeypatch):
+def test_a_model_that_comes_back_starts_from_all_maps():
     tokenizer, [large, small] = parts("2 ** 9", 2)
     stages = [Stage(large, range(1)), Stage(small, range(1, 2)), Stage(large, range(2, 3))]
-    found, _ = enumerate_law(monkeypatch, stages, tokenizer, PLAIN)
+    found = enumerated(stages, tokenizer, PLAIN).law
     assert total_variation(found, product_law(tokenizer, [large, small, large], [PLAIN] * 3)) < 1e-10
 
 
-def test_a_late_temperature_leaves_the_filtered_set_alone(monkeypatch):
+def test_a_late_temperature_leaves_the_filtered_set_alone():
     tokenizer, [model] = parts("3 ** 5")
     law = TokenLaw(top_k=2)
     stages = [Stage(model, range(1), law, 1.7), Stage(model, range(1, 2), law)]
-    found, _ = enumerate_law(monkeypatch, stages, tokenizer, law)
+    found = enumerated(stages, tokenizer, law).law
     sequences = every_sequence(tokenizer)
     none, maps = known_maps(tokenizer, sequences)
     table = torch.zeros(len(sequences), dtype=torch.long)
@@ -172,15 +157,13 @@ def test_a_late_temperature_leaves_the_filtered_set_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["plain", "guidance"])
-def test_the_measured_divergence_is_the_distance_of_the_laws(monkeypatch, name):
+def test_the_measured_divergence_is_the_distance_of_the_laws(name):
     """In expectation over the sampler's own law; and it bounds the distance between whole pictures."""
     tokenizer, [large, small] = parts("2 ** 9", 2)
     law = LAWS[name]
-    weight, result = enumerate_law(
-        monkeypatch, code_stages(large, small, 1), tokenizer, law, ScaleWiseSampler(measure=True)
-    )
-    assert result.trace.moved_mass is not None and result.trace.divergence is not None
-    measured = float((weight * result.trace.moved_mass).sum())
+    stages = code_stages(large, small, 1)
+    found = enumerated(stages, tokenizer, law, ScaleWiseSampler(measure=True))
+    weight, measured = found.law, found.moved
     want = 0.0
     sequences = every_sequence(tokenizer)
     for k, maps in list(enumerate(known_maps(tokenizer, sequences)))[1:]:
@@ -189,21 +172,16 @@ def test_the_measured_divergence_is_the_distance_of_the_laws(monkeypatch, name):
         first, second = (scaled(model.logits(tables, maps), scaled.guided).exp() for model in (large, small))
         want += float(weight @ (first - second).abs().sum((1, 2))) / 2
     assert measured == pytest.approx(want, abs=1e-10)
-    assert result.trace.divergence == pytest.approx(float(result.trace.moved_mass.mean()) / 8, abs=1e-12)
+    trace = trace_of(stages, tokenizer, measure=True)
+    assert trace.moved_mass is not None
+    assert trace.divergence == pytest.approx(float(trace.moved_mass.mean()) / 8, abs=1e-12)
     joint = product_law(tokenizer, [large] * 3, [law] * 3)
     assert total_variation(weight, joint) <= measured
-    same = enumerate_law(monkeypatch, code_stages(large, small, 1), tokenizer, law)[0]
-    assert torch.equal(same, weight)  # measuring changes nothing
+    assert torch.equal(enumerated(stages, tokenizer, law).law, weight)  # measuring changes nothing
 
 
-def test_the_real_noise_gives_the_law(monkeypatch):
+def test_the_real_noise_gives_the_law(keys_in_bulk):
     """Chi-square over 3 ** 5 pictures."""
-    rows = 20_000
-    monkeypatch.setattr(
-        scales_module,
-        "draw_keys",
-        lambda generator, batch_size: torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator),
-    )
     tokenizer, [large, small] = parts("3 ** 5", 2)
     law = LAWS["guidance"]
     result = ScaleWiseSampler()(
@@ -211,17 +189,11 @@ def test_the_real_noise_gives_the_law(monkeypatch):
         tokenizer,
         None,
         law=law,
-        batch_size=rows,
+        batch_size=20_000,
         generator=torch.Generator().manual_seed(0),
     )
     counts = torch.bincount(result.tokens @ 3 ** torch.arange(4, -1, -1), minlength=3**5)
-    expected = rows * product_law(tokenizer, [large, small], [law] * 2)
-    common = expected >= 5
-    observed = torch.cat([counts[common], counts[~common].sum()[None]]).double()
-    expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    p = torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2.0, dtype=torch.float64), statistic / 2)
-    assert p > 1e-4
+    assert p_value(counts, product_law(tokenizer, [large, small], [law] * 2)) > LEAST_P
 
 
 # -- planted mistakes ------------------------------------------------------------------------------------------------
@@ -232,7 +204,7 @@ def distance(monkeypatch, owner: object, name: str, value: object, law: TokenLaw
     tokenizer, [large, small] = parts("2 ** 9", 2)
     want = product_law(tokenizer, [large, small, small], [law] * 3)
     monkeypatch.setattr(owner, name, value)
-    found, _ = enumerate_law(monkeypatch, code_stages(large, small, 1), tokenizer, law)
+    found = enumerated(code_stages(large, small, 1), tokenizer, law).law
     assert found.sum().item() == pytest.approx(1, abs=1e-10)
     return total_variation(found, want)
 

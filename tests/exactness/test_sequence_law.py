@@ -1,17 +1,18 @@
 """Loop level: the exact law of whole sequences, by enumeration of every branch of the real sampler step."""
 
-from dataclasses import replace
-
 import pytest
 
-from tests.exactness.branching import Enumeration, Enumerator, total_variation
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.planted import old_label_step, target_for_residual
+from tests.exactness.regions import total_variation
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import jacobi
-from visual_spec.samplers.core.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.core import verification
+from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import JacobiOptions
+from visual_spec.samplers.core.noise import RESIDUAL, TOKEN
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 COMBINATIONS = [
     ("gumbel", "identical"),
@@ -20,15 +21,14 @@ COMBINATIONS = [
     ("maximal", "exact"),
 ]
 EXACT = [pair for pair in COMBINATIONS if pair[1] == "exact"]
-PLAIN = TokenLaw()
 
 
 def model(height: int = 2, width: int = 2, **changes) -> TabularModel:
     return TabularModel(TokenGrid(height, width), 3, **changes)
 
 
-def check(model: TabularModel, law: TokenLaw, options: JacobiOptions) -> Enumeration:
-    found = Enumerator(model, law, options).run()
+def check(model: TabularModel, law: TokenLaw, *settings) -> Enumeration:
+    found = Enumerator(SpeculativeJacobiSampler(*settings), model, law).run()
     expected = model.law_of_sequences(law, guided=law.guided)
     assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
     assert total_variation(found.law, expected) < 1e-10
@@ -39,7 +39,7 @@ def check(model: TabularModel, law: TokenLaw, options: JacobiOptions) -> Enumera
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_every_combination_is_lossless(window, coupling, acceptance, initial_draft):
-    found = check(model(), PLAIN, JacobiOptions(window, coupling, acceptance, initial_draft))
+    found = check(model(), PLAIN, window, coupling, acceptance, initial_draft)
     if window == 1:
         assert found.calls == pytest.approx(4)
     else:
@@ -63,37 +63,35 @@ LAWS = {
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 def test_lossless_under_guidance_and_filters(law, coupling, acceptance, window):
     for initial_draft in ("uniform", "last_law") if window == 2 else ("left",):
-        check(model(seed=1), law, JacobiOptions(window, coupling, acceptance, initial_draft))
+        check(model(seed=1), law, window, coupling, acceptance, initial_draft)
 
 
 @pytest.mark.parametrize("initial_draft", ["left", "last_law"])
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_lossless_on_a_longer_sequence(coupling, acceptance, initial_draft):
     """L = 5 is the shortest at which the coupling of a draft that was refused once changes what comes after."""
-    check(model(1, 5), PLAIN, JacobiOptions(3, coupling, acceptance, initial_draft))
+    check(model(1, 5), PLAIN, 3, coupling, acceptance, initial_draft)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_lossless_on_a_longer_sequence_from_every_initial_draft(coupling, acceptance, initial_draft):
-    check(model(1, 5, seed=3), PLAIN, JacobiOptions(3, coupling, acceptance, initial_draft))
+    check(model(1, 5, seed=3), PLAIN, 3, coupling, acceptance, initial_draft)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("initial_draft", ["left", "up"])
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_lossless_where_left_and_up_differ(coupling, acceptance, initial_draft):
-    check(model(2, 3, order=2), PLAIN, JacobiOptions(3, coupling, acceptance, initial_draft))
+    check(model(2, 3, order=2), PLAIN, 3, coupling, acceptance, initial_draft)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_lossless_in_a_window_as_long_as_the_sequence(coupling, acceptance, initial_draft):
-    if (coupling, initial_draft) == ("gumbel", "uniform"):
-        initial_draft = "up"  # 27 uniform drafts times 27 Gumbel draws: minutes
-    check(model(seed=4), PLAIN, JacobiOptions(4, coupling, acceptance, initial_draft))
+    check(model(seed=4), PLAIN, 4, coupling, acceptance, initial_draft)
 
 
 @pytest.mark.slow
@@ -101,47 +99,61 @@ def test_lossless_in_a_window_as_long_as_the_sequence(coupling, acceptance, init
 @pytest.mark.parametrize("initial_draft", ["uniform", "last_law"])
 @pytest.mark.parametrize("coupling, acceptance", COMBINATIONS)
 def test_lossless_under_guidance_and_filters_in_a_window_of_three(law, coupling, acceptance, initial_draft):
-    check(model(seed=1), law, JacobiOptions(3, coupling, acceptance, initial_draft))
+    check(model(seed=1), law, 3, coupling, acceptance, initial_draft)
+
+
+# ----------------------------------------------------------------------------------------------- planted mistakes
+
+
+def off(*settings) -> float:
+    """TV between what a mistaken sampler returns and the law of the model."""
+    found = Enumerator(SpeculativeJacobiSampler(*settings), model()).run()
+    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
+    return total_variation(found.law, model().law_of_sequences(PLAIN))
 
 
 @pytest.mark.parametrize("coupling, acceptance", EXACT)
 def test_catches_a_residual_replaced_by_the_target(monkeypatch, coupling, acceptance):
-    monkeypatch.setattr(jacobi, "residual", target_for_residual)
-    found = Enumerator(model(), PLAIN, JacobiOptions(2, coupling, acceptance, "uniform")).run()
-    assert total_variation(found.law, model().law_of_sequences(PLAIN)) > 1e-2
+    monkeypatch.setattr(verification, "residual", target_for_residual)
+    assert off(2, coupling, acceptance, "uniform") > 1e-2
 
 
-def test_catches_an_old_label_on_an_accepted_draft():
-    options = JacobiOptions(3, "maximal", "exact", "uniform")
-    found = Enumerator(model(), PLAIN, options, step=old_label_step).run()
-    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
-    assert total_variation(found.law, model().law_of_sequences(PLAIN)) > 1e-3
+def test_catches_an_old_label_on_an_accepted_draft(monkeypatch):
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", old_label_step)
+    assert off(3, "maximal", "exact", "uniform") > 1e-3
 
 
 def test_catches_a_replacement_with_the_noise_of_the_slot(monkeypatch):
     """Under Gumbel coupling the slot's noise made the draft that was refused: it is not fresh."""
 
-    def stale_residual_noise(model, state, law, noise, options, watch):
-        draw = noise.categorical
+    def stale_residual_noise(self, run, state):
+        draw = run.noise.categorical
 
         def categorical(log_probs, slots, stream, round=0):
-            return draw(log_probs, slots, *((0, 0) if stream == jacobi.RESIDUAL else (stream, round)))
+            return draw(log_probs, slots, *((TOKEN, 0) if stream == RESIDUAL else (stream, round)))
 
-        noise.categorical = categorical
-        real_step(model, state, law, noise, options, watch)
+        run.noise.categorical = categorical
+        real_step(self, run, state)
 
-    real_step = jacobi.step
-    options = JacobiOptions(2, "gumbel", "exact", "last_law")
-    found = Enumerator(model(), PLAIN, options, step=stale_residual_noise).run()
-    assert total_variation(found.law, model().law_of_sequences(PLAIN)) > 1e-3
+    real_step = SpeculativeJacobiSampler.step
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", stale_residual_noise)
+    assert off(2, "gumbel", "exact", "last_law") > 1e-3
 
 
 def test_catches_a_uniform_draft_drawn_from_fewer_tokens_than_its_label_says(monkeypatch):
-    def narrow(*args, **kwargs):
-        draft = real_draft(*args, **kwargs)
-        return replace(draft, tokens=draft.tokens.clamp(max=1))
+    real_draft = jacobi.uniform_tokens
+    monkeypatch.setattr(jacobi, "uniform_tokens", lambda *given: real_draft(*given).clamp(max=1))
+    assert off(2, "independent", "exact", "uniform") > 1e-2
 
-    real_draft = jacobi.uniform_draft
-    monkeypatch.setattr(jacobi, "uniform_draft", narrow)
-    found = Enumerator(model(), PLAIN, JacobiOptions(2, "independent", "exact", "uniform")).run()
-    assert total_variation(found.law, model().law_of_sequences(PLAIN)) > 1e-2
+
+def test_catches_drafts_that_are_read_where_nothing_was_drafted(monkeypatch):
+    """What lies behind the drafts is scrubbed between calls, so that reading it shows."""
+
+    def one_further(self, state):
+        slots = state.next_slots(self.window - 1) + 1
+        return Draft(state.tokens.gather(1, slots), state.label, "scratch")
+
+    monkeypatch.setattr(
+        SpeculativeJacobiSampler, "propose", lambda self, run, state: one_further(self, state)
+    )
+    assert off(2, "independent", "exact", "last_law") > 1e-3

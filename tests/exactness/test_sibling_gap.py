@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.exactness.test_siblings_law import RULES, one_slot_law
-from visual_spec.samplers.core.siblings import optimal_acceptance, sibling_gaps
+from visual_spec.eval.quality.sibling_gaps import optimal_acceptance, sibling_gaps
 
 NAMES = {
     "recursive": "recursive rejection, without replacement",

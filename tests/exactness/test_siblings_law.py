@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from visual_spec.eval.quality.sibling_gaps import optimal_acceptance
 from visual_spec.samplers.core import siblings
 from visual_spec.samplers.core.noise import ACCEPT, CounterNoise
 from visual_spec.samplers.core.siblings import (
     k_seq,
-    optimal_acceptance,
     recursive_rejection,
     sibling_stream,
     without,

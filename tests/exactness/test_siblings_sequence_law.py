@@ -3,32 +3,25 @@
 import pytest
 import torch
 
-from tests.exactness.branching import Enumeration, Enumerator, total_variation
-from tests.exactness.replay import ReplayEnumerator
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.planted import labels, relabel
+from tests.exactness.regions import total_variation
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import proactive
 from visual_spec.samplers.core import siblings as siblings_module
+from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import JacobiOptions
-from visual_spec.samplers.proactive import ProactiveOptions
-
-PLAIN = TokenLaw()
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.proactive import ProactiveJacobiSampler
 
 
 def model(height: int = 2, width: int = 2, **changes) -> TabularModel:
     return TabularModel(TokenGrid(height, width), 3, **changes)
 
 
-def enumerate_law(model: TabularModel, law: TokenLaw, options: ProactiveOptions) -> Enumeration:
-    def step(model, state, law, noise, _, watch):
-        proactive.step(model, state, law, noise, options, watch)
-
-    return ReplayEnumerator(model, law, options.jacobi, step).run()
-
-
-def check(model: TabularModel, law: TokenLaw, options: ProactiveOptions) -> Enumeration:
-    found = enumerate_law(model, law, options)
+def check(model: TabularModel, law: TokenLaw, sampler: SpeculativeJacobiSampler) -> Enumeration:
+    found = Enumerator(sampler, model, law).run()
     assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
     assert total_variation(found.law, model.law_of_sequences(law, guided=law.guided)) < 1e-10
     return found
@@ -49,10 +42,10 @@ COUPLINGS = [
 )
 def test_every_combination_is_lossless(window, siblings, depth, coupling, acceptance, initial_draft):
     found = check(
-        model(), PLAIN, ProactiveOptions(window, siblings, depth, coupling, acceptance, initial_draft)
+        model(), PLAIN, ProactiveJacobiSampler(window, siblings, depth, coupling, acceptance, initial_draft)
     )
-    alone = ProactiveOptions(window, 1, depth, coupling, acceptance, initial_draft)
-    assert found.calls < enumerate_law(model(), PLAIN, alone).calls - 0.05  # and siblings save calls
+    alone = ProactiveJacobiSampler(window, 1, depth, coupling, acceptance, initial_draft)
+    assert found.calls < Enumerator(alone, model()).run().calls - 0.05  # and siblings save calls
 
 
 @pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
@@ -60,10 +53,10 @@ def test_every_combination_is_lossless(window, siblings, depth, coupling, accept
     "window, depth, initial_draft", [(2, 1, "uniform"), (3, 1, "last_law"), (3, 2, "last_law")]
 )
 def test_one_sibling_is_jacobi(window, depth, coupling, acceptance, initial_draft):
-    options = ProactiveOptions(window, 1, depth, coupling, acceptance, initial_draft)
-    jacobi = JacobiOptions(window, coupling, acceptance, initial_draft)
+    options = ProactiveJacobiSampler(window, 1, depth, coupling, acceptance, initial_draft)
+    jacobi = SpeculativeJacobiSampler(window, coupling, acceptance, initial_draft)
     found = check(model(seed=2), PLAIN, options)
-    assert found.calls == pytest.approx(Enumerator(model(seed=2), PLAIN, jacobi).run().calls, abs=1e-10)
+    assert found.calls == pytest.approx(Enumerator(jacobi, model(seed=2)).run().calls, abs=1e-10)
 
 
 @pytest.mark.parametrize("length, window", [(4, 2), (3, 3)])
@@ -71,7 +64,7 @@ def test_one_sibling_is_jacobi(window, depth, coupling, acceptance, initial_draf
 def test_lossless_over_four_tokens(siblings, length, window):
     """Where three siblings do not cover the vocabulary."""
     four = TabularModel(TokenGrid(1, length), 4, seed=siblings)
-    found = check(four, PLAIN, ProactiveOptions(window, siblings, 1, "maximal", "exact", "last_law"))
+    found = check(four, PLAIN, ProactiveJacobiSampler(window, siblings, 1, "maximal", "exact", "last_law"))
     if siblings == 4:  # one of four siblings is always kept: two tokens a call behind the prefill
         assert found.calls == pytest.approx({4: 3, 3: 2}[length])
 
@@ -81,8 +74,8 @@ def test_lossless_over_four_tokens(siblings, length, window):
 
 def k_seq_options(
     window: int, siblings: int, depth: int, coupling: str, initial_draft: str
-) -> ProactiveOptions:
-    return ProactiveOptions(window, siblings, depth, coupling, "exact", initial_draft, "k-seq")
+) -> ProactiveJacobiSampler:
+    return ProactiveJacobiSampler(window, siblings, depth, coupling, "exact", initial_draft, "k-seq")
 
 
 @pytest.mark.parametrize("coupling", ["maximal", "independent", "gumbel"])
@@ -93,15 +86,15 @@ def k_seq_options(
 def test_k_seq_is_lossless(window, siblings, depth, coupling, initial_draft):
     found = check(model(), PLAIN, k_seq_options(window, siblings, depth, coupling, initial_draft))
     if initial_draft == "last_law":  # independent siblings of a copied token are copies of it
-        alone = ProactiveOptions(window, 1, depth, coupling, "exact", initial_draft)
-        assert found.calls < enumerate_law(model(), PLAIN, alone).calls - 0.02
+        alone = ProactiveJacobiSampler(window, 1, depth, coupling, "exact", initial_draft)
+        assert found.calls < Enumerator(alone, model()).run().calls - 0.02
 
 
 @pytest.mark.parametrize("coupling", ["maximal", "gumbel"])
 def test_k_seq_of_one_sibling_is_jacobi(coupling):
     found = check(model(seed=2), PLAIN, k_seq_options(3, 1, 2, coupling, "last_law"))
-    jacobi = JacobiOptions(3, coupling, "exact", "last_law")
-    assert found.calls == pytest.approx(Enumerator(model(seed=2), PLAIN, jacobi).run().calls, abs=1e-10)
+    jacobi = SpeculativeJacobiSampler(3, coupling, "exact", "last_law")
+    assert found.calls == pytest.approx(Enumerator(jacobi, model(seed=2)).run().calls, abs=1e-10)
 
 
 def test_k_seq_is_lossless_with_more_siblings_than_tokens():
@@ -129,7 +122,7 @@ LAWS = {
 @pytest.mark.parametrize("coupling, acceptance", [("maximal", "exact"), ("gumbel", "identical")])
 def test_lossless_under_guidance_and_filters(law, coupling, acceptance):
     """Laws of one or two tokens: siblings run out."""
-    check(model(seed=1), law, ProactiveOptions(3, 3, 2, coupling, acceptance, "last_law"))
+    check(model(seed=1), law, ProactiveJacobiSampler(3, 3, 2, coupling, acceptance, "last_law"))
 
 
 @pytest.mark.parametrize("law", [LAWS["guidance"], LAWS["all"]], ids=["guidance", "all"])
@@ -138,7 +131,7 @@ def test_k_seq_is_lossless_under_guidance_and_filters(law):
 
 
 def test_lossless_on_a_longer_sequence():
-    check(model(1, 5), PLAIN, ProactiveOptions(3, 2, 1, "maximal", "exact", "last_law"))
+    check(model(1, 5), PLAIN, ProactiveJacobiSampler(3, 2, 1, "maximal", "exact", "last_law"))
 
 
 @pytest.mark.slow
@@ -146,46 +139,48 @@ def test_lossless_on_a_longer_sequence():
 @pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
 @pytest.mark.parametrize("siblings, depth", [(2, 1), (2, 2), (3, 2)])
 def test_lossless_from_every_initial_draft(siblings, depth, coupling, acceptance, initial_draft):
-    check(model(seed=3), PLAIN, ProactiveOptions(3, siblings, depth, coupling, acceptance, initial_draft))
+    check(
+        model(seed=3), PLAIN, ProactiveJacobiSampler(3, siblings, depth, coupling, acceptance, initial_draft)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_lossless_in_a_window_as_long_as_the_sequence(depth, coupling, acceptance):
-    check(model(seed=4), PLAIN, ProactiveOptions(4, 2, depth, coupling, acceptance, "last_law"))
+    check(model(seed=4), PLAIN, ProactiveJacobiSampler(4, 2, depth, coupling, acceptance, "last_law"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("coupling, acceptance", COUPLINGS)
 def test_lossless_on_five_slots(coupling, acceptance, depth):
-    check(model(1, 5, seed=5), PLAIN, ProactiveOptions(3, 2, depth, coupling, acceptance, "last_law"))
+    check(model(1, 5, seed=5), PLAIN, ProactiveJacobiSampler(3, 2, depth, coupling, acceptance, "last_law"))
 
 
 # ----------------------------------------------------------------------------------------------- planted mistakes
 
 
-def distance(options: ProactiveOptions) -> float:
-    found = enumerate_law(model(), PLAIN, options)
+def distance(sampler: ProactiveJacobiSampler) -> float:
+    found = Enumerator(sampler, model()).run()
     assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
     return total_variation(found.law, model().law_of_sequences(PLAIN))
 
 
-TWO = ProactiveOptions(3, 2, 2, "maximal", "exact", "last_law")
-THREE = ProactiveOptions(3, 3, 1, "maximal", "exact", "last_law")
+TWO = ProactiveJacobiSampler(3, 2, 2, "maximal", "exact", "last_law")
+THREE = ProactiveJacobiSampler(3, 3, 1, "maximal", "exact", "last_law")
 
 
 @pytest.mark.parametrize("options", [TWO, THREE])
 def test_catches_siblings_under_the_label_of_the_main_draft(monkeypatch, options):
     """Drawn without the main draft, labelled with the law that has it."""
-    real = proactive._head_siblings
+    real = ProactiveJacobiSampler._siblings
 
     def mislabelled(*arguments):
         tokens, laws = real(*arguments)
         return tokens, [law[:, :1].expand_as(law) for law in laws]
 
-    monkeypatch.setattr(proactive, "_head_siblings", mislabelled)
+    monkeypatch.setattr(ProactiveJacobiSampler, "_siblings", mislabelled)
     assert distance(options) > 1e-2
 
 
@@ -206,23 +201,31 @@ def test_catches_siblings_that_share_their_numbers(monkeypatch):
 
 
 def test_catches_a_walk_that_scores_siblings_by_the_law_behind_the_main_branch(monkeypatch):
-    monkeypatch.setattr(proactive.HeadTree, "column", lambda self, level, path: path * 0 + level)
+    monkeypatch.setattr(proactive.HeadTree, "node", lambda self, level, path: path * 0 + level)
     assert distance(TWO) > 1e-2
 
 
 def test_catches_an_old_label_on_the_drafts_behind_the_walk(monkeypatch):
     """Maximal coupling redraws them from the newest law, so the label has to be that law."""
-    real = proactive.redraft
+    real = ProactiveJacobiSampler.redraft
 
-    def stale(model, state, target, advance, *rest):
-        before = state.draft_law
-        real(model, state, target, advance, *rest)
-        # Column c of the call was slot lengths - advance + c; the last two labels are taken one call too late.
-        shifted = before.gather(
-            1, (advance[:, None] + torch.arange(2)).clamp(max=2)[..., None].expand(-1, -1, 3)
-        )
-        known = (shifted > -torch.inf).any(-1, keepdim=True)
-        state.draft_law[:, :2] = torch.where(known, shifted, state.draft_law[:, :2])
+    def stale(self, run, state, laws, advance, *rest, **more):
+        # At the first call there are no labels yet.
+        before = None if state.label is None else labels_before.pop()
+        real(self, run, state, laws, advance, *rest, **more)
+        if before is not None:
+            # Position c of the call was slot lengths - advance + c; the labels are taken one call too late.
+            at = advance[:, None] + torch.arange(2)
+            shifted = rows_of(before, at.clamp(max=1)).masked_fill((at > 1)[..., None], -torch.inf)
+            known = (shifted > -torch.inf).any(-1, keepdim=True)
+            relabel(state, torch.where(known, shifted, labels(state)))
 
-    monkeypatch.setattr(proactive, "redraft", stale)
+    def remembering(self, run, state):
+        labels_before.append(labels(state))
+        real_step(self, run, state)
+
+    labels_before: list[torch.Tensor] = []
+    real_step = ProactiveJacobiSampler.step
+    monkeypatch.setattr(ProactiveJacobiSampler, "redraft", stale)
+    monkeypatch.setattr(ProactiveJacobiSampler, "step", remembering)
     assert distance(TWO) > 1e-3

@@ -7,8 +7,8 @@ from torch import Tensor
 from tests.exactness.planted import batch_minimum_step, old_label_step, target_for_residual
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -82,16 +82,16 @@ def test_follows_the_law(name, seed):
 
 
 def test_fails_on_an_old_label_after_an_accept(monkeypatch):
-    monkeypatch.setattr(jacobi, "step", old_label_step)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", old_label_step)
     assert p_of(SpeculativeJacobiSampler(3, **COMBINATIONS["maximal-exact"])) < LEAST_P
 
 
 def test_fails_on_a_batch_minimum(monkeypatch):
-    monkeypatch.setattr(jacobi, "step", batch_minimum_step)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", batch_minimum_step)
     assert p_of(SpeculativeJacobiSampler(3, **COMBINATIONS["independent-exact"])) < LEAST_P
 
 
 @pytest.mark.parametrize("name", ["gumbel-exact", "independent-exact", "maximal-exact"])
 def test_fails_on_a_residual_replaced_by_the_target(monkeypatch, name):
-    monkeypatch.setattr(jacobi, "residual", target_for_residual)
+    monkeypatch.setattr(verification, "residual", target_for_residual)
     assert p_of(SpeculativeJacobiSampler(3, **COMBINATIONS[name])) < LEAST_P

@@ -18,7 +18,7 @@ from visual_spec.samplers.core.law import TokenLaw
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small vocabularies have several."""
     for owner in (module, masked_module):
-        monkeypatch.setattr(owner, "_TILE", 64)
+        monkeypatch.setattr(owner, "TILE", 64)
 
 
 def drawn(here: Window, stream: int = 0, round: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,7 @@ def test_draws_what_the_samplers_draw(name):
 
 
 def test_larger_vocabularies_and_full_tiles(monkeypatch):
-    monkeypatch.setattr(module, "_TILE", 256)
+    monkeypatch.setattr(module, "TILE", 256)
     for dtype, law in [(torch.bfloat16, LAWS["both"]), (torch.float16, TokenLaw(top_k=100))]:
         drawn(window(law, 1, 2, 1000, dtype=dtype))
     drawn(window(LAWS["top_p"], 1, 1, 512, scale=0.5))

@@ -8,21 +8,27 @@ import pytest
 import torch
 
 from tests.kernels.relaxing import codes
-from visual_spec.kernels import draw as draw_module
-from visual_spec.kernels import masked_sample, neighbour_mass
+from visual_spec.kernels import (
+    clustered_mass,
+    draw,
+    grouped_mass,
+    lantern_mass,
+    masked_sample,
+    neighbour_mass,
+)
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
-from visual_spec.samplers.core import fused
+from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
 
 KERNELS = (
-    (draw_module, "draw"),
+    (draw, "draw"),
     (masked_sample, "masked_sample"),
-    (neighbour_mass, "grouped_mass"),
-    (neighbour_mass, "clustered_mass"),
-    (neighbour_mass, "lantern_mass"),
+    (grouped_mass, "grouped_mass"),
+    (clustered_mass, "clustered_mass"),
+    (lantern_mass, "lantern_mass"),
 )
 
 
@@ -41,9 +47,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return call
 
     for module, name in KERNELS:
-        monkeypatch.setattr(module, "_TILE", 64)
-        monkeypatch.setattr(module, f"{name}_reference", watched(module, name))
-    monkeypatch.setattr(fused, "fits", lambda logits: logits.dtype == torch.float32)
+        monkeypatch.setattr(module, "TILE", 64, raising=False)
+        monkeypatch.setattr(module, f"{name}_triton", watched(module, name))
+    for module in (neighbour_mass, *(module for module, _ in KERNELS)):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
+    for module in (verification, masking):
+        monkeypatch.setattr(module, "fits", lambda logits: logits.dtype == torch.float32)
     return names
 
 
@@ -76,25 +85,25 @@ def test_masked_decodes(request, settings, law):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("acceptance", "relaxation"),
     [
-        dict(acceptance="grouped", group_size=4, code_distance=3.0, probability_gap=0.4),
-        dict(acceptance="clustered", group_size=3),
-        dict(acceptance="lantern", delta=0.3, neighbours=3),
+        ("grouped", dict(group_size=4, code_distance=3.0, probability_gap=0.4)),
+        ("clustered", dict(group_size=3)),
+        ("lantern", dict(delta=0.3, neighbours=3)),
     ],
 )
-def test_relaxed_decodes(request, settings):
+def test_relaxed_decodes(request, acceptance, relaxation):
     model = TabularModel(TokenGrid(2, 4), 7, order=2, conditions=2, dependence=0.2, dtype=torch.float32)
 
     def decode():
         generator = torch.Generator().manual_seed(3)
-        sampler = SpeculativeJacobiSampler(3, **settings)
+        sampler = SpeculativeJacobiSampler(3, acceptance=acceptance, relaxation=relaxation)
         condition, law = torch.tensor([1, 0]), TokenLaw()
         return sampler(model, condition, law=law, generator=generator, batch_size=2, codebook=codes(7))
 
     expected = decode()
     launched = request.getfixturevalue("launched")
     found = decode()
-    assert launched == {"draw", f"{settings['acceptance']}_mass"}
+    assert launched == {"draw", f"{acceptance}_mass"}  # slot 0, and the windows
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.trace.commit_call, expected.trace.commit_call)

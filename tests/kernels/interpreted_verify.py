@@ -10,10 +10,10 @@ from tests.kernels.laws import LAWS, window
 from tests.kernels.verification import Case, case, compare
 from visual_spec.kernels import draw as draw_module
 from visual_spec.kernels import verify as module
-from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify_reference, verify_triton
+from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify, verify_triton
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers.core import fused
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -22,17 +22,17 @@ from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small vocabularies have several."""
     for owner in (draw_module, module):
-        monkeypatch.setattr(owner, "_TILE", 64)
+        monkeypatch.setattr(owner, "TILE", 64)
 
 
 def both(here: Case) -> tuple[torch.Tensor, ...]:
-    found, expected = verify_triton(*here.arguments), verify_reference(*here.arguments)
-    compare(found, expected)
+    found = verify_triton(*here.arguments)
+    compare(found, here.expected)
     return found
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_kernel_is_the_reference(name):
+def test_kernel_does_what_the_samplers_do(name):
     kept = both(case(LAWS[name], 1, 6, 130))[1]
     assert (name == "greedy" or kept.any()) and not kept[:, :-1].all()
 
@@ -88,13 +88,13 @@ def test_rows_far_apart(tmp_path):
     """Offsets beyond 2**31 numbers, in the logits and in the stored laws. The files are sparse."""
     stride = 2**30 + 48
     here = case(LAWS["plain"], 3, 1, 37, columns=1)
-    expected = verify_reference(*here.arguments)
+    expected = here.expected
     for name, dtype in (("logits", np.float16), ("stored", np.float32)):
         flat = torch.from_numpy(np.memmap(tmp_path / name, dtype, "w+", shape=(2 * stride + 64,)))
         far = flat.as_strided((3, 1, 37), (stride, 37, 1))
         if name == "logits":
             here.window.logits = here.window.logits.half()
-            expected = verify_reference(*here.arguments)
+            expected = here.expected
             here.window.logits = far.copy_(here.window.logits)
         else:
             here.stored = far.copy_(here.stored)
@@ -114,12 +114,21 @@ def test_decodes_by_the_kernels_as_without_them(monkeypatch, coupling, acceptanc
         return sampler(model, torch.tensor([1]), law=law, generator=generator)
 
     expected = decode()
-    monkeypatch.setattr(fused, "fits", lambda logits: True)
-    for owner, op in ((draw_module, "draw"), (module, "verify")):
-        monkeypatch.setattr(owner, f"{op}_reference", getattr(owner, f"{op}_triton"))
+    monkeypatch.setattr(verification, "fits", lambda logits: True)
+    for owner in (draw_module, module):
+        monkeypatch.setattr(owner, "on_gpu", lambda tensor: True)
     found = decode()
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.trace.commit_call, expected.trace.commit_call)
+
+
+def test_operator_passes_the_checks_of_pytorch(monkeypatch):
+    monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
+    here = case(LAWS["both"])
+    compare(here.ask(verify), here.expected)
+    arguments = (*here.arguments[:-1], *here.window.numbers)
+    op = torch.ops.visual_spec.verify.default
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_constants_are_those_in_the_kernel():

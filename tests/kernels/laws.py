@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.draw import LawNumbers
-from visual_spec.samplers.core.fused import numbers
+from visual_spec.kernels.law import LawNumbers
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise
 
@@ -64,6 +63,6 @@ def window(
         logits.to(dtype),
         torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator),
         torch.randint(0, 100, (batch_size, width), generator=generator),
-        numbers(law, law.guided, vocab_size),
+        law.numbers(law.guided, vocab_size),
         law,
     )

@@ -1,4 +1,7 @@
-"""Drawing from laws in one kernel: the reference against `TokenLaw` and `CounterNoise`, the kernel against both."""
+"""Drawing from laws in one kernel: the operators against `TokenLaw` and `CounterNoise`, the kernels against both.
+
+That the law itself is right is the matter of tests/samplers/core/test_law.py.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,10 @@ import torch
 
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import LAWS, window
-from visual_spec.kernels.draw import LawNumbers, draw, law_reference
+from visual_spec.kernels.draw import draw
+from visual_spec.kernels.law import LawNumbers
 from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.samplers.core.law import TokenLaw, non_finite
-
-
-@pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize(("vocab_size", "seed"), [(37, 0), (130, 1)])
-def test_reference_is_the_law_of_the_samplers(name, vocab_size, seed):
-    here = window(LAWS[name], vocab_size=vocab_size, seed=seed)
-    law = law_reference(here.logits, here.slots, here.numbers)
-    assert torch.equal(law.isneginf(), here.target.isneginf())
-    torch.testing.assert_close(law, here.target, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -39,11 +34,8 @@ def test_low_precision_logits_are_read_as_float32(dtype):
 
 def test_top_p_near_one_keeps_what_top_k_left():
     """The float32 sum of the mass can end below top_p; the filter must then not fall back on the whole vocabulary."""
-    law = TokenLaw(top_k=50, top_p=1 - 1e-8)
-    here = window(law, 20, 4, 1000)
-    kept = here.target.isfinite().sum(-1)
-    assert (kept <= 50).all()
-    assert torch.equal(law_reference(here.logits, here.slots, here.numbers).isfinite().sum(-1), kept)
+    here = window(TokenLaw(top_k=50, top_p=1 - 1e-8), 20, 4, 1000)
+    assert (here.target.isfinite().sum(-1) <= 50).all()
 
 
 def test_says_which_logits_define_no_law():

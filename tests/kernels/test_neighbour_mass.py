@@ -1,4 +1,7 @@
-"""Masses of a draft and its kin: the references against `samplers.relaxed`, the kernels against the references."""
+"""Masses of a draft and its kin: the definitions against others, the kernels against the definitions.
+
+The papers' rules in plain Python are in tests/exactness/test_relaxed_rules.py.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,32 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.relaxing import codes, laws
-from visual_spec.kernels.neighbour_mass import clustered_mass, grouped_mass, lantern_mass
-from visual_spec.samplers.core.relaxed import (
-    cluster_table,
-    clustered_acceptance,
-    grouped_acceptance,
-    lantern_acceptance,
-    neighbour_table,
-)
+from visual_spec.kernels import neighbour_mass
+from visual_spec.kernels.clustered_mass import clustered_mass
+from visual_spec.kernels.grouped_mass import grouped_mass
+from visual_spec.kernels.lantern_mass import lantern_mass
+from visual_spec.samplers.core.relaxed import neighbour_table
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert ((expected > 0) & (expected < 1)).any()
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7)
+def by_sorting(
+    target: Tensor, draft_law: Tensor, drafts: Tensor, size: int, gap: float, distance: float | None
+) -> Tensor:
+    """GSD's probabilities by the place of every token in the order, without selecting."""
+    at = drafts[..., None]
+    place = target.argsort(dim=-1, stable=True).argsort(-1)  # [B, N, V]; equal ones by id
+    apart = place - place.gather(-1, at)
+    inside, own = target.exp(), target.gather(-1, at).exp()
+    member = (apart >= -(size // 2)) & (apart <= (size - 1) // 2) & (inside > 0)
+    member &= (inside - own).abs() < gap
+    if distance is not None:
+        member &= (codes() - codes()[drafts][:, :, None]).square().sum(-1) < distance
+    member |= apart == 0
+    ratio = (inside * member).sum(-1) / (draft_law.exp() * member).sum(-1)
+    return ratio.clamp(max=1).masked_fill(own.squeeze(-1) == 0, 0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 14])
@@ -29,33 +42,36 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_grouped(size, gap, distance, seed):
     given = laws(seed=seed)
-    settings: dict[str, Any] = dict(size=size, gap=gap, distance=distance, codebook=codes())
-    close(grouped_mass(*given, **settings), grouped_acceptance(*given, **settings))
+    found = grouped_mass(*given, size=size, gap=gap, distance=distance, codebook=codes())
+    assert ((found > 0) & (found < 1)).any()
+    torch.testing.assert_close(found, by_sorting(*given, size, gap, distance), rtol=2e-6, atol=1e-7)
 
 
 def test_a_group_larger_than_the_support():
-    given = laws()
-    expected = grouped_acceptance(*given, size=100, gap=1.0)
+    target, draft_law, drafts = laws()
     # The group is the support, so what the target allows is kept.
-    assert torch.equal(expected, given[0].gather(-1, given[2][..., None])[..., 0].isfinite().float())
-    torch.testing.assert_close(grouped_mass(*given, size=100, gap=1.0), expected)
+    expected = target.gather(-1, drafts[..., None])[..., 0].isfinite().float()
+    assert torch.equal(grouped_mass(target, draft_law, drafts, size=100, gap=1.0), expected)
 
 
-@pytest.mark.parametrize("count", [5, 37])
-def test_clustered(count):
-    given = laws(3, 5)
-    clusters = cluster_table(codes(), count)
-    close(clustered_mass(*given, clusters=clusters), clustered_acceptance(*given, clusters=clusters))
-
-
-@pytest.mark.parametrize(
-    "limits", [dict(delta=0.1), dict(delta=0), dict(delta=0.5, factor=2.0), dict(factor=1.0)]
-)
-@pytest.mark.parametrize("count", [1, 6, 36])
-def test_lantern(limits, count):
-    given = laws(3, 5)
-    settings: dict[str, Any] = dict(neighbours=neighbour_table(codes(), count), **limits)
-    close(lantern_mass(*given, **settings), lantern_acceptance(*given, **settings))
+@pytest.mark.parametrize("dtypes", [(torch.float64,) * 2, (torch.float32, torch.float64)])
+def test_laws_that_no_kernel_takes_go_by_the_definitions(monkeypatch, dtypes):
+    """Even on a GPU: float64, and laws of two precisions."""
+    monkeypatch.setattr(neighbour_mass, "on_gpu", lambda tensor: True)
+    target, draft_law, drafts = laws()
+    given = target.to(dtypes[0]), draft_law.to(dtypes[1]), drafts
+    near = neighbour_table(codes(), 4)
+    rules: list[tuple[Any, dict[str, Any]]] = [
+        (grouped_mass, dict(size=5, gap=0.2)),
+        (clustered_mass, dict(clusters=torch.arange(37) % 4)),
+        (lantern_mass, dict(neighbours=near, delta=0.2)),
+    ]
+    for mass, settings in rules:
+        found = mass(*given, **settings)
+        assert found.dtype == torch.float64
+        monkeypatch.undo()
+        torch.testing.assert_close(found.float(), mass(target, draft_law, drafts, **settings))
+        monkeypatch.setattr(neighbour_mass, "on_gpu", lambda tensor: True)
 
 
 def test_operators_pass_the_checks_of_pytorch():
@@ -89,8 +105,6 @@ def test_refusals():
         grouped_mass(target, draft_law, drafts, size=0, gap=1)
     with pytest.raises(ValueError, match=r"distance=0.5 compares codes, but codebook has none"):
         grouped_mass(target, draft_law, drafts, size=3, gap=1, distance=0.5)
-    with pytest.raises(TypeError, match="target is torch.float64"):
-        clustered_mass(target.double(), draft_law, drafts, clusters=torch.arange(37))
     with pytest.raises(ValueError, match=r"clusters have shape \(36,\); pass \[37\]"):
         clustered_mass(target, draft_law, drafts, clusters=torch.arange(36))
     with pytest.raises(ValueError, match=r"neighbours have shape \(36, 4\); pass \[37, K\]"):

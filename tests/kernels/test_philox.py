@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,13 @@ import torch
 
 import visual_spec
 from visual_spec.kernels import philox
-from visual_spec.kernels.philox import philox_reference, philox_uniform, philox_uniform_reference
+from visual_spec.kernels.philox import (
+    box_muller,
+    philox_normal,
+    philox_reference,
+    philox_uniform,
+    philox_uniform_reference,
+)
 
 # Counter, key, output: the vectors for philox4x32, 10 rounds, in Random123's `kat_vectors`.
 PUBLISHED = [
@@ -123,10 +130,32 @@ def test_both_ends_stay_open(dtype):
     assert unit.diff().min() >= 0
 
 
+def test_normal_numbers_read_the_documented_words():
+    keys, slots = random_keys(2), torch.tensor([[0, 5, 2**32 - 1], [3, 3, 4]])
+    normal = philox_normal(keys, slots, 11, stream=2, round=6, first_block=8, dtype=torch.float64)
+    assert normal.shape == (2, 3, 11)
+    for row, column, number in np.ndindex(2, 3, 11):
+        words = philox_by_hand(int(keys[row]), (int(slots[row, column]), 8 + number // 4, 2, 6))
+        first, second = ((word + 0.5) / 2**32 for word in words[number % 4 // 2 * 2 :][:2])
+        angle = 2 * math.pi * second
+        expected = math.sqrt(-2 * math.log(first)) * (math.sin(angle) if number % 2 else math.cos(angle))
+        assert normal[row, column, number].item() == pytest.approx(expected, rel=1e-13, abs=1e-13)
+    assert torch.equal(philox_normal(keys, slots, 11, 2, 6, 8), normal.float())
+
+
+def test_normal_numbers_of_the_first_and_the_last_word_are_finite():
+    ends = philox._to_unit(torch.tensor([0.0, 1, 2**31, 2**32 - 1], dtype=torch.float64))
+    normal = box_muller(torch.cartesian_prod(ends, ends).flatten())
+    radius = normal.view(-1, 2).norm(dim=-1)
+    assert radius.max() == pytest.approx(math.sqrt(66 * math.log(2))) and radius.max() < 6.77
+    assert 0 < radius.min() < 2e-5
+
+
 def test_kernel_gives_the_bits_of_the_reference():
     """In a process of its own: Triton reads TRITON_INTERPRET when the kernel is defined."""
     program = """
 import torch
+from visual_spec.kernels.philox import philox_normal, philox_normal_triton
 from visual_spec.kernels.philox import philox_uniform_reference, philox_uniform_triton
 
 generator = torch.Generator().manual_seed(0)
@@ -143,6 +172,11 @@ for batch_size, window, count in [(1, 1, 1), (2, 3, 7), (1, 1, 1023), (1, 1, 102
         got = philox_uniform_triton(out, keys, slots, stream, round, first_block)
         expected = philox_uniform_reference(keys, slots, count, stream, round, first_block, dtype)
         assert got is out and torch.equal(got, expected), (batch_size, window, count, stream, dtype)
+        # Normal numbers are those of the definition up to the last digits of logarithm and cosine.
+        got = philox_normal_triton(torch.full_like(out, poison), keys, slots, stream, round, first_block)
+        expected = philox_normal(keys, slots, count, stream, round, first_block, dtype)
+        near = dict(rtol=2e-7, atol=0) if dtype == torch.float32 else dict(rtol=0, atol=4e-15)
+        torch.testing.assert_close(got, expected, **near)
         cases += 1
 
 # The kernel writes its own cells only: the row after the output keeps its poison.

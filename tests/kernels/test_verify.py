@@ -1,26 +1,24 @@
-"""Verifying a window in one kernel: the reference against the samplers' own parts, the kernel against the reference,
-and Jacobi decoding through the operators against the step without them.
+"""Verifying a window in one kernel: the kernel against the parts that samplers take on a CPU, and Jacobi decoding by
+the fused step against the step without it.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import LAWS
-from tests.kernels.verification import case
-from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify
+from tests.kernels.verification import case, verify_by_parts
+from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, verify
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.core import fused
-from visual_spec.samplers.core.acceptance import exact_acceptance, residual
+from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 COMBINATIONS = [
@@ -30,73 +28,6 @@ COMBINATIONS = [
     ("maximal", "exact"),
 ]
 CONDITION = torch.tensor([2, 0, 1, 2])
-
-
-def verified(here):
-    window = here.window
-    return verify(
-        window.logits,
-        here.drafts,
-        here.stored,
-        here.kinds,
-        window.keys,
-        window.slots,
-        window.numbers,
-        round=7,
-        accept_stream=ACCEPT,
-        residual_stream=RESIDUAL,
-        draw_stream=DRAFT,
-        draw_round=4,
-    )
-
-
-@pytest.mark.parametrize("name", LAWS)
-def test_reference_does_what_the_samplers_do(name):
-    here = case(LAWS[name], 4, 8, 130, columns=3)
-    window, noise, slots = here.window, here.window.noise, here.window.slots
-    laws, accept, tokens, drawn, finite = verified(here)
-    assert finite.all()
-    assert torch.equal(laws.isneginf(), window.target.isneginf())
-    torch.testing.assert_close(laws, window.target, rtol=0, atol=2e-6)
-
-    label = torch.full_like(window.target, -torch.inf)
-    for sample in range(4):
-        for column, kind in enumerate(here.kinds[sample].tolist()):
-            if kind >= 0:
-                label[sample, column] = here.stored[sample, kind]
-            elif kind == POINT_LAW:
-                label[sample, column, here.drafts[sample, column]] = 0
-            elif kind == UNIFORM_LAW:
-                first, stop = window.numbers.first, window.numbers.stop
-                label[sample, column, first:stop] = -math.log(stop - first)
-    drafted = here.kinds != NO_DRAFT
-    assert {POINT_LAW, UNIFORM_LAW, NO_DRAFT, 0, 1, 2} == set(here.kinds.flatten().tolist())
-    expected = (
-        noise.bernoulli(exact_acceptance(window.target, label, here.drafts), slots, ACCEPT, 7) & drafted
-    )
-    assert torch.equal(accept, expected)
-    assert (accept.any() or name == "greedy") and not accept[drafted].all()
-    replacement = noise.categorical(residual(window.target, label), slots, RESIDUAL, 7)
-    assert torch.equal(tokens, torch.where(accept, here.drafts, replacement))
-    assert torch.equal(drawn, noise.categorical(window.target, slots, DRAFT, 4))
-
-
-def test_operator_in_a_compiled_function():
-    here = case(LAWS["both"])
-
-    def step(stored, kinds):
-        here.stored, here.kinds = stored * 1.0, kinds + 0
-        return verified(here)
-
-    stored, kinds = here.stored, here.kinds
-    expected = step(stored, kinds)
-    found = torch.compile(step, backend="aot_eager")(stored, kinds)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-    here.stored, here.kinds = stored, kinds
-    op = torch.ops.visual_spec.verify.default
-    arguments = (*here.arguments[:-1], *here.window.numbers)
-    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +55,12 @@ def test_refusals(change, error, message):
     for name, value in change.items():
         setattr(here, name, value)
     with pytest.raises(error, match=message):
-        verified(here)
+        here.ask(verify)
+
+
+def test_a_window_on_the_cpu_is_sent_elsewhere():
+    with pytest.raises(ValueError, match="logits are on cpu, and this kernel needs a GPU and Triton"):
+        case(LAWS["both"]).ask(verify)
 
 
 # ----------------------------------------------------------------------------------- Jacobi decoding by the operators
@@ -137,21 +73,20 @@ def decode(sampler, law: TokenLaw = TokenLaw(), *, grid: TokenGrid = TokenGrid(6
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Take the path of a GPU, with the references in the kernels' place. Lists the kernels that were asked."""
+    """Take the path of a GPU, with PyTorch in the kernels' place. Lists the kernels that were asked."""
     asked: list[str] = []
 
-    def watched(name: str):
-        real = getattr(fused, name)
-
+    def watched(name: str, real: Callable[..., Any]):
         def call(*args, **kwargs):
             asked.append(name)
             return real(*args, **kwargs)
 
         return call
 
-    for name in ("draw", "verify"):
-        monkeypatch.setattr(fused, name, watched(name))
-    monkeypatch.setattr(fused, "fits", lambda logits: logits.dtype == torch.float32)
+    kernels = {"draw": verification.draw, "verify_kernel": verify_by_parts}
+    for name, real in kernels.items():
+        monkeypatch.setattr(verification, name, watched(name, real))
+    monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype == torch.float32)
     return asked
 
 
@@ -168,8 +103,8 @@ def test_fused_step_decodes_the_same_tokens(request, coupling, acceptance, initi
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.trace.commit_call, expected.trace.commit_call)
     assert torch.equal(found.trace.target_calls, expected.trace.target_calls)
-    kernel = "draw" if acceptance == "identical" else "verify"
-    assert asked[0] == "draw" and set(asked[1:]) == {kernel}
+    kernel = "draw" if acceptance == "identical" else "verify_kernel"
+    assert asked[0] == "draw" and set(asked[1:]) == {kernel}  # slot 0, and the windows
 
 
 def test_identical_to_autoregressive_sampling_by_the_same_kernel(on_a_gpu):
@@ -179,27 +114,35 @@ def test_identical_to_autoregressive_sampling_by_the_same_kernel(on_a_gpu):
     assert torch.equal(found.tokens, expected.tokens)
 
 
+@pytest.mark.parametrize("coupling", ["gumbel", "independent", "maximal"])
+def test_drafts_from_the_last_law_are_drawn_without_the_kernel(request, coupling):
+    sampler = SpeculativeJacobiSampler(4, coupling, "exact", "last_law")
+    expected = decode(sampler)
+    asked = request.getfixturevalue("on_a_gpu")
+    assert torch.equal(decode(sampler).tokens, expected.tokens)
+    assert asked[0] == "draw" and set(asked[1:]) == {"verify_kernel"}
+
+
 def test_what_a_kernel_cannot_do_is_done_without_it(on_a_gpu):
     for sampler in (
-        SpeculativeJacobiSampler(4, "gumbel", "exact", "last_law"),
-        SpeculativeJacobiSampler(4, acceptance="grouped", code_distance=None),
+        SpeculativeJacobiSampler(4, "gumbel", "identical", "last_law"),  # wants the laws
+        SpeculativeJacobiSampler(4, acceptance="grouped", relaxation={"code_distance": None}),
     ):
         decode(sampler)
-    assert set(on_a_gpu) == {"draw"} and len(on_a_gpu) == 2  # slot 0
+    assert on_a_gpu == ["draw"] * 2  # slot 0
 
 
-def test_fused_state_holds_one_law_a_column(monkeypatch, on_a_gpu):
+def test_fused_state_holds_one_law_a_position(monkeypatch, on_a_gpu):
     """And labels by number: what the window moves over is not copied."""
-    real_step, seen = jacobi.step, []
+    settle, seen = SpeculativeJacobiSampler.settle, []
 
-    def step(model, state, *rest):
-        real_step(model, state, *rest)
-        assert state.draft_law.shape == (len(state.lengths), 6, 16)
-        kinds = state.draft_columns
-        assert (kinds[:, -1] == NO_DRAFT).all() and (kinds[:, :-1] != NO_DRAFT).all()
-        seen.append(kinds)
+    def watched(self, run, state, *rest):
+        settle(self, run, state, *rest)
+        assert state.label.laws.shape == (len(state.lengths), 6, 16)
+        assert state.label.rows.shape == (len(state.lengths), 5) and (state.label.rows != NO_DRAFT).all()
+        seen.append(state.label.rows)
 
-    monkeypatch.setattr(jacobi, "step", step)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "settle", watched)
     decode(SpeculativeJacobiSampler(6, "maximal", "exact", "left"))
     assert {POINT_LAW, 1, 2, 5} <= set(torch.cat(seen).flatten().tolist())
 

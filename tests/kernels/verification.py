@@ -1,16 +1,22 @@
-"""What the tests of the verification kernel share: windows with drafts and their laws."""
+"""What the tests of the verification kernel share: windows with drafts and their laws, and the test step by step."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tests.kernels.laws import Window, window
+from visual_spec.kernels.law import LawNumbers, finite_reference, law_reference
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
+from visual_spec.samplers.core.acceptance import exact_acceptance, residual
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise
+
+ROUND, DRAW_ROUND = 7, 4  # of every case
 
 
 @dataclass
@@ -25,11 +31,34 @@ class Case:
 
     @property
     def arguments(self) -> tuple:
-        """Of `verify_reference` and `verify_triton`."""
-        here, rounds = self.window, (torch.tensor(7), torch.tensor(4))
+        """Of `verify_triton`."""
+        here, rounds = self.window, (torch.tensor(ROUND), torch.tensor(DRAW_ROUND))
         streams = (ACCEPT, RESIDUAL, self.draw_stream)
         given = (here.logits, self.drafts, self.stored, self.kinds, here.keys, here.slots)
         return (*given, *rounds, *streams, here.numbers)
+
+    def ask(self, verify: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The case by `kernels.verify.verify`, or by `verify_by_parts`."""
+        here = self.window
+        return verify(
+            here.logits,
+            self.drafts,
+            self.stored,
+            self.kinds,
+            here.keys,
+            here.slots,
+            here.numbers,
+            round=ROUND,
+            accept_stream=ACCEPT,
+            residual_stream=RESIDUAL,
+            draw_stream=None if self.draw_stream < 0 else self.draw_stream,
+            draw_round=DRAW_ROUND,
+        )
+
+    @property
+    def expected(self) -> tuple[Tensor, ...]:
+        """What the kernel should find."""
+        return self.ask(verify_by_parts)
 
 
 def case(
@@ -58,6 +87,46 @@ def case(
     likely = stored.exp().flatten(0, 1).multinomial(1, generator=generator).view(batch_size, columns)
     drafts = torch.where(kinds >= 0, likely.gather(1, kinds.clamp(min=0)), drafts)
     return Case(here, drafts, stored, kinds, draw_stream)
+
+
+def verify_by_parts(
+    logits: Tensor,
+    drafts: Tensor,
+    stored_laws: Tensor,
+    draft_laws: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    law: LawNumbers,
+    *,
+    round: int | Tensor,
+    accept_stream: int,
+    residual_stream: int,
+    draw_stream: int | None = None,
+    draw_round: int | Tensor = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `kernels.verify.verify` computes, by the parts that samplers take on a CPU."""
+    noise = CounterNoise(keys, slots.device)
+    target = law_reference(logits, slots, law)  # [B, W, V]
+    label = torch.full_like(target, -torch.inf)
+    for sample, kinds in enumerate(draft_laws.tolist()):
+        for column, kind in enumerate(kinds):
+            if kind >= 0:
+                label[sample, column] = stored_laws[sample, kind]
+            elif kind == POINT_LAW:
+                label[sample, column, drafts[sample, column]] = 0
+            elif kind == UNIFORM_LAW:
+                label[sample, column, law.first : law.stop] = -math.log(law.stop - law.first)
+    accept = noise.bernoulli(exact_acceptance(target, label, drafts), slots, accept_stream, round)
+    accept &= draft_laws != NO_DRAFT
+
+    def inside(tokens: Tensor) -> Tensor:
+        return tokens.clamp(law.first, law.stop - 1)  # also of logits that define no law
+
+    replacement = inside(noise.categorical(residual(target, label), slots, residual_stream, round))
+    drawn = drafts[:, :0]
+    if draw_stream is not None:
+        drawn = inside(noise.categorical(target, slots, draw_stream, draw_round))
+    return target, accept, torch.where(accept, drafts, replacement), drawn, finite_reference(logits, law)
 
 
 def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

@@ -19,7 +19,6 @@ from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
 
 from visual_spec.models import catalogue
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.checkpoints import known_architectures
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.next_scale import infinity, var
 from visual_spec.models.next_scale.infinity import InfinityTransformer
@@ -28,6 +27,7 @@ from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token.llamagen import PRESETS
+from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
 
 
 @pytest.fixture(scope="module")

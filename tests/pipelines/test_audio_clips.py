@@ -173,6 +173,21 @@ def test_windows(pipe, length, stride, given, windows):
 # -- going on from a clip ---------------------------------------------------------------------------------------------
 
 
+def test_every_clip_of_a_prompt_goes_on_from_the_prompts_own_clip(pipe):
+    waves = np.stack([clip_of(6), -clip_of(6)])
+    prompts = encode_waves(pipe.codec, torch.from_numpy(waves))
+    assert not prompts[0].equal(prompts[1])
+    asked: Any = dict(sampling_rate=RATE, output_type="latent")
+    texts = ["red", PROMPT]
+    found = pipe(texts, audio=waves, num_waveforms_per_prompt=2, generator=seeded(1, 2, 3, 4), **asked).codes
+    masks = pipe.encode_prompt(texts, num_waveforms_per_prompt=2).mask.sum(1).tolist()
+    assert masks[0] == masks[1] < masks[2] == masks[3]
+    for row in range(4):
+        assert found[row, :, :6].equal(prompts[row // 2])
+        alone = pipe(texts[row // 2], audio=waves[row // 2], generator=seeded(row + 1), **asked).codes
+        assert alone[0].equal(found[row])
+
+
 def test_music_goes_on_from_a_clip(pipe):
     wave_in = clip_of(6)
     output = pipe([PROMPT] * 2, audio=wave_in, sampling_rate=RATE, generator=seeded(1, 2))

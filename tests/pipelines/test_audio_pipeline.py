@@ -134,7 +134,7 @@ def test_patterns_by_name(pattern):
 
 def test_relaxed_acceptance_gets_the_codes_of_each_codebook(pipe):
     pipe.sampler = ColumnJacobiSampler(
-        acceptance="grouped", coupling="independent", unit="codebook", group_size=3
+        acceptance="grouped", coupling="independent", unit="codebook", relaxation={"group_size": 3}
     )
     trace = pipe(PROMPT, generator=seeded(1)).trace
     assert not trace.lossless and trace.divergence > 0
@@ -197,6 +197,23 @@ def test_stereo():
     plain = pipe("a red circle", generator=seeded(1))
     assert fast.codes.equal(plain.codes) and plain.audios.shape == (1, 2, 40)
     assert plain.trace.commit_call.shape[1] == 10 + 1  # both channels of a codebook lag alike
+
+
+def test_relaxed_acceptance_of_stereo_gets_each_codebook_in_the_place_of_its_codes():
+    pipe: Any = AudioPipeline.from_musicgen(
+        tiny_musicgen(2, dtype=torch.float32), tiny_tokenizer(), max_audio_length_in_s=0.1
+    )
+    pipe.sampler = ColumnJacobiSampler(coupling="maximal", acceptance="lantern", unit="codebook")
+    codec = pipe.transformer.audio_encoder
+    clip = torch.randn(1, 2, 160, generator=torch.Generator().manual_seed(0))
+    both = encode_waves(codec, clip)[0]
+    sides = [encode_waves(codec, clip[:, channel : channel + 1])[0] for channel in (0, 1)]
+    books = [layer.codebook.embed for layer in codec.quantizer.layers]
+    given = pipe.sampler_parts()["codebook"]
+    assert len(given) == len(both) == 2 * len(books)
+    for codes, book in zip(both, given, strict=True):
+        (level,) = {level for side in sides for level in range(len(books)) if codes.equal(side[level])}
+        assert book.equal(books[level])
 
 
 def test_a_text_encoder_of_transformers_beside_its_tokenizer(tmp_path):

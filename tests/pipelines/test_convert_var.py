@@ -9,9 +9,10 @@ import torch
 from tests.official import write_tokenizer
 from tests.tiny import seeded
 from tests.tiny_scales import SIDES, TINY_VQ, tiny_scale_pipeline
-from visual_spec.models.core import checkpoints
+from visual_spec.models.core.checkpoints import read_checkpoint
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.models.next_token.llamagen_checkpoint import recognise
 from visual_spec.pipelines import convert as module
 from visual_spec.pipelines import scale_image
 from visual_spec.pipelines.convert import convert
@@ -93,4 +94,4 @@ def test_the_reader_of_llamagen_says_where_var_belongs(files):
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            checkpoints.recognise(checkpoints.read_checkpoint(files[name]))
+            recognise(read_checkpoint(files[name]))

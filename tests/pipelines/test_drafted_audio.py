@@ -11,9 +11,9 @@ import visual_spec
 from tests.models.columns.test_musicgen import IDS, MASK
 from tests.tiny import seeded
 from tests.tiny_audio import PROMPT, tiny_audio_pipeline, tiny_decoder, tiny_musicgen
-from visual_spec.eval.quality.music import MusicPair
-from visual_spec.eval.quality.samples import parse_setting
-from visual_spec.eval.rows import rows_of_model
+from visual_spec.eval.defaults import settings_of_model
+from visual_spec.eval.pair import MusicPair
+from visual_spec.eval.settings import parse_setting
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.loading import load_drafter
@@ -79,12 +79,12 @@ def test_a_drafter_is_saved_with_its_pipeline(tmp_path):
     assert isinstance(loaded.drafter, ColumnEagleDrafter) and isinstance(loaded.sampler, DraftedColumnSampler)
     assert loaded(PROMPT, generator=seeded(4)).codes.equal(before)
     assert isinstance(load_drafter(tmp_path / "whole" / "drafter"), ColumnEagleDrafter)
-    assert rows_of_model(str(tmp_path / "whole")).others[-2:] == (
+    assert settings_of_model(str(tmp_path / "whole")).others[-2:] == (
         "drafted-columns",
         "drafted-columns:acceptance=identical",
     )
     tiny_audio_pipeline().save_pretrained(tmp_path / "plain")
-    assert not any("drafted" in row for row in rows_of_model(str(tmp_path / "plain")).others)
+    assert not any("drafted" in row for row in settings_of_model(str(tmp_path / "plain")).others)
 
 
 def test_a_row_may_name_a_drafter_also_beside_a_masked_model(tmp_path):

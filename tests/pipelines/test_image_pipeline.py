@@ -64,6 +64,23 @@ def test_a_picture_depends_on_its_own_generator_only(pipe, guidance_scale):
     assert not both.tokens[2].equal(both.tokens[3])
 
 
+def test_pictures_of_prompts_of_different_length_see_their_own_words(pipe):
+    prompts = ["red", PROMPT]
+    condition = pipe.encode_prompt(prompts, num_images_per_prompt=2)
+    lengths = [int(pipe.encode_prompt(prompt).mask.sum()) for prompt in prompts]
+    assert lengths[0] < lengths[1]
+    assert condition.mask.sum(1).tolist() == [lengths[0], lengths[0], lengths[1], lengths[1]]
+    for row in range(4):
+        alone = pipe.encode_prompt(prompts[row // 2])
+        torch.testing.assert_close(condition.features[row][condition.mask[row]], alone.features[alone.mask])
+    told = pipe(prompts, num_images_per_prompt=2, generator=seeded(1, 2, 3, 4)).tokens
+    for row, prompt in enumerate(["red", "red", PROMPT, PROMPT]):
+        assert pipe(prompt, generator=seeded(row + 1)).tokens[0].equal(told[row])
+    embeds = pipe.encode_prompt(prompts)
+    given = dict(prompt_embeds=embeds.features, prompt_attention_mask=embeds.mask)
+    assert pipe(num_images_per_prompt=2, generator=seeded(1, 2, 3, 4), **given).tokens.equal(told)
+
+
 def test_one_generator_serves_the_batch(pipe):
     first = pipe([PROMPT] * 2, generator=torch.Generator().manual_seed(5)).tokens
     again = pipe([PROMPT] * 2, generator=torch.Generator().manual_seed(5)).tokens
@@ -310,6 +327,42 @@ def test_accelerate_refuses_what_it_cannot_speed_up(pipe):
     with pytest.raises(TypeError, match="does not fit a next-token model"):
         visual_spec.accelerate(pipe, EulerDiscreteScheduler())
     assert isinstance(pipe.sampler, AutoregressiveSampler)
+
+
+class Unready(AutoregressiveSampler):
+    """A sampler that cannot be asked what it needs."""
+
+    @property
+    def needs_drafter(self):
+        raise RuntimeError("not yet")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "error", "message"),
+    [
+        ("tree", ValueError, "TreeSampler needs a drafter, and this pipeline has none"),
+        ("scale-wise", TypeError, "ScaleWiseSampler, which does not fit"),
+        (Unready(), RuntimeError, "not yet"),
+    ],
+)
+def test_a_refused_sampler_changes_nothing(pipe, sampler, error, message):
+    plain = pipe.sampler
+    with pytest.raises(error, match=message):
+        visual_spec.accelerate(pipe, sampler)
+    assert pipe.sampler is plain and pipe.config["sampler"][1] == "AutoregressiveSampler"
+    assert visual_spec.restore(pipe).sampler is plain
+    fast = visual_spec.accelerate(pipe).sampler
+    with pytest.raises(error, match=message):
+        visual_spec.accelerate(pipe, sampler)
+    assert pipe.sampler is fast
+    assert visual_spec.restore(pipe).sampler is plain
+
+
+def test_accelerate_takes_text_and_keeps_a_fast_sampler_as_it_is(pipe):
+    assert visual_spec.accelerate(pipe, "speculative-jacobi:window=3").sampler.config["window"] == 3
+    fast = pipe.sampler
+    assert visual_spec.accelerate(pipe).sampler is fast
+    assert isinstance(visual_spec.restore(pipe).sampler, AutoregressiveSampler)
 
 
 def test_samplers_swap_as_diffusers_schedulers_do(pipe):

@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
-from visual_spec.models.drafters.eagle import EagleDrafter
-from visual_spec.models.drafters.mulo import MultiscaleDrafter
-from visual_spec.pipelines import embedded
+from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import SAMPLERS, sampler_class
+from visual_spec.samplers.scales import ScaleWiseSampler
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "a red circle"
@@ -102,27 +103,131 @@ def test_trap_2_the_generic_class_does_not_find_ours(folder):
 
 
 def test_trap_3_a_fresh_process_knows_every_component(folder):
-    """diffusers looks components up in modules that are imported already, so the pipeline imports all of them."""
+    """diffusers looks components up in modules that are imported already; ours are imported when they are asked for."""
     load = f"visual_spec.ImagePipeline.from_pretrained({str(folder)!r})"
     code = f"import visual_spec; print({load}.sampler.config['window'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "4", done.stderr
 
 
-def test_traps_4_and_5_modules_are_recorded_whole_and_bind_their_base_class(folder):
-    """A class is found again only if its module is recorded whole, and binds the name of the base class."""
+def saved_classes(folder: Path) -> dict[str, list[str]]:
     index = json.loads((folder / "model_index.json").read_text())
-    components = {name: value for name, value in index.items() if isinstance(value, list)}
+    return {name: value for name, value in index.items() if isinstance(value, list)}
+
+
+def test_trap_4_modules_are_recorded_whole(folder):
+    """diffusers records a class of its own or of transformers by its library, and every other one by its module."""
+    components = saved_classes(folder)
     assert components.pop("drafter") == [None, None]
     assert set(components) == {"transformer", "vq_model", "text_encoder", "sampler"}
-    for name, (library, class_name) in components.items():
-        assert library.startswith("visual_spec."), name
-        base = "SchedulerMixin" if name == "sampler" else "ModelMixin"
-        assert hasattr(sys.modules[library], base) and hasattr(sys.modules[library], class_name)
-    for sampler in map(sampler_class, SAMPLERS):
-        assert hasattr(sys.modules[sampler.__module__], "SchedulerMixin"), sampler
-    for drafter in (EagleDrafter, MultiscaleDrafter):
-        assert hasattr(sys.modules[drafter.__module__], "ModelMixin"), drafter
+    for library, class_name in components.values():
+        assert library.startswith("visual_spec.") and hasattr(sys.modules[library], class_name)
+
+
+def test_trap_5_a_module_without_its_base_class_is_no_trap(folder, monkeypatch):
+    """diffusers finds how a class is loaded by the names of base classes in its module; ours need not be there."""
+    monkeypatch.delattr("visual_spec.samplers.jacobi.SchedulerMixin", raising=False)
+    monkeypatch.delattr("visual_spec.models.next_token.llamagen.ModelMixin")
+    loaded = ImagePipeline.from_pretrained(folder)
+    assert isinstance(loaded.sampler, SpeculativeJacobiSampler) and loaded.sampler.config["window"] == 4
+    swapped = ImagePipeline.from_pretrained(folder, sampler=AutoregressiveSampler())
+    assert isinstance(swapped.sampler, AutoregressiveSampler)
+
+
+def test_classes_are_found_by_name_wherever_they_lived_when_they_were_saved(folder, tmp_path):
+    index = json.loads((folder / "model_index.json").read_text())
+    index["transformer"][0] = "visual_spec.models.llamagen"
+    index["vq_model"][0] = "visual_spec.models.no_such_module"
+    index["sampler"][0] = "visual_spec.samplers.rows"
+    (folder / "model_index.json").write_text(json.dumps(index))
+    loaded = ImagePipeline.from_pretrained(folder)
+    assert isinstance(loaded.sampler, SpeculativeJacobiSampler)
+    loaded.save_pretrained(tmp_path / "again")
+    places = {name: module for name, (module, _) in saved_classes(tmp_path / "again").items()}
+    assert places["transformer"] == "visual_spec.models.next_token.llamagen"
+    assert places["sampler"] == "visual_spec.samplers.jacobi"
+    swapped = ImagePipeline.from_pretrained(folder, sampler=AutoregressiveSampler())
+    assert isinstance(swapped.sampler, AutoregressiveSampler)
+    index["transformer"][1] = "NoSuchTransformer"
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="visual_spec.models.llamagen"):
+        ImagePipeline.from_pretrained(folder)
+
+
+def test_every_class_of_the_table_is_where_it_says():
+    for name in [*components.COMPONENTS, *components.PIPELINES, *(entry.class_name for entry in SAMPLERS)]:
+        assert getattr(components, name).__name__ == name
+    with pytest.raises(
+        AttributeError, match="'Nobody' is no class that a saved pipeline names; those are Bit"
+    ):
+        components.Nobody  # noqa: B018
+
+
+class OwnSampler(SchedulerMixin, ConfigMixin):
+    """A sampler of a user, in a module of theirs."""
+
+    config_name = "sampler_config.json"
+    lossless = True
+
+    @register_to_config
+    def __init__(self, pace: int = 1):
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return AutoregressiveSampler()(*args, **kwargs)
+
+
+def test_a_sampler_of_a_user_is_saved_loaded_and_draws(pipe, tmp_path):
+    pipe.sampler = OwnSampler(pace=3)
+    expected = pipe(PROMPT, generator=seeded(1)).tokens
+    pipe.save_pretrained(tmp_path)
+    loaded = ImagePipeline.from_pretrained(tmp_path)
+    assert type(loaded.sampler) is OwnSampler and loaded.sampler.config["pace"] == 3
+    assert loaded(PROMPT, generator=seeded(1)).tokens.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("calls", "fits"),
+    [("raster", True), (("raster", "tree"), True), ("scales", False), (("raster", "columns"), False)],
+)
+def test_a_sampler_of_a_user_has_to_fit_if_it_declares_its_calls(pipe, monkeypatch, calls, fits):
+    monkeypatch.setattr(OwnSampler, "calls", calls, raising=False)
+    pipe.sampler = OwnSampler()
+    if fits:
+        pipe.check_sampler()
+        return
+    with pytest.raises(
+        TypeError, match="OwnSampler, which does not fit a next-token model; those that fit: Au"
+    ):
+        pipe.check_sampler()
+
+
+def test_a_sampler_of_a_user_calls_as_its_parent(pipe):
+    class Derived(SpeculativeJacobiSampler):
+        pass
+
+    pipe.sampler = Derived()
+    pipe.check_sampler()
+
+    class Scales(ScaleWiseSampler):
+        pass
+
+    pipe.sampler = Scales()
+    with pytest.raises(TypeError, match="Scales, which does not fit a next-token model"):
+        pipe.check_sampler()
+
+
+def test_the_samplers_that_fit_are_those_of_the_registry(pipe):
+    for entry in SAMPLERS:
+        if entry.needs:
+            continue
+        pipe.sampler = sampler_class(entry)()
+        if entry.calls in pipe.calls:
+            pipe.check_sampler()
+            continue
+        fitting = ", ".join(one.class_name for one in SAMPLERS if one.calls in pipe.calls)
+        with pytest.raises(TypeError, match=f"{entry.class_name}, which .*; those that fit: {fitting}."):
+            pipe.check_sampler()
 
 
 def test_trap_6_components_that_would_not_be_saved_are_refused(pipe):

@@ -269,6 +269,70 @@ def test_what_is_in_the_way_stays(files, tmp_path, monkeypatch):
     assert LlamaGenTransformer.from_pretrained(done).grid.width == 8
 
 
+def test_only_what_a_conversion_wrote_is_replaced(files, tmp_path):
+    """A folder with a config.json may be anyone's: a repository of code, or a model that was trained for a week."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("config.json", "model_index.json", "conversion.json"):
+        for text in ("{}", '{"written_by": "me", "files": {}}', "[]", "not JSON"):
+            (own / name).write_text(text)
+            with pytest.raises(FileExistsError, match="so no conversion wrote it; it is not replaced"):
+                convert([files["class"]], own, image_size=8, overwrite=True)
+    assert len(list(own.iterdir())) == 3
+
+    done = tmp_path / "done"
+    convert([files["class"]], done, image_size=64)
+    for change in ("notes.txt", "deeper/notes.txt", "config.json"):
+        path = done / change
+        before = path.read_text() if path.exists() else None
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a week of work")
+        with pytest.raises(FileExistsError, match=f"holds {change}, which was changed or added"):
+            convert([files["class"]], done, image_size=8, overwrite=True)
+        assert path.read_text() == "a week of work"
+        path.unlink() if before is None else path.write_text(before)
+    (done / "link").symlink_to(own)
+    with pytest.raises(FileExistsError, match="holds link, which was changed or added"):
+        convert([files["class"]], done, image_size=8, overwrite=True)
+    (done / "link").unlink()
+    convert([files["class"]], done, image_size=128, overwrite=True)
+
+
+def test_a_link_is_not_replaced_by_a_folder(files, tmp_path):
+    done = tmp_path / "done"
+    convert([files["class"]], done, image_size=64)
+    for target in (done, tmp_path / "nowhere"):
+        link = tmp_path / "link"
+        link.symlink_to(target)
+        with pytest.raises(FileExistsError, match=f"link is a link to {target}; name the folder itself"):
+            convert([files["class"]], link, image_size=128, overwrite=True)
+        assert link.is_symlink() and (done / "config.json").exists()
+        link.unlink()
+
+
+def test_what_was_there_comes_back_if_the_new_folder_cannot_be_put_there(files, tmp_path, monkeypatch):
+    done = tmp_path / "done"
+    convert([files["class"]], done, image_size=64)
+    rename = Path.rename
+
+    def fail(self, target):
+        if self.name == "new":
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no"):
+        convert([files["class"]], done, image_size=128, overwrite=True)
+    assert LlamaGenTransformer.from_pretrained(done).grid.width == 4
+
+
+def test_files_of_audiocraft_are_sent_to_the_pipeline_that_takes_them(tmp_path):
+    torch.save({"best_state": {"emb.0.weight": torch.ones(2)}, "xp.cfg": ""}, tmp_path / "state_dict.bin")
+    for given in (tmp_path / "state_dict.bin", tmp_path):
+        with pytest.raises(ValueError, match=f"{given} is of audiocraft.*AudioPipeline.from_magnet"):
+            convert([given], tmp_path / "out")
+
+
 def test_files_that_make_no_pipeline_are_refused(files, t5_folder, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(

@@ -25,7 +25,7 @@ from visual_spec.pipelines import scale_image
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import ScaleWiseSampler, code_stages
+from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages, published_code_stages
 
 ROOT = Path(__file__).parents[2]
 SIDES = (1, 2, 3, 4)
@@ -193,6 +193,36 @@ def test_a_refiner_may_draw_without_the_guidance_of_the_others(tmp_path):
         make_pair(refiner_guidance_scale=float("nan"))
 
 
+@pytest.mark.parametrize(("warm", "split"), [(0, 2), (1, 2), (2, 2), (3, 2), (7, 2), (3, 4)])
+def test_the_first_scales_may_be_warmer(warm, split, tmp_path):
+    pair = make_pair(warm_temperature=1.3, num_warm_scales=warm, num_draft_scales=split)
+    models = [pair.transformer] * split + [pair.refiner] * (4 - split)
+    stages = [
+        Stage(model, range(scale, scale + 1), late_temperature=1.3 if scale < warm else 1.0)
+        for scale, model in enumerate(models)
+    ]
+    want = straight(stages, [3, 1, 0], [7, 8, 9]).tokens
+    assert pair([3, 1, 0], generator=seeded(7, 8, 9)).tokens.equal(want)
+    cold = make_pair(num_draft_scales=split)([3, 1, 0], generator=seeded(7, 8, 9)).tokens
+    assert warm == 1 or cold.equal(want) == (warm == 0)  # the one token of the first scale may be the same
+    pair.save_pretrained(tmp_path)
+    saved = ScaleImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    assert saved([3, 1, 0], generator=seeded(7, 8, 9)).tokens.equal(want)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (dict(warm_temperature=0.0), "warm_temperature=0.0; pass a finite number above 0"),
+        (dict(warm_temperature=float("nan")), "warm_temperature=nan"),
+        (dict(num_warm_scales=-1), "num_warm_scales=-1; pass an integer of at least 0"),
+    ],
+)
+def test_warm_scales_that_make_no_sense_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
+        make_pair(**setting)
+
+
 def test_scales_that_a_refiner_never_learned_are_refused(tmp_path):
     pair = make_pair(refiner_first_scale=3)
     assert [stage.scales for stage in pair.stages()] == [range(3), range(3, 4)]
@@ -319,12 +349,14 @@ def test_official_files(tmp_path, monkeypatch):
     one = ScaleImagePipeline.from_official(*paths[:2])
     assert one(0, generator=seeded(1)).tokens.equal(make()(0, generator=seeded(1)).tokens)
     two = ScaleImagePipeline.from_official(*paths[:2], refiner=paths[2], num_draft_scales=3)
-    assert two(0, generator=seeded(1), top_k=900).tokens.equal(
-        make_pair(num_draft_scales=3)(0, generator=seeded(1)).tokens
+    published = published_code_stages(two.transformer, two.refiner, 3)
+    assert two([3, 1, 0], generator=seeded(1, 2, 3)).tokens.equal(
+        straight(published, [3, 1, 0], [1, 2, 3]).tokens
     )
+    assert one.config["warm_temperature"] == 1
     assert (one.config["default_top_k"], two.config["default_top_k"]) == (900, 600)
     assert one.config["default_guidance_scale"] == two.config["default_guidance_scale"] == 2.5
-    with pytest.raises(ValueError, match=r"is not VAR's tokenizer of this size"):
+    with pytest.raises(ValueError, match="is not VAR's tokenizer"):
         ScaleImagePipeline.from_official(paths[0], paths[2])
 
 

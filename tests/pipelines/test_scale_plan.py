@@ -5,11 +5,13 @@ import torch
 
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import SIDES, tiny_scale_pipeline, tiny_var
-from visual_spec.eval.rows import scale_rows
+from visual_spec.eval.defaults import scale_settings
+from visual_spec.models.next_scale import scale_cache
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
-from visual_spec.pipelines import loading, scale_plan
-from visual_spec.pipelines.accelerate import accelerate, make_row, make_sampler, parse_sampler
+from visual_spec.pipelines import loading
+from visual_spec.pipelines.accelerate import accelerate
+from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.scales import ScaleWiseSampler
 
@@ -58,7 +60,7 @@ def test_a_row_is_a_sampler_and_a_plan():
             "scale-wise:window=3",
             "has no setting window; it takes cache_share, measure, num_draft_scales, num_drafters, ramp",
         ),
-        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it has none"),
+        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes graph"),
         ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes graph"),
     ],
 )
@@ -124,7 +126,7 @@ def test_a_share_of_the_cache_is_calibrated_once(pipe, monkeypatch):
         calls.append(kwargs["share"])
         return calibrate(*args, **kwargs)
 
-    monkeypatch.setattr(scale_plan, "calibrate", counted)
+    monkeypatch.setattr(scale_cache, "calibrate", counted)
     found = drawn(pipe, ScalePlan(2, 0.7))
     assert calls == [0.7, 0.7] and drawn(pipe, ScalePlan(2, 0.7)).tokens.equal(found.tokens)
     assert calls == [0.7, 0.7]  # once a model
@@ -145,10 +147,10 @@ def test_a_refiner_of_some_scales_draws_no_others(pipe, tmp_path):
     assert drawn(pipe, ScalePlan(3)).trace.model_calls == (3, 1)
     assert drawn(pipe, ScalePlan(1, refiner=str(tmp_path / "other"))).trace.model_calls == (1, 3)
     assert pipe.config["refiner_first_scale"] == 3
-    texts = scale_rows({"refiner": ["a", "b"], "refiner_first_scale": 3}, SIDES).others
+    texts = scale_settings(pipe.facts, {"refiner": ["a", "b"], "refiner_first_scale": 3}, SIDES).others
     splits = {text.split("num_draft_scales=")[1].split(",")[0] for text in texts}
     assert splits == {"3", "all"}
-    free = scale_rows({"refiner": ["a", "b"]}, SIDES).others
+    free = scale_settings(pipe.facts, {"refiner": ["a", "b"]}, SIDES).others
     assert any("num_draft_scales=0" in text for text in free) and any(
         "num_draft_scales=2" in text for text in free
     )
@@ -194,7 +196,7 @@ def test_the_refiner_of_a_plan_draws_with_the_guidance_of_the_others_unless_told
 
 
 def test_layers_share_alike_where_there_is_nothing_to_calibrate_on(pipe, monkeypatch):
-    monkeypatch.setattr(scale_plan, "calibrate", lambda *_, **__: pytest.fail("drew pictures"))
+    monkeypatch.setattr(scale_cache, "calibrate", lambda *_, **__: pytest.fail("drew pictures"))
     with ScalePlan("all", 0.7).on(pipe, calibrated=False):
         (stage,) = pipe.stages()
         assert isinstance(stage.model, CompressedVAR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ from accelerate import cpu_offload
 from diffusers.pipelines.glm_image.pipeline_glm_image import GlmImagePipeline
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.pipelines.base import Pipeline
 
+import visual_spec
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
 from tests.tiny import seeded
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
 from visual_spec.pipelines.transformers_models import accelerate, law_of, restore, summary
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -260,6 +264,79 @@ def test_greedy_unless_told_otherwise():
     )
 
 
+def test_lengths_of_the_picture_are_no_restriction():
+    model = accelerate(MODELS["janus"], SpeculativeJacobiSampler(5))
+    lengths = dict(max_length=23, max_new_tokens=16, min_new_tokens=16, min_length=23, use_cache=True)
+    try:
+        want = model.generate_images(**INPUTS["janus"], do_sample=False)
+        assert torch.equal(model.generate_images(**INPUTS["janus"], do_sample=False, **lengths), want)
+    finally:
+        restore(model)
+
+
+def test_emu3_generate_is_accelerated_or_says_that_it_is_not():
+    model = MODELS["emu3"]
+    inputs = dict(INPUTS["emu3"])
+    text = {key: value for key, value in inputs.items() if key != "image_sizes"}
+    eol, count, width = model.vocabulary_mapping.eol_token_id, inputs["input_ids"].shape[1], 5
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        place = len(ids) - count
+        return [eol] if place % (width + 1) == width else model.vocabulary_mapping.image_tokens
+
+    documented = dict(prefix_allowed_tokens_fn=allowed, max_new_tokens=18, do_sample=False)
+    want = model.generate(**text, **documented)
+    words = model.generate(**text, max_new_tokens=4, do_sample=False)
+    accelerate(model, SpeculativeJacobiSampler(6))
+    try:
+        with pytest.warns(
+            UserWarning, match="prefix_allowed_tokens_fn is not accelerated.*leave image_sizes in"
+        ):
+            assert torch.equal(model.generate(**text, **documented), want)
+        assert model.last_trace is None
+        drawn = model.generate(**inputs, do_sample=False)
+        assert torch.equal(drawn[:, : count + 18], want)
+        assert model.last_trace.commit_call.shape == (3, 15)
+        assert torch.equal(model.generate(**text, max_new_tokens=4, do_sample=False), words)
+    finally:
+        restore(model)
+
+
+class PeftModel(torch.nn.Module):
+    """What `accelerate` uses of PEFT's."""
+
+    def __init__(self, model: Any, learns_a_prompt: bool = False) -> None:
+        super().__init__()
+        self.base_model = model
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=learns_a_prompt)
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+
+class WholePipeline(Pipeline):
+    """A pipeline of transformers, all but its way through."""
+
+    _sanitize_parameters = preprocess = _forward = postprocess = None  # pyright: ignore
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+
+def test_models_are_found_inside_what_wraps_them():
+    model, sampler = tiny.janus(), SpeculativeJacobiSampler(5)
+    names = set(vars(model))
+    pipeline = WholePipeline(torch.compile(model, backend="eager"))
+    holder = SimpleNamespace(components={"generator": PeftModel(model), "scheduler": None})
+    for wrapper in (torch.compile(model, backend="eager"), PeftModel(model), pipeline, holder):
+        assert visual_spec.accelerate(wrapper, sampler) is wrapper
+        assert model.sampler is sampler and "nothing decoded yet" in visual_spec.summary(wrapper)
+        assert visual_spec.restore(wrapper) is wrapper
+        assert set(vars(model)) == names
+    with pytest.raises(TypeError, match="that learned a prompt"):
+        visual_spec.accelerate(PeftModel(model, learns_a_prompt=True), sampler)
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -271,8 +348,9 @@ def test_other_objects_and_samplers_are_refused():
         TypeError, match=f"cannot accelerate a Linear; .*{supported}, JanusForConditionalGeneration"
     ):
         accelerate(torch.nn.Linear(2, 2), AutoregressiveSampler())
-    with pytest.raises(TypeError, match="sampler is str; pass a sampler of next-token models"):
-        accelerate(MODELS["janus"], "jacobi")
+    for sampler in ("jacobi", ColumnJacobiSampler()):
+        with pytest.raises(TypeError, match="which does not fit a next-token model; those that fit: Autoreg"):
+            accelerate(MODELS["janus"], sampler)
     assert "generate_images" not in vars(MODELS["janus"])
 
 
@@ -293,7 +371,14 @@ def test_other_objects_and_samplers_are_refused():
         ("janus", dict(repetition_penalty=1.1), ValueError, "repetition_penalty=1.1 is not supported"),
         ("janus", dict(output_scores=True), ValueError, "output_scores=True is not supported"),
         ("janus", dict(logits_processor=[]), TypeError, "takes no logits_processor"),
-        ("glm", dict(max_new_tokens=20), ValueError, "the picture has 21"),
+        ("glm", dict(max_new_tokens=20), ValueError, "max_new_tokens=20, but the picture has 21 tokens;"),
+        ("janus", dict(max_length=22), ValueError, "max_length=22, .* has 16 tokens behind a prompt of 7"),
+        ("janus", dict(min_new_tokens=17), ValueError, "min_new_tokens=17, but the picture has 16"),
+        ("janus", dict(min_length=24), ValueError, "min_length=24, but the picture has 16"),
+        ("janus", dict(use_cache=False), ValueError, "use_cache=False is not supported"),
+        ("emu3", dict(cache_implementation="static"), ValueError, "cache_implementation='static' is not"),
+        ("emu3", dict(max_time=1.0), ValueError, "max_time=1.0 is not supported"),
+        ("emu3", dict(stop_strings="."), ValueError, "stop_strings='.' is not supported"),
         ("chameleon", dict(attention_mask=None), ValueError, "start with padding"),
         ("chameleon", dict(input_ids=None), TypeError, "input_ids is missing"),
         ("emu3", dict(image_sizes=[[3, 5], [3, 5], [3, 4]]), ValueError, "draw others in another batch"),

@@ -152,6 +152,10 @@ def test_what_does_not_fit_is_refused(model):
     for arguments, error, message in [
         (dict(inputs, max_new_tokens=least - 1), ValueError, r"pass at least \d+ \(max_new_tokens="),
         (dict(inputs, num_beams=2), ValueError, "num_beams=2 is not supported"),
+        (dict(inputs, use_cache=False), ValueError, "use_cache=False is not supported"),
+        (dict(inputs, cache_implementation="static"), ValueError, "cache_implementation='static' is not"),
+        (dict(inputs, min_new_tokens=13), ValueError, "min_new_tokens=13, but a clip of 12 steps"),
+        (dict(inputs, min_length=14), ValueError, "min_length=14, but a clip of 13 steps"),
         (dict(inputs, logits_processor=[]), TypeError, "MusicGen takes no logits_processor"),
         (
             dict(inputs, decoder_input_ids=torch.zeros(5, 2).long()),

@@ -1,7 +1,7 @@
 """Fixtures for tests that look into single steps of a batch."""
 
 from collections.abc import Callable
-from types import ModuleType
+from typing import Any
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +11,7 @@ from visual_spec.models.core.tabular import TabularState
 from visual_spec.models.drafters.eagle import EagleState
 from visual_spec.models.next_token.cached_decoder import CachedState
 from visual_spec.models.next_token.llamagen import LlamaGenState
-from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.base import Run, Sampler
 
 
 @pytest.fixture
@@ -40,18 +40,18 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.fixture
-def operations_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], Operations]:
-    """Takes the module of a sampler, and tells of the operations of its `step` from then on, run as on CUDA."""
+def operations_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Sampler]], Operations]:
+    """Takes the class of a sampler, and tells of the operations of its `step` from then on, run as on CUDA."""
 
-    def watch(module: ModuleType) -> Operations:
-        operations, real_step = Operations(), module.step
+    def watch(sampler: type[Sampler]) -> Operations:
+        operations, real_step = Operations(), sampler.step
 
-        def step(*args):
-            next(part for part in args if isinstance(part, CheckedLaw)).deferred = True
+        def step(self: Sampler, run: Run, state: Any) -> None:
+            run.law.deferred = True
             with operations:
-                real_step(*args)
+                real_step(self, run, state)
 
-        monkeypatch.setattr(module, "step", step)
+        monkeypatch.setattr(sampler, "step", step)
         return operations
 
     return watch

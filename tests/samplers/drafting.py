@@ -109,16 +109,16 @@ def law_behind(
 Seen = list[tuple[Tensor, Tensor, Tensor]]
 
 
-def watch_features(monkeypatch: Any, module: Any) -> Seen:
+def watch_features(monkeypatch: Any, kind: Any) -> Seen:
     """What each step of a sampler leaves to a feature drafter: fed [B], lengths [B], features [B, S, dim]."""
     seen: Seen = []
-    real_step = module.step
+    real_step = kind.step
 
-    def step(model, drafter, state, *rest):
-        real_step(model, drafter, state, *rest)
+    def step(sampler, run, state):
+        real_step(sampler, run, state)
         seen.append((state.fed.clone(), state.lengths.clone(), state.drafter_cache.features.clone()))
 
-    monkeypatch.setattr(module, "step", step)
+    monkeypatch.setattr(kind, "step", step)
     return seen
 
 

@@ -10,16 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.samplers.settings import lossy, settings_of
 from tests.tiny import seeded
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularColumnModel, TabularModel
-from visual_spec.samplers import columns_jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, UNITS, ColumnJacobiSampler, ColumnOptions
+from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
+from visual_spec.samplers.core import pattern as columns_core
 from visual_spec.samplers.core.checks import COUPLINGS
+from visual_spec.samplers.core.drafts import Label
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.pattern import UNITS
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -127,7 +130,7 @@ class OneCodebook:
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 def test_one_codebook_is_decoded_as_by_the_plain_samplers(law):
-    """Not a line of the loop is shared with `jacobi`, but every draw has to be."""
+    """Every draw is shared with `jacobi`."""
     plain = TabularModel(TokenGrid(1, 24), 7, order=2, conditions=3, dependence=0.3)
     column = OneCodebook(plain)
     expected = decode(AutoregressiveSampler(), plain, law)
@@ -260,24 +263,24 @@ def test_columns_and_coupled_drafts_are_kept_more_often():
 
 
 def test_finished_rows_stay_as_they_are(monkeypatch):
-    real_step = columns_jacobi.step
+    real_step = ColumnJacobiSampler.step
     sampler = ColumnJacobiSampler(6, "maximal", "exact", "column")
 
-    def step(model, entries, state, *rest):
+    def step(self, run, state):
         before = state.lengths.clone(), state.tokens.clone()
-        real_step(model, entries, state, *rest)
+        real_step(self, run, state)
         settled = torch.arange(before[1].shape[1]) < before[0][:, None]
         assert torch.equal(state.tokens[settled], before[1][settled])  # no committed column changes
         assert (state.lengths >= before[0]).all()
 
-    monkeypatch.setattr(columns_jacobi, "step", step)
+    monkeypatch.setattr(ColumnJacobiSampler, "step", step)
     assert decode(sampler, rows=range(12)).trace.target_calls.unique().numel() > 1
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_tries_that_fail_put_the_replacement_off(monkeypatch, unit):
     """With none ever kept at once, every refusal costs a call more; the tokens come all the same."""
-    real = columns_jacobi.draw_product_residual
+    real = columns_core.draw_product_residual
     asked = []
 
     def seldom(*args, **kwargs):
@@ -285,7 +288,7 @@ def test_tries_that_fail_put_the_replacement_off(monkeypatch, unit):
         asked.append(found)
         return tokens, found & (len(asked) % 2 == 0)
 
-    monkeypatch.setattr(columns_jacobi, "draw_product_residual", seldom)
+    monkeypatch.setattr(columns_core, "draw_product_residual", seldom)
     sampler = ColumnJacobiSampler(6, "independent", "exact", unit)
     result = decode(sampler, rows=[0])
     assert (result.tokens[:, MODEL.valid] < 7).all()
@@ -299,10 +302,10 @@ CODES = torch.nn.functional.normalize(
     torch.randn(4, 7, 3, generator=torch.Generator().manual_seed(0)), dim=-1
 )
 SETTINGS: dict[str, dict[str, Any]] = {
-    "grouped": dict(acceptance="grouped", group_size=4, code_distance=2.0, probability_gap=0.3),
-    "clustered": dict(acceptance="clustered", group_size=3),
-    "lantern": dict(acceptance="lantern", delta=0.3, neighbours=4),
-    "bounded": dict(acceptance="lantern", delta=0.1, neighbours=4, bounded=True),
+    "grouped": lossy("grouped", group_size=4, code_distance=2.0, probability_gap=0.3),
+    "clustered": lossy("clustered", group_size=3),
+    "lantern": lossy("lantern", delta=0.3, neighbours=4),
+    "bounded": lossy("lantern", delta=0.1, neighbours=4, bounded=True),
 }
 
 
@@ -336,7 +339,8 @@ def test_each_codebook_has_the_groups_of_its_own_codes():
 @pytest.mark.parametrize("coupling", ["gumbel", "independent"])
 def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule(name, coupling):
     nothing = dict(grouped=dict(group_size=1), lantern=dict(delta=0.0))[name]
-    sampler = ColumnJacobiSampler(6, coupling, unit="codebook", **{**SETTINGS[name], **nothing})
+    numbers = {**SETTINGS[name]["relaxation"], **nothing}
+    sampler = ColumnJacobiSampler(6, coupling, unit="codebook", **lossy(name, **numbers))
     found = decode(sampler, codebook=CODES)
     assert torch.equal(found.tokens, decode(ColumnJacobiSampler(6, coupling, "exact", "codebook")).tokens)
     assert found.trace.divergence == pytest.approx(0, abs=1e-12)
@@ -346,15 +350,14 @@ def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule(name, c
 
 
 def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
-    # By keyword: what is given by place counts as a default, which `from_config` forgets.
     sampler = ColumnJacobiSampler(window=12, coupling="maximal", acceptance="exact", unit="codebook")
     sampler.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "sampler_config.json").read_text())["_class_name"] == "ColumnJacobiSampler"
     loaded = ColumnJacobiSampler.from_pretrained(tmp_path)
-    assert isinstance(loaded, ColumnJacobiSampler) and loaded.options == sampler.options
+    assert isinstance(loaded, ColumnJacobiSampler) and settings_of(loaded) == settings_of(sampler)
     changed = ColumnJacobiSampler.from_config(sampler.config, window=3)
-    assert isinstance(changed, ColumnJacobiSampler) and changed.options.window == 3
-    assert changed.options.unit == "codebook"
+    assert isinstance(changed, ColumnJacobiSampler) and changed.config.window == 3
+    assert changed.config.unit == "codebook"
     swapped = ColumnJacobiSampler.from_config(ColumnAutoregressiveSampler().config)
     assert isinstance(swapped, ColumnJacobiSampler) and swapped.identical and swapped.lossless
 
@@ -367,7 +370,7 @@ def test_sampler_holds_no_tensors_and_no_state():
 
 
 def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(columns_jacobi)
+    operations = operations_of(ColumnJacobiSampler)
     for coupling, acceptance, unit in ROWS:
         for initial_draft in COLUMN_DRAFTS:
             decode(ColumnJacobiSampler(6, coupling, acceptance, unit, initial_draft))
@@ -378,16 +381,20 @@ def test_step_never_asks_the_host_about_a_tensor(operations_of):
 @pytest.mark.parametrize("coupling, acceptance, unit", ROWS)
 def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling, acceptance, unit):
     model = TabularColumnModel(CodebookPattern.delay([0, 1]).valid(200).T, 16, order=0)
-    real_step = columns_jacobi.step
+    real_step = ColumnJacobiSampler.step
 
-    def step(model, entries, state, *rest):
-        real_step(model, entries, state, *rest)
-        for field in fields(state):
-            value = getattr(state, field.name)
-            if isinstance(value, Tensor):
-                assert value.numel() <= max(2 * 205 * 2, 2 * 4 * 2 * 16), field.name
+    def step(self, run, state):
+        real_step(self, run, state)
+        label = state.label
+        held = [state] if label is None else [state, label]
+        assert (label is None) == (acceptance == "identical") and (label is None or isinstance(label, Label))
+        for owner in held:
+            for field in fields(owner):
+                value = getattr(owner, field.name)
+                if isinstance(value, Tensor):
+                    assert value.numel() <= max(2 * 205 * 2, 2 * 4 * 2 * 16), field.name
 
-    monkeypatch.setattr(columns_jacobi, "step", step)
+    monkeypatch.setattr(ColumnJacobiSampler, "step", step)
     ColumnJacobiSampler(4, coupling, acceptance, unit)(model, None, law=LAW, batch_size=2)
 
 
@@ -401,8 +408,6 @@ CHOICES: dict[str, Any] = dict(
 @pytest.mark.parametrize("name", ["coupling", "acceptance", "unit", "initial_draft"])
 def test_refuses_an_unknown_choice_and_lists_the_known(name):
     with pytest.raises(ValueError, match=f"{name}='best'; pass one of .*, "):
-        ColumnOptions(**{**CHOICES, name: "best"})
-    with pytest.raises(ValueError, match=f"{name}='best'; pass one of"):
         ColumnJacobiSampler(**{**CHOICES, name: "best"})
 
 
@@ -458,7 +463,7 @@ def test_refuses_requests_before_any_compute(sampler):
     ],
 )
 def test_refuses_codebooks_that_do_not_fit(codebook, message):
-    sampler = ColumnJacobiSampler(4, unit="codebook", acceptance="lantern", neighbours=4)
+    sampler = ColumnJacobiSampler(4, unit="codebook", **lossy("lantern", neighbours=4))
     with pytest.raises(ValueError, match=message):
         decode(sampler, Untouched(MODEL.valid, 7, order=0), codebook=codebook)
 

@@ -13,8 +13,7 @@ from tests.samplers.test_columns import LAW, LAWS, PATTERNS, STEPS, decode, tabu
 from tests.tiny import seeded
 from visual_spec.models.columns.musicgen import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import columns_drafted
+from visual_spec.models.core.tabular import TabularColumnModel, TabularModel
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
@@ -130,7 +129,7 @@ def test_callback_sees_every_call():
 
 
 def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(columns_drafted)
+    operations = operations_of(DraftedColumnSampler)
     for acceptance in ("exact", "identical"):
         drafted(acceptance)
     assert not operations.that_ask_the_host()
@@ -144,6 +143,61 @@ def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
     other: Any = DraftedColumnSampler.from_config(sampler.config, acceptance="exact")
     assert not other.identical
     assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
+
+
+# -- a replacement that is not found --------------------------------------------------------------------------------
+
+
+def watch_proposals(monkeypatch: Any) -> list[Any]:
+    """What each call of a sampler with one attempt drafts: state before the call, steps that are fed, first laws."""
+    seen: list[Any] = []
+    propose, feed = DraftedColumnSampler.propose, TabularColumnModel.forward
+
+    def watched(sampler, run, state):
+        seen.append(dict(pending=state.pending.clone(), lengths=state.lengths.clone(), fed=state.fed.clone()))
+        draft = propose(sampler, run, state)
+        assert draft.label is not None
+        seen[-1]["law"] = draft.label.laws[:, : run.pattern.codebooks]
+        seen[-1]["refused"] = state.refused_law.clone()
+        return draft
+
+    def fed(model, state, tokens, steps):
+        if model is POOR and seen:
+            seen[-1].setdefault("steps", steps.clone())
+        return feed(model, state, tokens, steps)
+
+    monkeypatch.setattr(DraftedColumnSampler, "propose", watched)
+    monkeypatch.setattr(TabularColumnModel, "forward", fed)
+    monkeypatch.setattr(DraftedColumnSampler, "tries", 1)
+    return seen
+
+
+def test_a_pending_row_is_drafted_from_its_newest_column(monkeypatch):
+    """The column that waits for its replacement was drawn from the same law in the call before."""
+    calls = watch_proposals(monkeypatch)
+    decode(DraftedColumnSampler(3), drafter=POOR, rows=range(12))
+    waiting = again = 0
+    for call in calls:
+        newest = call["lengths"] - 1
+        assert (call["steps"][:, 0] <= newest).all()
+        for row in call["pending"].nonzero()[:, 0].tolist():
+            assert torch.equal(call["law"][row], call["refused"][row])
+            waiting += 1
+            if call["fed"][row] == call["lengths"][row]:  # the call before committed nothing
+                assert call["steps"][row, 0] == newest[row]
+                again += 1
+    assert waiting > again > 5
+
+
+def test_logits_of_forced_entries_are_never_checked(monkeypatch):
+    """Not even where a replacement is pending: the logits that are read predict the pending step."""
+    monkeypatch.setattr(DraftedColumnSampler, "tries", 1)
+    drafter = poor()
+    drafter.logits.masked_fill_(~drafter.valid[None, :, None, :, None], torch.nan)
+    for rows in range(0, 48, 12):
+        found = decode(DraftedColumnSampler(3), drafter=drafter, rows=range(rows, rows + 12))
+        expected = decode(DraftedColumnSampler(3), drafter=POOR, rows=range(rows, rows + 12))
+        assert torch.equal(found.tokens, expected.tokens)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -26,23 +26,21 @@ from tests.samplers.drafting import (
     untouched,
     watch_features,
 )
+from tests.samplers.settings import lossy
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.acceptance import AcceptanceRule
-from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.core.trace import Stopwatch
-from visual_spec.samplers.drafted import DraftedOptions, DraftedSampler
+from visual_spec.samplers.drafted import DraftedSampler
 
 LENGTH = 36
 RELAXED: dict[str, dict[str, Any]] = {
-    "grouped": dict(acceptance="grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
-    "clustered": dict(acceptance="clustered", group_size=4),
-    "lantern": dict(acceptance="lantern", delta=0.2, neighbours=8),
-    "bounded": dict(acceptance="lantern", delta=0.1, factor=4.0, neighbours=8, bounded=True),
+    "grouped": lossy("grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
+    "clustered": lossy("clustered", group_size=4),
+    "lantern": lossy("lantern", delta=0.2, neighbours=8),
+    "bounded": lossy("lantern", delta=0.1, factor=4.0, neighbours=8, bounded=True),
 }
 
 
@@ -138,24 +136,26 @@ def test_every_draft_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
     model, network = (MODEL, NEAR) if drafter == "tabular" else eagle_pair()
     condition = CONDITION[:2] if drafter == "tabular" else captions(2)
     checked = 0
-    real_propose = drafted.propose
+    real_propose = DraftedSampler.propose
 
-    def propose(model, drafter, state, *rest):
+    def propose(self, run, state):
         nonlocal checked
-        chain = real_propose(model, drafter, state, *rest)
+        chain = real_propose(self, run, state)
+        assert chain.label is not None
+        laws = chain.label.dense(chain.tokens)
         for row in range(2):
             length = int(state.lengths[row])
-            if length < model.grid.num_tokens and state.round % 4 == row:
+            if length < run.num_tokens and state.round % 4 == row:
                 text = state.tokens[row, :length].tolist()
                 for place in range(chain.tokens.shape[1]):
-                    if chain.drafted[row, place]:
-                        want = law_behind(model, drafter, condition, law, text, length, row, 2)
-                        assert (chain.law[row, place].exp() - want.exp()).abs().max() < 1e-9
+                    if chain.tokens[row, place] >= 0:
+                        want = law_behind(run.model, run.drafter, condition, law, text, length, row, 2)
+                        assert (laws[row, place].exp() - want.exp()).abs().max() < 1e-9
                         checked += 1
                     text.append(int(chain.tokens[row, place]))
         return chain
 
-    monkeypatch.setattr(drafted, "propose", propose)
+    monkeypatch.setattr(DraftedSampler, "propose", propose)
     decode(DraftedSampler(3), model, network, condition, law=law, batch_size=2)
     assert checked > 20
 
@@ -163,7 +163,7 @@ def test_every_draft_carries_the_law_it_was_drawn_from(monkeypatch, drafter):
 @pytest.mark.usefixtures("whole_batch")
 def test_features_the_drafter_reads_next_are_those_of_the_target(monkeypatch):
     model, eagle = eagle_pair()
-    checked = watch_features(monkeypatch, drafted)
+    checked = watch_features(monkeypatch, DraftedSampler)
     result = decode(DraftedSampler(3), model, eagle, captions(3), batch_size=3)
     check_features(checked, model, captions(3), result.tokens)
 
@@ -176,7 +176,7 @@ def test_stopping_early_on_the_cpu_spares_calls_and_columns_and_changes_nothing(
     model, drafter = counting(MODEL), counting(NEAR)
     stopped = decode(sampler, model, drafter)
     spared = len(drafter.calls), sum(slots.numel() for slots in model.calls)
-    monkeypatch.setattr(drafted, "_nobody", lambda going: False)
+    monkeypatch.setattr(drafted, "nobody", lambda going: False)
     whole = decode(sampler, model, drafter)
     assert torch.equal(stopped.tokens, whole.tokens)
     assert torch.equal(stopped.trace.commit_call, whole.trace.commit_call)
@@ -186,27 +186,28 @@ def test_stopping_early_on_the_cpu_spares_calls_and_columns_and_changes_nothing(
 @pytest.mark.usefixtures("whole_batch")
 def test_a_draft_below_the_bound_is_kept_and_the_last_of_its_row(monkeypatch):
     chains = []
-    real_propose = drafted.propose
+    real_propose = DraftedSampler.propose
 
-    def propose(model, drafter, state, *rest):
-        chains.append((state.lengths.clone(), real_propose(model, drafter, state, *rest)))
+    def propose(self, run, state):
+        chains.append((state.lengths.clone(), real_propose(self, run, state)))
         return chains[-1][1]
 
-    monkeypatch.setattr(drafted, "propose", propose)
+    monkeypatch.setattr(DraftedSampler, "propose", propose)
     decode(DraftedSampler(5, 0.25))
     stops = 0
     for lengths, chain in chains:
         for row in range(4):
-            count = int(chain.drafted[row].sum())
-            assert chain.drafted[row, :count].all()
+            count = int((chain.tokens[row] >= 0).sum())
+            assert (chain.tokens[row, :count] >= 0).all()
             if lengths[row] == LENGTH:
                 assert count == 0
                 continue
             assert 1 <= count <= LENGTH - lengths[row]
-            at_draft = chain.law[row].gather(1, chain.tokens[row, :, None])[:count, 0].exp()
+            law = chain.label.dense(chain.tokens)[row]
+            at_draft = law[:count].gather(1, chain.tokens[row, :count, None])[:, 0].exp()
             assert (at_draft[:-1] >= 0.25).all()
             stops += int(at_draft[-1] < 0.25)
-            assert chain.law[row, count:].isneginf().all()
+            assert law[count:].isneginf().all()
     assert stops > 10
 
 
@@ -218,11 +219,11 @@ def test_a_relaxed_rule_is_used_and_its_divergence_measured():
     rows, grid = 20_000, TokenGrid(1, 2)
     model, drafter = TabularModel(grid, 3), TabularModel(grid, 3, seed=1)
     rule = AcceptanceRule(lambda target, law, drafts: torch.full_like(law[..., 0], 0.9), lossless=False)
-    options, law = DraftedOptions(1, 0.0, "exact", rule), CheckedLaw(TokenLaw(), 2)
-    noise = CounterNoise(torch.arange(rows), "cpu")
-    caches = [network.prefill(None, batch_size=rows, guided=False, window=2) for network in (model, drafter)]
-    state = drafted.prepare(model, caches[0], caches[1], law, noise, 2, rule)
-    drafted.step(model, drafter, state, law, noise, options, Stopwatch())
+    sampler = DraftedSampler(1)
+    run = sampler.begin(model, None, TokenLaw(), torch.arange(rows), drafter=drafter)
+    run.rule = rule
+    state = sampler.prepare(run)
+    sampler.step(run, state)
     assert state.meter is not None and (state.meter.tested == 1).all()
     first = model.logits[0, 0, 0].softmax(-1)
     target, draft = (network.logits[0, 1].softmax(-1) for network in (model, drafter))  # [3 first tokens, 3]
@@ -234,6 +235,39 @@ def test_a_relaxed_rule_is_used_and_its_divergence_measured():
     assert (observed - first[:, None] * expected).abs().max() < 0.012
 
 
+def test_a_slot_without_a_draft_is_not_counted_as_tested():
+    """With an equal drafter and a rule that keeps everything, the tested slots are those with a draft."""
+    rule = AcceptanceRule(lambda target, law, drafts: torch.ones_like(law[..., 0]), lossless=False)
+    for stop_below in (0.0, 0.15, 1.0):
+        sampler = DraftedSampler(3, stop_below)
+        run = sampler.begin(MODEL, CONDITION, TokenLaw(), torch.arange(4), drafter=MODEL)
+        run.rule = rule
+        state = sampler.prepare(run)
+        drafted = torch.zeros(4, dtype=torch.long)
+        real = sampler.propose
+
+        def propose(run, state, real=real, drafted=drafted):
+            draft = real(run, state)
+            drafted += (draft.tokens >= 0).sum(1)
+            return draft
+
+        object.__setattr__(sampler, "propose", propose)
+        for _ in range(3):
+            sampler.step(run, state)
+        assert state.meter is not None and state.meter.tested.tolist() == drafted.tolist()
+        assert state.lengths.tolist() == (4 + drafted).tolist()
+        if stop_below == 1.0:
+            assert drafted.tolist() == 4 * [3]
+        elif stop_below:
+            assert len(set(drafted.tolist())) > 1
+
+
+def test_a_draft_of_exactly_the_bounds_probability_does_not_stop():
+    """A greedy law gives its token probability 1, which is not below 1."""
+    trace = decode(DraftedSampler(4, 1.0), MODEL, MODEL, law=TokenLaw(temperature=0.0)).trace
+    assert trace.target_calls.tolist() == 4 * [1 + 35 // 5]
+
+
 @pytest.mark.parametrize("name", RELAXED)
 def test_relaxed_sampler_says_that_it_is_lossy_and_by_how_much(name):
     sampler = DraftedSampler(4, **RELAXED[name])
@@ -243,7 +277,7 @@ def test_relaxed_sampler_says_that_it_is_lossy_and_by_how_much(name):
     assert not trace.lossless and "lossy, measured divergence" in trace.summary()
     assert trace.divergence is not None and 0.001 < trace.divergence < 0.6
     assert trace.target_calls.sum() < exact.trace.target_calls.sum()
-    if RELAXED[name].get("bounded"):
+    if RELAXED[name]["relaxation"].get("bounded"):
         assert trace.divergence <= 0.1
 
 
@@ -265,8 +299,8 @@ def test_a_relaxed_batch_gives_each_sample_what_it_gets_alone(name):
 def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule():
     want = decode(DraftedSampler(4)).tokens
     nothing: list[dict[str, Any]] = [
-        dict(acceptance="lantern", delta=0.0, neighbours=3),
-        dict(acceptance="grouped", group_size=1, code_distance=None),
+        lossy("lantern", delta=0.0, neighbours=3),
+        lossy("grouped", group_size=1, code_distance=None),
     ]
     for settings in nothing:
         found = decode(DraftedSampler(4, **settings), codebook=CODEBOOK)
@@ -278,7 +312,7 @@ def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule():
 
 
 def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
-    relaxed = DraftedSampler(3, acceptance="lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05)
+    relaxed = DraftedSampler(3, **lossy("lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05))
     relaxed.save_pretrained(tmp_path)
     same: Any = DraftedSampler.from_pretrained(tmp_path)
     assert same.relaxation == relaxed.relaxation
@@ -296,8 +330,8 @@ def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
 
 
 def test_step_never_asks_the_host_about_a_tensor(operations_of, monkeypatch):
-    operations = operations_of(drafted)
-    monkeypatch.setattr(drafted, "_nobody", lambda going: False)  # asks on the CPU only
+    operations = operations_of(DraftedSampler)
+    monkeypatch.setattr(drafted, "nobody", lambda going: False)  # asks on the CPU only
     for acceptance in ("exact", "identical"):
         decode(DraftedSampler(4, 0.2, acceptance), law=GUIDED)
     for settings in RELAXED.values():
@@ -338,7 +372,7 @@ def test_refuses_an_unknown_acceptance():
 @pytest.mark.parametrize("delta", [-0.1, 1.5, math.nan, True])
 def test_refuses_a_delta_that_is_no_probability(delta):
     with pytest.raises(ValueError, match="delta=.*; pass a probability, from 0 to 1"):
-        DraftedSampler(acceptance="lantern", delta=delta)
+        DraftedSampler(**lossy("lantern", delta=delta))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +384,7 @@ def test_refuses_a_delta_that_is_no_probability(delta):
     ],
 )
 def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
-    sampler = DraftedSampler(acceptance="lantern", **{"neighbours": 8, **settings})
+    sampler = DraftedSampler(**lossy("lantern", **{"neighbours": 8, **settings}))
     with pytest.raises(ValueError, match=message):
         decode(sampler, untouched(), codebook=codebook)
 

@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.core.drafts import INITIAL_DRAFTS
+from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Label
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import JacobiOptions, SpeculativeJacobiSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 COMBINATIONS = [
     ("gumbel", "identical"),
@@ -48,6 +47,24 @@ class Counting(TabularModel):
     def forward(self, state, tokens, slots):
         self.calls.append(slots.clone())
         return super().forward(state, tokens, slots)
+
+
+@pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
+def test_a_narrow_call_keeps_the_drafts_of_a_wider_one(initial_draft):
+    sampler = SpeculativeJacobiSampler(12, initial_draft=initial_draft)
+    run = sampler.begin(MODEL, CONDITION, LAW, torch.arange(4))
+    state = sampler.prepare(run)
+    state.width = 12
+    sampler.step(run, state)
+    first, drawn = state.lengths.clone(), state.tokens.clone()  # slots 1 to 12 were scored
+    state.width = 2
+    sampler.step(run, state)
+    kept = 0
+    for row in range(4):
+        later = slice(max(int(first[row]) + 2, int(state.lengths[row])), 13)
+        assert torch.equal(state.tokens[row, later], drawn[row, later])
+        kept += max(0, later.stop - later.start)
+    assert kept > 12
 
 
 @pytest.mark.parametrize("initial_draft", INITIAL_DRAFTS)
@@ -99,11 +116,11 @@ def test_finished_rows_stay_as_they_are(monkeypatch):
     """A sample that is done is neither changed nor charged while others go on, where it cannot leave."""
     sampler = SpeculativeJacobiSampler(8, "maximal", "exact")
     seen = []
-    real_step = jacobi.step
+    real_step = SpeculativeJacobiSampler.step
 
-    def step(model, state, *rest):
+    def step(self, run, state):
         before = state.lengths.clone(), state.tokens[:, :64].clone(), state.target_calls.clone()
-        real_step(model, state, *rest)
+        real_step(self, run, state)
         done = before[0] == 64
         seen.append(int(done.sum()))
         assert torch.equal(state.tokens[:, :64][done], before[1][done])
@@ -114,7 +131,7 @@ def test_finished_rows_stay_as_they_are(monkeypatch):
             state.tokens[:, :64][open_slots], before[1][open_slots]
         )  # nor is any committed token
 
-    monkeypatch.setattr(jacobi, "step", step)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", step)
     decode(sampler)
     assert 0 < max(seen) < 4
 
@@ -203,10 +220,6 @@ def test_samplers_swap_through_their_configurations():
     swapped(AutoregressiveSampler, sampler)
 
 
-def test_module_binds_the_names_that_diffusers_looks_up_when_loading_a_pipeline():
-    assert jacobi.SchedulerMixin is not None and jacobi.ConfigMixin is not None
-
-
 def test_sampler_holds_no_tensors_and_no_state():
     sampler = SpeculativeJacobiSampler(8)
     before = dict(vars(sampler))
@@ -230,7 +243,7 @@ CHOICES: dict[str, Any] = dict(window=4, coupling="gumbel", acceptance="exact", 
 @pytest.mark.parametrize("name", ["coupling", "acceptance", "initial_draft"])
 def test_refuses_an_unknown_choice_and_lists_the_known(name):
     with pytest.raises(ValueError, match=f"{name}='best'; pass one of .*, "):
-        JacobiOptions(**{**CHOICES, name: "best"})
+        SpeculativeJacobiSampler(**{**CHOICES, name: "best"})
 
 
 @pytest.mark.parametrize("coupling", ["independent", "maximal"])
@@ -316,6 +329,8 @@ def tensors_of(state) -> Iterator[tuple[str, Tensor]]:
         value = getattr(state, field.name)
         if isinstance(value, Tensor):
             yield field.name, value
+        elif isinstance(value, Label):
+            yield from tensors_of(value)
 
 
 class Largest(TorchDispatchMode):
@@ -343,26 +358,27 @@ def test_memory_does_not_grow_with_length_times_vocabulary(monkeypatch, coupling
     sampler = SpeculativeJacobiSampler(window, coupling, acceptance, initial_draft)
     laws = batch_size * window * vocab_size
     slots = batch_size * (length + window)
-    real_step = jacobi.step
+    real_step = SpeculativeJacobiSampler.step
     sizes = Largest()
 
-    def step(model, state, *rest):
+    def step(self, run, state):
         with sizes:
-            real_step(model, state, *rest)
+            real_step(self, run, state)
         for name, value in tensors_of(state):
             assert value.untyped_storage().nbytes() <= max(laws, slots) * 8, name
-        assert (state.draft_law is None) == (acceptance == "identical")
-        if state.draft_law is not None:
-            assert state.draft_law.shape == (len(state.lengths), window, vocab_size)
+        assert (state.label is None) == (acceptance == "identical")
+        if state.label is not None:
+            assert state.label.laws.shape == (len(state.lengths), window, vocab_size)
+            assert state.label.rows.shape == (len(state.lengths), window - 1)
 
-    monkeypatch.setattr(jacobi, "step", step)
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", step)
     decode(sampler, model, None, law=TokenLaw(guidance_scale=2.0), batch_size=batch_size)
     # Guidance doubles the rows of the logits.
     assert 0 < sizes.elements <= 2 * max(laws, slots) < batch_size * length * vocab_size / 4
 
 
 def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(jacobi)
+    operations = operations_of(SpeculativeJacobiSampler)
     for coupling, acceptance in COMBINATIONS:
         for initial_draft in INITIAL_DRAFTS:
             decode(SpeculativeJacobiSampler(16, coupling, acceptance, initial_draft))

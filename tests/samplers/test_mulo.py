@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.drafters.mulo import MultiscaleDrafter, TokenUpsampler
-from visual_spec.samplers import mulo as multiscale
+from visual_spec.samplers.core import base
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise, draw_keys
 from visual_spec.samplers.mulo import MultiscaleSampler, later_neighbours
@@ -70,7 +70,7 @@ def output_law(run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch, size:
     choices: list[int] = []
     while True:
         script = Script(choices)
-        monkeypatch.setattr(multiscale, "CounterNoise", lambda keys, device: script)  # noqa: B023
+        monkeypatch.setattr(base, "CounterNoise", lambda keys, device: script)  # noqa: B023
         total[run()] += script.probability
         # The next leaf in depth-first order: advance the last choice that has an alternative left.
         while script.made:
@@ -114,8 +114,8 @@ def test_locality_changes_the_law(monkeypatch):
 
 def by_loops(
     model: TabularModel, parts: Any, key: Tensor, codebook: Tensor, pool: int, radius: int, rounds: int
-) -> tuple[list[int], int, float]:
-    """One sample by the definition: tokens, target calls, divergence."""
+) -> tuple[list[int], int, float, int]:
+    """One sample by the definition: tokens, target calls, the mass that pooling moved, the slots tested."""
     noise = CounterNoise(key, "cpu")
     length, width, vocab = model.grid.num_tokens, model.grid.width, model.vocab_size
 
@@ -165,7 +165,7 @@ def by_loops(
             for b in range(a + 1, length)
             if abs(a // width - b // width) <= radius and abs(a % width - b % width) <= radius
         }
-    return tokens, calls, moved / tested
+    return tokens, calls, moved, tested
 
 
 def test_relaxed_decoding_is_the_definition_in_loops():
@@ -184,11 +184,12 @@ def test_relaxed_decoding_is_the_definition_in_loops():
         batch_size=6,
         generator=torch.Generator().manual_seed(4),
     )
-    wanted = [by_loops(model, parts, key[None], codebook, 2, 1, 3) for key in keys]
-    assert result.tokens.tolist() == [tokens for tokens, _, _ in wanted]
-    assert result.trace.target_calls.tolist() == [calls for _, calls, _ in wanted]
+    wanted: list[Any] = [by_loops(model, parts, key[None], codebook, 2, 1, 3) for key in keys]
+    assert result.tokens.tolist() == [tokens for tokens, *_ in wanted]
+    assert result.trace.target_calls.tolist() == [calls for _, calls, *_ in wanted]
     assert result.trace.divergence is not None
-    assert abs(result.trace.divergence - sum(d for _, _, d in wanted) / 6) < 1e-9
+    moved, tested = (sum(one[place] for one in wanted) for place in (2, 3))
+    assert abs(result.trace.divergence - moved / tested) < 1e-9
     assert len(set(result.trace.target_calls.tolist())) > 1  # rows end at their own pace
 
 
@@ -244,3 +245,24 @@ def test_upsampler_keeps_places_and_drafter_checks_its_halves():
     small = {"vocab_size": 12, "dim": 16, "num_layers": 1, "num_heads": 2, "grid_size": 3}
     with pytest.raises(ValueError, match="writes 3 x 3 tokens out of 12"):
         MultiscaleDrafter(small, dict(up.config))
+
+
+def test_a_call_tests_open_slots_only_and_is_the_last_of_what_it_tests():
+    model, guess = TabularModel(TokenGrid(4, 4), 6, order=2), drafter(6, 16)
+    sampler = MultiscaleSampler(pool=1, radius=1, max_rounds=5)
+    run = sampler.begin(model, None, TokenLaw(), torch.arange(6), drafter=guess)
+    state = sampler.prepare(run)
+    last, calls, ragged = torch.zeros(6, 16, dtype=torch.long), torch.ones(6, dtype=torch.long), False
+    for round in range(1, 6):
+        before, tokens, label = state.open.clone(), state.tokens.clone(), state.label.clone()
+        sampler.step(run, state)
+        last[before], calls = round, calls + before.any(1)
+        ragged |= bool(before.any() and not before.all())
+        assert torch.equal(state.commit_call, last) and torch.equal(state.target_calls, calls)
+        assert torch.equal(state.tokens[~before], tokens[~before])
+        assert torch.equal(state.label[~before], label[~before])
+        slots = torch.arange(16).expand(6, -1)
+        cache = model.prefill(None, batch_size=6, guided=False, window=16)
+        logits = torch.cat([cache.logits[:, None], model(cache, tokens[:, :-1], slots[:, :-1])], 1)
+        torch.testing.assert_close(state.label[before], logits.log_softmax(-1)[before])
+    assert ragged and not state.open.any()  # the rounds are used up

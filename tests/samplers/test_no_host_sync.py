@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,30 +10,36 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.samplers.drafting import captions, draft_model, eagle_pair
+from tests.samplers.settings import lossy
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny_audio import tiny_decoder
+from tests.tiny_scales import tiny_var, tiny_var_vq
 from visual_spec.models.columns.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
+from visual_spec.models.core.calls import COLUMNS, MASKED, SCALES
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers import zipar as rows
+from visual_spec.samplers import mulo
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.core import base as loop
+from visual_spec.samplers.core import base
+from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
 from visual_spec.samplers.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.registry import SAMPLERS, sampler_class
 from visual_spec.samplers.tree import TreeSampler
 from visual_spec.samplers.zipar import ZipARSampler
 
 TARGET, EAGLE = (model.float() for model in eagle_pair())
 DRAFT = draft_model().float()
 LAW = TokenLaw(guidance_scale=2.0, top_k=5)
-GROUPED: Any = dict(acceptance="grouped", code_distance=None)
+GROUPED: Any = lossy("grouped", code_distance=None)
 PICTURES = {
     "autoregressive": (AutoregressiveSampler(), None),
     "jacobi": (SpeculativeJacobiSampler(4, "maximal", "exact"), None),
@@ -63,6 +70,23 @@ MUSIC = {
 }
 
 
+# What is registered, with its default settings, and another drafter where these will not do.
+REGISTERED = {entry.name: entry for entry in SAMPLERS}
+SMALLER: dict[str, Any] = dict(
+    transformer_config=dict(
+        vocab_size=8,
+        dim=16,
+        num_layers=1,
+        num_heads=2,
+        grid_size=5,
+        prefix_length=5,
+        num_classes=None,
+        caption_dim=12,
+    ),
+    upsampler_config=dict(vocab_size=8, low_side=5, factor=1, width=8, num_blocks=1),
+)
+
+
 class Ended(Exception):
     """The decode was watched for long enough."""
 
@@ -91,10 +115,8 @@ class Undecided:
 
 def watch(monkeypatch: Any, sampler: Any, model: Any, condition: Any, law: TokenLaw, **parts: Any) -> None:
     """Decode for three calls, of which all but the first are watched."""
-    for module in (loop, rows):
-        monkeypatch.setattr(module, "HostCopy", Undecided)
-    for module in ("autoregressive", "jacobi"):  # what graphs record is run as it is
-        monkeypatch.setattr(f"visual_spec.samplers.{module}.wants_graph", lambda *_: False)
+    monkeypatch.setattr(base, "HostCopy", Undecided)
+    monkeypatch.setattr(base, "wants_graph", lambda *_: False)  # what graphs record is run as it is
     watched: list[NoHost] = []
 
     def look(call: int, lengths: torch.Tensor) -> None:
@@ -107,35 +129,86 @@ def watch(monkeypatch: Any, sampler: Any, model: Any, condition: Any, law: Token
     try:
         generator = torch.Generator().manual_seed(0)
         with pytest.raises(Ended):
-            sampler(model, condition, law=law, generator=generator, batch_size=3, callback=look, **parts)
+            sampler(
+                model,
+                condition=condition,
+                law=law,
+                generator=generator,
+                batch_size=3,
+                callback=look,
+                **parts,
+            )
     finally:
         for mode in watched:
             mode.__exit__(None, None, None)
     assert watched
 
 
-@pytest.mark.parametrize("law", [LAW, TokenLaw(top_p=0.9)], ids=["guided", "top-p"])
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures(monkeypatch, name, law):
-    sampler, drafter = PICTURES[name]
+def watch_pictures(monkeypatch: Any, sampler: Any, drafter: Any, law: TokenLaw, **parts: Any) -> None:
     monkeypatch.setattr(type(TARGET), "check_condition", lambda *_: None)  # it looks at the captions, once
     stand_in(monkeypatch)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        parts = {} if drafter is None else {"drafter": without_numbers(drafter)}
+        if drafter is not None:
+            parts["drafter"] = without_numbers(drafter)
         watch(monkeypatch, sampler, without_numbers(TARGET), without_numbers(captions(3)), law, **parts)
 
 
-@pytest.mark.parametrize("name", MUSIC)
-def test_music(monkeypatch, name):
+def watch_music(monkeypatch: Any, sampler: Any, law: TokenLaw = LAW) -> None:
     condition: Any = TextCondition(torch.zeros(3, 4, 32), torch.ones(3, 4, dtype=torch.bool))
     model: Any = MagnetModel(tiny_decoder(), 20, reach=4)
-    if not isinstance(MUSIC[name], MaskedSampler):
+    if not isinstance(sampler, MaskedSampler):
         model = MusicgenColumnModel(tiny_decoder(), 20)
         codes = torch.zeros(3, 3, 0, dtype=torch.long)
         condition = MusicCondition(condition.features, condition.mask, codes)
     stand_in(monkeypatch)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        parts = {}
-        if isinstance(MUSIC[name], DraftedColumnSampler):
-            parts["drafter"] = without_numbers(COLUMN_EAGLE)
-        watch(monkeypatch, MUSIC[name], without_numbers(model), without_numbers(condition), LAW, **parts)
+        parts = {"drafter": without_numbers(COLUMN_EAGLE)} if sampler.needs_drafter else {}
+        watch(monkeypatch, sampler, without_numbers(model), without_numbers(condition), law, **parts)
+
+
+def watch_scales(monkeypatch: Any, sampler: Any, law: TokenLaw = LAW) -> None:
+    model, tokenizer = tiny_var(dtype=torch.float32), tiny_var_vq()
+    monkeypatch.setattr(type(model), "check_condition", lambda *_: None, raising=False)
+    stand_in(monkeypatch)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = {"tokenizer": without_numbers(tokenizer)}
+        watch(
+            monkeypatch,
+            sampler,
+            without_numbers(model),
+            without_numbers(torch.tensor([1, 0, 2])),
+            law,
+            **parts,
+        )
+
+
+@pytest.mark.parametrize("law", [LAW, TokenLaw(top_p=0.9)], ids=["guided", "top-p"])
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures(monkeypatch, name, law):
+    sampler, drafter = PICTURES[name]
+    watch_pictures(monkeypatch, sampler, drafter, law)
+
+
+@pytest.mark.parametrize("name", MUSIC)
+def test_music(monkeypatch, name):
+    watch_music(monkeypatch, MUSIC[name])
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_what_is_registered_as_it_comes(monkeypatch, name):
+    entry = REGISTERED[name]
+    sampler = sampler_class(entry)()
+    if entry.calls == SCALES:
+        watch_scales(monkeypatch, sampler)
+    elif entry.calls in (COLUMNS, MASKED):
+        watch_music(monkeypatch, sampler)
+    elif name == "multiscale":
+        # Before its first call it looks at the laws of the small picture, and makes a table of the codebook.
+        monkeypatch.setattr(mulo, "CheckedLaw", partial(CheckedLaw, deferred=True))
+        monkeypatch.setattr(
+            mulo, "neighbour_table", lambda codes, count, device: torch.zeros(8, count, device=device)
+        )
+        parts = {"codebook": torch.zeros(8, 4)}
+        watch_pictures(monkeypatch, sampler, MultiscaleDrafter(**SMALLER), LAW, **parts)
+    else:
+        watch_pictures(monkeypatch, sampler, EAGLE if entry.needs else None, LAW)

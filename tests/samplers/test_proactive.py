@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.exactness.test_statistics import LEAST_P, p_value
+from tests.samplers.settings import settings_of
 from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers import proactive
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core import base
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.proactive import HeadTree, ProactiveJacobiSampler
@@ -59,25 +60,25 @@ def captions(count: int) -> TextCondition:
 def test_tree_holds_every_path_once_behind_its_ancestors(window, siblings, depth):
     tree = HeadTree(window, siblings, depth)
     levels, numbers, visible = tree.layout(torch.device("cpu"))
-    size = tree.columns
+    size = tree.nodes
     assert size == window + sum(siblings**level - 1 for level in range(1, depth + 1))
     assert len(levels) == len(numbers) == len(visible) == size
     assert levels[:window].tolist() == list(range(window)) and not numbers[:window].any()
 
-    # Columns by path, walking as the sampler does: from a node at path p, sibling j is at path p K + j.
+    # Nodes by path, walking as the sampler does: from a node at path p, sibling j is at path p K + j.
     paths: dict[tuple[int, ...], int] = {(0,) * level: level for level in range(window)}  # the main branch
     for name in [name for level in range(1, depth + 1) for name in product(range(siblings), repeat=level)]:
         code = 0
         for number in name:
             code = code * siblings + number
-        column = int(tree.column(len(name), torch.tensor(code)))
-        assert paths.setdefault(name, column) == column
+        node = int(tree.node(len(name), torch.tensor(code)))
+        assert paths.setdefault(name, node) == node
     assert sorted(paths.values()) == list(range(size))
-    for name, column in paths.items():
-        assert levels[column] == len(name)
-        assert numbers[column] == (name[-1] if name else 0)
+    for name, node in paths.items():
+        assert levels[node] == len(name)
+        assert numbers[node] == (name[-1] if name else 0)
         ancestors = {paths[name[:length]] for length in range(len(name) + 1)}
-        assert set(visible[column].nonzero()[:, 0].tolist()) == ancestors
+        assert set(visible[node].nonzero()[:, 0].tolist()) == ancestors
 
 
 class Watching(TabularModel):
@@ -105,8 +106,8 @@ def test_siblings_differ_and_belong_to_slots(coupling, acceptance):
     for call, (tokens, slots) in enumerate(model.calls, start=1):
         levels, _, _ = tree.layout(tokens.device)
         assert torch.equal(slots, lengths[:, None] - 1 + levels)
-        first = [int(tree.column(1, torch.tensor(path))) for path in range(3)]
-        second = [int(tree.column(2, torch.tensor(path))) for path in range(9)]
+        first = [int(tree.node(1, torch.tensor(path))) for path in range(3)]
+        second = [int(tree.node(2, torch.tensor(path))) for path in range(9)]
         for row in range(4):
             assert len(tokens[row, first].unique()) == 3
             for parent in range(3):  # all nodes of a level have the same children
@@ -160,7 +161,7 @@ def test_identical_tokens_on_a_transformer_whose_cache_holds_the_kept_path():
     assert walked.any()  # some calls commit several tokens
 
     keep = model.keep
-    model.keep = lambda state, columns, slots: keep(state, torch.zeros_like(columns), slots)
+    model.keep = lambda state, nodes, slots: keep(state, torch.zeros_like(nodes), slots)
     try:
         wrong = sampler(model, captions(4), law=law, generator=seeded(1, 2, 3, 4), batch_size=4)
     finally:
@@ -226,7 +227,7 @@ def p_of(sampler, monkeypatch, seed: int = 0) -> float:
     def keys(generator, batch_size):
         return torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator)
 
-    monkeypatch.setattr(proactive, "draw_keys", keys)
+    monkeypatch.setattr(base, "draw_keys", keys)
     generator = torch.Generator().manual_seed(seed)
     powers = 4 ** torch.arange(4, -1, -1)
     total = torch.zeros(4**5, dtype=torch.long)
@@ -303,7 +304,7 @@ def test_ignores_logits_of_slots_past_the_grid():
 
 
 def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(proactive)
+    operations = operations_of(ProactiveJacobiSampler)
     for coupling, acceptance in COUPLINGS:
         decode(ProactiveJacobiSampler(16, 3, 2, coupling, acceptance))
     decode(ProactiveJacobiSampler(16, 3, 2, sibling_rule="k-seq"))
@@ -317,19 +318,19 @@ def test_configuration_is_that_of_a_diffusers_scheduler(tmp_path):
     k_seq: Any = ProactiveJacobiSampler.from_config(
         ProactiveJacobiSampler(sibling_rule="k-seq").config, window=8
     )
-    assert (k_seq.options.sibling_rule, k_seq.options.window) == ("k-seq", 8)
+    assert (k_seq.config.sibling_rule, k_seq.config.window) == ("k-seq", 8)
     sampler = ProactiveJacobiSampler(16, 3, 1, "gumbel", "identical", "up")
     sampler.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "sampler_config.json").read_text())
     assert saved["_class_name"] == "ProactiveJacobiSampler"
     loaded = ProactiveJacobiSampler.from_pretrained(tmp_path)
-    assert isinstance(loaded, ProactiveJacobiSampler) and loaded.options == sampler.options
+    assert isinstance(loaded, ProactiveJacobiSampler) and settings_of(loaded) == settings_of(sampler)
     # As a pipeline's sampler is swapped, in both directions.
     there = ProactiveJacobiSampler.from_config(
         SpeculativeJacobiSampler(window=7, coupling="independent", acceptance="exact").config, siblings=2
     )
     assert isinstance(there, ProactiveJacobiSampler)
-    assert (there.options.window, there.options.siblings, there.options.coupling) == (7, 2, "independent")
+    assert (there.config.window, there.config.siblings, there.config.coupling) == (7, 2, "independent")
     SpeculativeJacobiSampler.from_config(there.config)
 
 
@@ -347,8 +348,8 @@ def test_refuses_a_tree_deeper_than_the_window(window, depth):
 
 
 @pytest.mark.parametrize("siblings, depth", [(2, 10), (10, 3), (40, 20), (1025, 1)])
-def test_refuses_a_tree_of_too_many_columns(siblings, depth):
-    with pytest.raises(ValueError, match="more than 1024 columns a call; pass fewer siblings"):
+def test_refuses_a_tree_of_too_many_nodes(siblings, depth):
+    with pytest.raises(ValueError, match="more than 1024 nodes a call; pass fewer siblings"):
         ProactiveJacobiSampler(32, siblings, depth)
 
 

@@ -13,14 +13,14 @@ FOLDER = Path(__file__).parents[2] / "visual_spec" / "samplers"
 
 
 def test_every_sampler_of_the_package_is_listed():
-    """From the source: the classes that are called `...Sampler`, but for those that others are made from."""
-    names, bases = set(), set()
-    for path in FOLDER.glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Sampler"):
-                names.add(node.name)
-                bases |= {base.id for base in node.bases if isinstance(base, ast.Name)}
-    assert {entry.class_name for entry in SAMPLERS} == names - bases
+    """From the source: the classes that are called `...Sampler`. Those that all are made from lie in `core`."""
+    names = [
+        node.name
+        for path in FOLDER.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Sampler")
+    ]
+    assert sorted(entry.class_name for entry in SAMPLERS) == sorted(names)
 
 
 def test_the_matrix_says_what_is_missing():

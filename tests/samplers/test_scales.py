@@ -268,6 +268,24 @@ def test_measuring_runs_the_first_model_to_the_end():
     assert decode(large, rows, measure=True).trace.divergence is None  # nothing to compare
 
 
+@pytest.mark.parametrize("given", [TokenLaw(), TokenLaw(guidance_scale=4.0)])
+@pytest.mark.parametrize("first", [TokenLaw(), TokenLaw(guidance_scale=2.5)])
+def test_the_reference_law_is_guided_as_the_first_model_is(first, given):
+    """Not as the call's law is. The same network with the same law then measures nothing, with another it does."""
+    large, rows = tiny_var(), torch.arange(3)
+    stages = code_stages(large, copy.deepcopy(large), 2, law=first, small_law=first)
+    same = decode(stages, rows, given, measure=True).trace.divergence
+    assert same is not None and same < 1e-12
+    stages = code_stages(large, copy.deepcopy(large), 2, law=first, small_law=TokenLaw(guidance_scale=6.0))
+    other = decode(stages, rows, given, measure=True).trace.divergence
+    assert other is not None and other > 0.01
+    stages = [Stage(large, range(2)), Stage(copy.deepcopy(large), range(2, 4))]
+    own = decode(
+        stages, rows, given, measure=True
+    ).trace.divergence  # the call's law where the first has none
+    assert own is not None and own < 1e-12
+
+
 def test_a_model_that_follows_itself_keeps_its_cache():
     model, rows = tiny_var(), torch.arange(3)
     laws = [TokenLaw(), TokenLaw(guidance_scale=2.0), TokenLaw(guidance_scale=2.0), TokenLaw(top_k=3)]

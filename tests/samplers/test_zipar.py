@@ -21,7 +21,7 @@ from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.core.row_order import RowOrder
-from visual_spec.samplers.parallel_jacobi import ROW_DRAFTS, ParallelJacobiOptions, ParallelJacobiSampler
+from visual_spec.samplers.parallel_jacobi import ROW_DRAFTS, ParallelJacobiSampler
 from visual_spec.samplers.zipar import ZipARSampler
 
 COMBINATIONS = [
@@ -194,18 +194,18 @@ def adaptive(loop: Loop, row: int, slots: list[int], laws: dict[int, Tensor]) ->
 class JacobiLoop(Loop):
     """Drafts behind every row's newest token, drawn again after every call."""
 
-    def __init__(self, options: ParallelJacobiOptions, *arguments):
+    def __init__(self, settings: Any, *arguments):
         super().__init__(*arguments)
-        self.options = options
+        self.settings = settings
         self.candidates: dict[int, int] = {}
         self.after({})
 
     def rule(self, _, row: int, slots: list[int], laws: dict[int, Tensor]) -> int:
-        gumbel, maximal = (self.options.coupling == name for name in ("gumbel", "maximal"))
+        gumbel, maximal = (self.settings.coupling == name for name in ("gumbel", "maximal"))
         count, stopped = 0, False
         for slot in slots:
             draft, label = self.drafts[slot] if slot != slots[-1] else (None, None)
-            if self.options.acceptance == "identical":
+            if self.settings.acceptance == "identical":
                 token = self.draw(laws[slot], slot, TOKEN)
                 kept = token == draft
             else:
@@ -237,7 +237,7 @@ class JacobiLoop(Loop):
                     self.drafts[slot] = (self.candidates[slot], laws[slot])
                     continue
                 size = self.model.vocab_size
-                if self.options.initial_draft == "uniform":
+                if self.settings.initial_draft == "uniform":
                     token = int(self.uniform(slot, DRAFT) * size)
                     label = torch.full((size,), 1 / size, dtype=torch.float64).log()
                 else:
@@ -248,7 +248,7 @@ class JacobiLoop(Loop):
 
     def copied(self, row: int, c: int) -> int:
         above = self.sim.lengths[row - 1] if row else 0
-        if self.options.initial_draft == "up" and row:
+        if self.settings.initial_draft == "up" and row:
             return self.tokens.get((row - 1) * self.width + c, 0)
         if self.sim.lengths[row]:
             return self.tokens[row * self.width + self.sim.lengths[row] - 1]
@@ -300,24 +300,22 @@ def test_zipar_is_what_the_loop_says(model, condition, law, rule, window):
 @pytest.mark.parametrize(("coupling", "acceptance"), COMBINATIONS)
 @pytest.mark.parametrize(("rows", "drafts", "lead"), [(3, 2, 1), (2, 4, 2), (4, 1, 4)])
 def test_parallel_jacobi_is_what_the_loop_says(rows, drafts, lead, coupling, acceptance, initial_draft):
-    check_parallel_jacobi(
-        TABULAR, LABELS, PLAIN, ParallelJacobiOptions(rows, drafts, lead, coupling, acceptance, initial_draft)
-    )
+    check_parallel_jacobi(TABULAR, LABELS, PLAIN, (rows, drafts, lead, coupling, acceptance, initial_draft))
 
 
 @pytest.mark.parametrize(("coupling", "acceptance"), COMBINATIONS)
 def test_parallel_jacobi_on_the_transformer_is_what_the_loop_says(coupling, acceptance):
-    options = ParallelJacobiOptions(3, 2, 1, coupling, acceptance, "up")
-    check_parallel_jacobi(LLAMAGEN, CAPTIONS, GUIDED, options)
+    check_parallel_jacobi(LLAMAGEN, CAPTIONS, GUIDED, (3, 2, 1, coupling, acceptance, "up"))
 
 
-def check_parallel_jacobi(model, condition, law: TokenLaw, options: ParallelJacobiOptions) -> None:
-    order = RowOrder.over(model.grid, options.lead, windows=options.rows, drafts=options.drafts)
+def check_parallel_jacobi(model, condition, law: TokenLaw, settings: tuple[Any, ...]) -> None:
+    sampler = ParallelJacobiSampler(*settings, measure=True)
+    rows, drafts, lead, *_ = settings
+    order = RowOrder.over(model.grid, lead, windows=rows, drafts=drafts)
     loops = []
     for b in range(3):
-        loop = JacobiLoop(options, order, model, condition, law, b, KEYS[b, None])
+        loop = JacobiLoop(sampler.config, order, model, condition, law, b, KEYS[b, None])
         loops.append(loop.run(JacobiLoop.rule.__get__(loop)))
-    sampler = ParallelJacobiSampler(**vars(options), measure=True)
     result = decode(sampler, model, condition, law)
     check(result, loops)
     assert result.trace.divergence == pytest.approx(raster_distance(model, condition, law, loops), abs=1e-12)
@@ -364,15 +362,15 @@ def test_a_sample_does_not_depend_on_its_batch(model, condition, sampler):
 class Poisoned(LlamaGenTransformer):
     """Before every call fills the slots that no column sees with garbage."""
 
-    def forward(self, state, tokens, slots, visible=None, seen=None):
+    def forward(self, state, tokens, slots, visible=None, seen=None, predicted=None):
         assert seen is not None
         unseen = ~seen.any(1)  # [B, L]
         prefix = state.prefix_mask.shape[1]
-        for row in range(len(state.keys[0])):
+        for row in range(len(state.prefix_mask)):
             at = prefix + unseen[row % len(unseen)].nonzero()[:, 0]
-            for cache in (state.keys, state.values):
+            for cache in state.cache.buffers():
                 cache[:, row, :, at] = 30 * torch.randn_like(cache[:, row, :, at])
-        return super().forward(state, tokens, slots, visible, seen)
+        return super().forward(state, tokens, slots, visible, seen, predicted)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

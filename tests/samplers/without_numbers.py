@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from visual_spec.kernels import philox
 from visual_spec.models.core import memory
 from visual_spec.samplers.core.trace import Stopwatch
+from visual_spec.samplers.proactive import HeadTree
 
 
 class NoHost(TorchDispatchMode):
@@ -50,6 +52,9 @@ def without_numbers(value: Any) -> Any:
 
 def stand_in(monkeypatch: Any) -> None:
     """Do without kernels and clocks that need a GPU."""
+    monkeypatch.setattr(
+        HeadTree, "layout", cache(HeadTree.layout.__wrapped__)
+    )  # what has no numbers must not stay
     monkeypatch.setattr(philox, "philox_uniform_triton", lambda out, *_: out)
     monkeypatch.setattr(Stopwatch, "lap", lambda *_: None)
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)

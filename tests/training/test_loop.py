@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -62,7 +63,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys):
     def run(out: Path, until: int) -> tuple[nn.Sequential, Checkpoint]:
         model = network()
         descend = descent(model)
-        checkpoint = Checkpoint(out / "resume.pt", 3, model=model, descend=descend)
+        checkpoint = Checkpoint(out / "resume.pt", 3, {"steps": TOTAL}, model=model, descend=descend)
         for step in range(checkpoint.resume(), until):
             loss = loss_of(model, step)
             descend(loss, step)
@@ -82,3 +83,56 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, capsys):
     resumed.remove()
     assert not (tmp_path / "parts" / "resume.pt").exists()
     resumed.remove()
+
+
+def test_a_run_with_other_settings_is_refused_by_name(tmp_path: Path):
+    """Going on would train with the new ones and record them as if they had held from the start."""
+    teacher, settings = network(), {"steps": TOTAL, "seed": 0, "scales": (1, 2)}
+
+    def resume(settings: dict, *reads: nn.Module, **parts: nn.Module) -> int:
+        parts = parts or {"model": network()}
+        return Checkpoint(tmp_path / "resume.pt", 1, settings, reads=reads, **parts).resume()
+
+    left = Checkpoint(tmp_path / "resume.pt", 1, settings, reads=[teacher], model=network())
+    left.after(0, TOTAL, torch.ones(()))
+    assert resume(settings, teacher) == 1
+    for name, value, message in [
+        (
+            "steps",
+            100,
+            rf"resume.pt is of a run with steps={TOTAL} \(now 100\); pass the same to go on, or remove",
+        ),
+        ("scales", (1, 3), r"scales=\(1, 2\) \(now \(1, 3\)\)"),
+        ("bfloat16", True, r"bfloat16='nothing' \(now True\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            resume({**settings, name: value}, teacher)
+    with pytest.raises(ValueError, match=r"seed=0 \(now 3\), .*scales"):
+        resume({**settings, "seed": 3, "scales": ()}, teacher)
+    with torch.no_grad():
+        teacher[0].weight[0, 0] += 1e-3
+    with pytest.raises(ValueError, match=r"with weights of the models that are read='[0-9a-f]{12}' \(now "):
+        resume(settings, teacher)
+
+
+def test_what_is_no_run_of_this_trainer_is_refused(tmp_path: Path):
+    path, settings = tmp_path / "resume.pt", {"steps": 3}
+
+    def resume(model: nn.Module) -> int:
+        return Checkpoint(path, 1, settings, model=model).resume()
+
+    Checkpoint(path, 1, settings, model=nn.Linear(3, 2)).after(0, 3, torch.ones(()))
+    whole = path.read_bytes()
+    with pytest.raises(
+        ValueError, match="resume.pt is of a run with a model of another size .*size mismatch"
+    ):
+        resume(nn.Linear(3, 5))
+    path.write_bytes(whole[:-200])
+    with pytest.raises(ValueError, match="resume.pt is truncated or damaged"):
+        resume(nn.Linear(3, 2))
+    for content in ({"model": {}}, [1]):
+        torch.save(content, path)
+        with pytest.raises(
+            ValueError, match="resume.pt is no interrupted run of this trainer; remove the file"
+        ):
+            resume(nn.Linear(3, 2))

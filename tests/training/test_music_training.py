@@ -21,9 +21,9 @@ from visual_spec.data.tunes import (
     NUM_FRAMES,
     SAMPLE_RATE,
     caption,
-    sample_dataset,
     sample_tunes,
 )
+from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
@@ -34,9 +34,9 @@ from visual_spec.training import music as music_module
 from visual_spec.training.codec import (
     CodecTraining,
     ResidualCodes,
+    _first_codes,
     codec_config,
     forward,
-    k_means,
     mel_filters,
     mel_spectra,
     train_codec,
@@ -242,15 +242,10 @@ def test_codebooks_start_from_what_is_left_and_follow_it():
     assert (codes.books[0].embed[3] - wanted[0]).square().sum(-1).min() == 0
 
 
-def test_k_means_finds_separate_groups():
-    generator = torch.Generator().manual_seed(0)
-    centres = 10 * torch.randn(6, 4, generator=generator)
-    vectors = (centres[:, None] + 0.01 * torch.randn(6, 50, 4, generator=generator)).flatten(0, 1)
-    found = [k_means(vectors, 6, np.random.default_rng(seed), rounds=30) for seed in range(5)]
-    best = min(torch.cdist(centres, one).min(1).values.max().item() for one in found)
-    assert best < 0.01
+def test_too_few_vectors_cannot_start_a_codebook():
+    vectors = torch.randn(300, 4)
     with pytest.raises(ValueError, match="300 latent vectors cannot start 301 codes"):
-        k_means(vectors, 301, np.random.default_rng(0))
+        _first_codes(vectors, 301, np.random.default_rng(0))
 
 
 def test_mel_spectra_show_the_amplitude_of_a_sine():

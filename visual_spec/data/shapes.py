@@ -1,10 +1,10 @@
 """`shapes`: procedural captioned scenes of 128 x 128 pixels with exact ground truth.
 
-A scene is one to three flat shapes on a textured background. Its caption states everything a reader of the
+A scene is one to three flat shapes on a textured background. Its caption states everything that a reader of the
 picture could check: shapes, colours, sizes, the relation or the count, background colour and texture. All geometry
-lies on a grid of 8 pixels, one token of the embedded tokenizer, so that a small model can learn it.
-The idea of scoring generated pictures by reading objects back is GenEval's (Ghosh et al. 2023); here the reader is
-`visual_spec.data.shapes_parser` and needs no network.
+lies on a grid of 8 pixels, one token of the embedded tokenizer, so that a small model can learn it. As in GenEval
+(Ghosh et al. 2023), generated pictures are scored by reading their objects back; here
+`visual_spec.data.shapes_parser` reads them, without a network.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Scene:
 
 
 def caption(scene: Scene) -> str:
-    """The English caption of a scene, the only form the embedded text encoder is trained on."""
+    """Return the English caption of a scene, the only form on which the embedded text encoder is trained."""
     first = scene.objects[0]
     if scene.is_group:
         number = {value: word for word, value in COUNTS.items()}[len(scene.objects)]
@@ -91,7 +91,7 @@ def _phrase(item: ShapeObject) -> str:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a caption belongs to the tenth of all captions that no trainer ever sees."""
+    """Return whether a caption is in the held-out tenth of all captions, which no trainer uses."""
     return hashlib.sha256(text.encode()).digest()[0] < 26
 
 
@@ -126,7 +126,7 @@ def sample_scene(rng: np.random.Generator) -> Scene:
             items.append(ShapeObject(shapes[0], colours[0], "small", x, y))
         return Scene(tuple(items), background, texture)
     if kind == "inside":
-        # The outer shape is a wide one, so that the inner one is surrounded by its colour on all sides.
+        # The outer shape is a wide one, so that its colour surrounds the inner one on all sides.
         outer = str(rng.choice(["circle", "square"]))
         x, y = centre + jitter(2), centre + jitter(2)
         items = (
@@ -172,7 +172,7 @@ def sample_dataset(
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[str]:
-    """Captions of scenes that no trainer sees."""
+    """Return captions of held-out scenes."""
     rng = np.random.default_rng(seed)
     prompts: list[str] = []
     while len(prompts) < count:
@@ -183,9 +183,9 @@ def held_out_prompts(count: int, seed: int = 0) -> list[str]:
 
 
 def signed_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> np.ndarray:
-    """Signed distance in pixels to the outline of a shape at the origin, negative inside.
+    """Return the signed distance in pixels to the outline of a shape at the origin, negative inside.
 
-    Exact for the circle and for points near straight edges, which is where it is looked at.
+    Exact for the circle and for points near straight edges, which are the only ones used.
     """
     ax, ay = np.abs(dx), np.abs(dy)
     if shape == "circle":
@@ -220,13 +220,13 @@ def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
     """Paint a scene: `[size, size, 3]` uint8, anti-aliased, each shape with a darker outline of 2 pixels.
 
     Raises:
-        ValueError: if an object's shape is not one of `SHAPES`.
+        ValueError: an object's shape is not one of `SHAPES`.
     """
     scale = size / IMAGE_SIZE
     y, x = np.mgrid[0:size, 0:size].astype(np.float32)
     x, y = (x + 0.5) / scale, (y + 0.5) / scale  # pixel centres in the units of the 128-pixel canvas
     canvas = _paint_background(scene.background, scene.texture, x, y)
-    for item in reversed(scene.objects):  # the first object lies in front
+    for item in reversed(scene.objects):  # the first object is in front
         distance = signed_distance(item.shape, x - item.x, y - item.y, SIZES[item.size]) * scale
         colour = np.array(OBJECT_COLOURS[item.colour], np.float32)
         # A light from above left keeps flat colours from looking like clip art.

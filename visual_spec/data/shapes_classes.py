@@ -1,7 +1,7 @@
-"""The classes of `shapes`: pictures of one large object, told apart by its colour and shape.
+"""The classes of `shapes`: pictures of one large object, distinguished by its colour and shape.
 
-That is what a parser reads back most surely, and there are few enough classes that a small model sees each often. The
-place, the background and its texture are left to the model, so that there is something to draw in every class.
+A parser reads these attributes most reliably, and there are few enough classes that a small model sees each often. The
+place, the background and its texture are free, so every class has variety.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ CLASS_NAMES: tuple[str, ...] = tuple(f"{colour} {shape}" for colour, shape in CL
 
 
 def class_of(scene: Scene) -> int:
-    """The class of a scene of one object: its place in `CLASSES`.
+    """Return the class of a scene of one object: its index in `CLASSES`.
 
     Raises:
-        ValueError: a scene of several objects.
+        ValueError: the scene has several objects.
     """
     if len(scene.objects) != 1:
         raise ValueError(f"a scene of {len(scene.objects)} objects has no class; pass scenes of one object.")
@@ -41,7 +41,7 @@ def class_of(scene: Scene) -> int:
 
 
 def sample_one_object_scenes(count: int, seed: int, *, held_out: bool = False) -> list[Scene]:
-    """Scenes of one large object; their captions are all inside or all outside the held-out tenth."""
+    """Return scenes of one large object; their captions are all inside or all outside the held-out tenth."""
     rng = np.random.default_rng(seed)
     scenes: list[Scene] = []
     while len(scenes) < count:
@@ -52,9 +52,9 @@ def sample_one_object_scenes(count: int, seed: int, *, held_out: bool = False) -
 
 
 def object_slots(scenes: Sequence[Scene], scales: Sequence[int]) -> np.ndarray:
-    """Which slots of token maps of these sides show part of an object, bool `[N, L]`, the maps one behind the other.
+    """Return which slots of token maps with these sides show part of an object, bool `[N, L]`, map after map.
 
-    Taken are the slots that the square around an object touches.
+    These are the slots that the square around an object touches.
     """
     places = np.array([[(item.x, item.y) for item in scene.objects] for scene in scenes])  # [N, objects, 2]
     radii = np.array([[SIZES[item.size] for item in scene.objects] for scene in scenes])[..., None]
@@ -74,9 +74,9 @@ def _has_a_class(scene: Scene) -> bool:
 
 
 def sample_scenes_by_class(count: int, seed: int) -> list[Scene]:
-    """Scenes of one large object, the i-th of class i modulo the number of classes, none of them held out.
+    """Return scenes of one large object, the i-th of class i modulo the number of classes, none of them held out.
 
-    In every class they follow the law that class models are trained on, so that sets of their pictures compare.
+    Within a class they follow the training law of class models, so that sets of their pictures can be compared.
     """
     rng = np.random.default_rng(seed)
     scenes: list[Scene] = []
@@ -84,7 +84,7 @@ def sample_scenes_by_class(count: int, seed: int) -> list[Scene]:
         scene = sample_scene(rng)
         if not _has_a_class(scene):
             continue
-        # Colour and shape do not depend on the rest of a scene of one object, so they may be set afterwards.
+        # Colour and shape are independent of the rest of a scene of one object, so they may be set afterwards.
         colour, shape = CLASSES[len(scenes) % len(CLASSES)]
         scene = replace(scene, objects=(replace(scene.objects[0], colour=colour, shape=shape),))
         if not is_held_out(caption(scene)):
@@ -93,13 +93,13 @@ def sample_scenes_by_class(count: int, seed: int) -> list[Scene]:
 
 
 def score_class(name: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
-    """What a picture shows of its class, as the parser reads it.
+    """Return what a picture shows of its class, as the parser reads it.
 
-    Keys: one_object: exactly one object; colour, shape: the same, and it is right. All hold where the class is right.
+    Keys: one_object: exactly one object; colour, shape: also the right colour or shape. All hold for the right class.
 
     Raises:
-        ValueError: a name that is none of `CLASS_NAMES`.
-        TypeError, ValueError: as `parse_picture`.
+        ValueError: the name is not in `CLASS_NAMES`.
+        TypeError, ValueError: as in `parse_picture`.
     """
     if name not in CLASS_NAMES:
         raise ValueError(f"unknown class {name!r}; pass a colour and a shape, such as {CLASS_NAMES[0]!r}.")
@@ -114,10 +114,10 @@ def score_class(name: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
 
 
 def class_accuracy(pictures: np.ndarray, labels: Sequence[int]) -> dict[str, float]:
-    """How often pictures, uint8 `[N, H, W, 3]`, show their classes.
+    """Return how often pictures, uint8 `[N, H, W, 3]`, show their classes.
 
     Returns:
-        Shares of pictures: one_object, colour and shape, see `score_class`; class, where all of them hold.
+        Shares of pictures: one_object, colour and shape, see `score_class`; class: all of them hold.
     """
     hits = [score_class(CLASS_NAMES[label], picture) for picture, label in zip(pictures, labels, strict=True)]
     shares = {name: [found[name] for found in hits] for name in ("one_object", "colour", "shape")}

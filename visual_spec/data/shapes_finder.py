@@ -4,7 +4,7 @@
 2. The background is the most frequent background colour, with the texture whose painted template fits best.
 3. Each connected component of an object colour is a candidate object.
 4. A candidate is matched with the mask of every shape and size at every nearby centre. Objects in front are settled
-   first; what they hide counts neither for nor against the objects behind.
+   first; the pixels that they hide count neither for nor against the objects behind.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _BLACK = _FIRST + _COLOURS.index("black")
 _LOWEST = np.where(np.arange(len(_PALETTE)) < _FIRST, 0.72, 0.50).astype(np.float32)
 _HIGHEST = np.where(np.arange(len(_PALETTE)) < _FIRST, 1.10, 1.15).astype(np.float32)
 _LOWEST[_BLACK], _HIGHEST[_BLACK] = 0.0, 1.5
-# The outline of a dark colour melts into it under a blur, so these are masked with their outline; the outlines
-# of bright colours are distinct, but resemble a grey background (white) or another colour.
+# A dark colour merges with its outline under a blur, so these are masked with their outline. The outlines of
+# bright colours are distinct, but resemble a grey background (white) or another colour.
 _WHOLE = tuple(_FIRST + _COLOURS.index(name) for name in ("green", "blue", "purple", "black"))
 _FARTHEST = 45.0  # distance in RGB beyond which a pixel has no palette colour
 _FILL_SHADE = 0.775  # halfway between outline (0.55) and fill (1.0)
 _FILL_INSET = 2.0  # the fill ends where the outline of 2 pixels begins
 _MINIMUM_AREA = 50  # pixels; the smallest fill, of a small star, has 124
-_MINIMUM_FIT = 0.60  # intersection over union below which a component is of no known shape
+_MINIMUM_FIT = 0.60  # intersection over union below which a component has no known shape
 _MINIMUM_BACKGROUND = 0.30  # share of the picture
 _HALF_WINDOW = 32  # pixels around a centre; the largest shape reaches 28.1
 _REACH = 12  # pixels between the middle of a component and the centres tried
 _MAXIMUM_OBJECTS = 6
 _BLUR = 1.3  # pixels; masks with corners rounded this much are tried besides the sharp ones
-_SLIVER = 50  # pixels of overlap below which a centre off by one decides who seems to lie in front
+_SLIVER = 50  # pixels of overlap below which an error of one pixel can decide which object seems in front
 _KINDS = tuple((shape, size) for shape in SHAPES for size in SIZES)
 
 
@@ -58,7 +58,7 @@ _KINDS = tuple((shape, size) for shape in SHAPES for size in SIZES)
 class FoundObject:
     """One object of a picture. `x`, `y`: centre in pixels of the 128-pixel canvas (right, down).
 
-    `shape` and `size` are None for a patch of colour that is none of `SHAPES`. `fit`: intersection over union of
+    `shape` and `size` are None for a patch of colour that is not one of `SHAPES`. `fit`: intersection over union of
     the visible part with the ideal mask, 0 to 1.
     """
 
@@ -72,11 +72,11 @@ class FoundObject:
 
 @dataclass(frozen=True)
 class PictureFacts:
-    """All a picture shows. `background` and `texture` are None where no known one covers enough of it.
+    """Everything that a picture shows. `background` and `texture` are None if no known one covers enough of it.
 
-    `relations[i, j]` tells how object i lies to object j: one of `RELATIONS`, "around" (object j is inside it) or
-    "under" (object j overlaps it and lies in front). Where the overlap is a sliver, both lie "overlapping". A pair
-    with nothing to tell has no entry.
+    `relations[i, j]` is the relation of object i to object j: one of `RELATIONS`, "around" (object j is inside it) or
+    "under" (object j overlaps it and is in front). If the overlap is a sliver, both are "overlapping". A pair without
+    a relation has no entry.
     """
 
     objects: tuple[FoundObject, ...]
@@ -89,8 +89,8 @@ def parse_picture(image: Image.Image | np.ndarray) -> PictureFacts:
     """Read a square picture, PIL or uint8 `[H, W, 3]`; other sizes than 128 are resampled to 128 pixels first.
 
     Raises:
-        TypeError: if the image is neither a PIL image nor a uint8 array.
-        ValueError: if it is not square or not of three channels.
+        TypeError: the image is neither a PIL image nor a uint8 array.
+        ValueError: it is not square, or does not have three channels.
     """
     pixels = _as_pixels(image)  # [128, 128, 3]
     colour_of, shade = _classify(pixels)  # [128, 128] each
@@ -122,7 +122,7 @@ def _as_pixels(image: Image.Image | np.ndarray) -> np.ndarray:
 
 
 def _classify(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Nearest palette colour (index, or -1 if all are far) and its shade, both `[H, W]`."""
+    """Return the nearest palette colour (index, or -1 if all are far) and its shade, both `[H, W]`."""
     flat = pixels.reshape(-1, 3)
     dots = _PALETTE @ flat.T  # [14, N]
     squares = np.square(_PALETTE).sum(1)[:, None]
@@ -137,7 +137,7 @@ def _classify(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _texture_shades() -> np.ndarray:
-    """Shade of every texture relative to its colour: `[5, 128, 128]`."""
+    """Return the shade of every texture relative to its colour: `[5, 128, 128]`."""
     name, colour = max(BACKGROUND_COLOURS.items(), key=lambda entry: sum(entry[1]))
     pictures = np.stack([render(Scene((), name, texture)) for texture in TEXTURES])
     return (pictures / np.array(colour, np.float32)).mean(-1)
@@ -150,7 +150,7 @@ def _read_background(colour_of: np.ndarray, shade: np.ndarray) -> tuple[str | No
         return None, None
     inside = colour_of == colour
     errors = shade[inside] - _texture_shades()[:, inside]  # [5, N]
-    # A slip of the overall brightness is not a texture; a few stray pixels are not one either.
+    # A small error of the overall brightness is not a texture; nor are a few stray pixels.
     errors -= np.clip(np.median(errors, axis=1, keepdims=True), -0.06, 0.06)
     cost = np.minimum(np.abs(errors), 0.12).mean(1)
     texture = int(cost.argmin())
@@ -158,10 +158,10 @@ def _read_background(colour_of: np.ndarray, shade: np.ndarray) -> tuple[str | No
 
 
 def _components(labels: np.ndarray) -> np.ndarray:
-    """Connected components (4 neighbours) of equal labels >= 0: `[H, W]` ids, -1 where the label is negative.
+    """Label connected components (4 neighbours) of equal labels >= 0: `[H, W]` ids, -1 where the label is negative.
 
-    Works on runs of a row; ids of runs that touch are joined by repeatedly hooking each root to the least
-    neighbour and halving the paths, so the number of NumPy calls is logarithmic even for noise.
+    Works on runs of a row. Ids of touching runs are joined by repeatedly hooking each root to the least neighbour and
+    halving the paths, so the number of NumPy calls is logarithmic even for noise.
     """
     height, width = labels.shape
     starts = np.ones((height, width), bool)
@@ -198,10 +198,10 @@ def _shrink(mask: np.ndarray, steps: int) -> np.ndarray:
 
 
 def _candidates(colour_of: np.ndarray, shade: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Palette index and mask `[H, W]` of each sufficiently large patch of fill, largest first."""
+    """Return palette index and mask `[H, W]` of each sufficiently large patch of fill, largest first."""
     is_fill = (colour_of >= _FIRST) & ((shade > _FILL_SHADE) | np.isin(colour_of, _WHOLE))
     fill = np.where(is_fill, colour_of, -1)
-    # Eroded first, so that a bridge of one or two pixels between neighbours does not join them; then grown back.
+    # Eroded first, so that a bridge of one or two pixels does not join neighbours; then grown back.
     ids = _components(np.where(np.logical_and.reduce([fill == side for side in _neighbours(fill)]), fill, -1))
     areas = np.bincount(ids[ids >= 0], minlength=1)
     patches = []
@@ -218,7 +218,7 @@ def _candidates(colour_of: np.ndarray, shade: np.ndarray) -> list[tuple[int, np.
 
 
 def _distance_to(found: FoundObject) -> np.ndarray:
-    """Signed distance `[128, 128]` to the outline of a found object of known shape."""
+    """Return the signed distance `[128, 128]` to the outline of a found object of known shape."""
     assert found.shape is not None and found.size is not None
     y, x = np.mgrid[0:IMAGE_SIZE, 0:IMAGE_SIZE] + 0.5
     return signed_distance(found.shape, x - found.x, y - found.y, SIZES[found.size])
@@ -226,7 +226,7 @@ def _distance_to(found: FoundObject) -> np.ndarray:
 
 @cache
 def _templates(inset: float, step: int, blur: float = 0.0) -> np.ndarray:
-    """Masks of all shapes and sizes about the middle of a window, one value per `step` pixels: `[12, K * K]`.
+    """Return masks of all shapes and sizes about the middle of a window, one value per `step` pixels: `[12, K * K]`.
 
     `blur`: standard deviation in pixels of a blur that rounds the corners of the masks.
     """
@@ -242,8 +242,8 @@ def _templates(inset: float, step: int, blur: float = 0.0) -> np.ndarray:
 
 
 def _windows(plane: np.ndarray, x: int, y: int, reach: int, fill: float, step: int) -> np.ndarray:
-    """Windows of a plane about each centre of a square of centres: `[(2 reach / step + 1)^2, K * K]`, rows by y, x."""
-    margin = _HALF_WINDOW + _REACH + reach  # a centre lies at most _REACH off the picture
+    """Return windows of a plane about a square of centres: `[(2 reach / step + 1)^2, K * K]`, ordered by y, x."""
+    margin = _HALF_WINDOW + _REACH + reach  # a centre is at most _REACH outside the picture
     padded = np.pad(plane.astype(np.float32), margin, constant_values=fill)
     side = 2 * (_HALF_WINDOW + reach)
     top, left = y - _HALF_WINDOW - reach + margin, x - _HALF_WINDOW - reach + margin
@@ -255,13 +255,13 @@ def _windows(plane: np.ndarray, x: int, y: int, reach: int, fill: float, step: i
 
 
 def _overlaps(mask: np.ndarray, visible: np.ndarray, templates: np.ndarray) -> np.ndarray:
-    """Intersection over union of masks and templates, counted where visible: `[centres, templates]`."""
+    """Return intersection over union of masks and templates, counted where visible: `[centres, templates]`."""
     common = mask @ templates.T
     return common / np.maximum(visible @ templates.T + mask.sum(1, keepdims=True) - common, 1e-6)
 
 
 def _fit(colour: int, mask: np.ndarray, hidden: np.ndarray) -> FoundObject:
-    """Best shape, size and centre for a patch of fill, of which the pixels in `hidden` cannot be seen."""
+    """Return the best shape, size and centre for a patch of fill whose pixels in `hidden` cannot be seen."""
     visible = ~hidden | mask
     ys, xs = np.nonzero(mask)
     x, y = int(xs.min() + xs.max() + 1) // 2, int(ys.min() + ys.max() + 1) // 2
@@ -299,8 +299,8 @@ def _find_objects(colour_of: np.ndarray, shade: np.ndarray) -> list[FoundObject]
     found: list[FoundObject] = []
     waiting = list(range(len(patches)))
     while waiting:
-        # What another patch encloses lies before it, unless it is a stain; otherwise what is complete lies before
-        # what is covered.
+        # A patch enclosed by another is in front of it, unless it is a stain; otherwise complete patches are in front
+        # of covered ones.
         enclosed = [
             fits[i].shape is not None
             and any(_encloses(patches[j][1], patches[i][1]) for j in waiting if j != i)
@@ -318,14 +318,14 @@ def _find_objects(colour_of: np.ndarray, shade: np.ndarray) -> list[FoundObject]
         for i in list(waiting):
             colour, mask = patches[i]
             if (mask & (reach < 2)).sum() > 0.7 * mask.sum():
-                waiting.remove(i)  # a splinter or a stain of the object just settled
+                waiting.remove(i)  # a fragment or a stain of the object just settled
             elif (_grow(mask, 4) & (reach < 1.0)).any():
                 fits[i] = _fit(colour, mask, hidden)
     return found
 
 
 def _encloses(outer: np.ndarray, inner: np.ndarray) -> bool:
-    """Whether the bounding box of one mask contains that of the other with a pixel to spare."""
+    """Return whether the bounding box of one mask contains that of the other with a pixel to spare."""
     (oy, ox), (iy, ix) = np.nonzero(outer), np.nonzero(inner)
     return bool(oy.min() < iy.min() and iy.max() < oy.max() and ox.min() < ix.min() and ix.max() < ox.max())
 

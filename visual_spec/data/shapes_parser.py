@@ -1,7 +1,7 @@
-"""Reads captions of `shapes` back into facts, and scores a picture against its prompt.
+"""Parses captions of `shapes` into facts, and scores a picture against its prompt.
 
-Generated pictures are scored as GenEval does (Ghosh et al. 2023, section 3): find the objects, then check each
-attribute the prompt asks for. The finder is `visual_spec.data.shapes_finder`.
+Generated pictures are scored as in GenEval (Ghosh et al. 2023, section 3): find the objects, then check each attribute
+in the prompt. `visual_spec.data.shapes_finder` finds the objects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WantedObject:
-    """One object a caption asks for."""
+    """One object in a caption."""
 
     shape: str
     colour: str
@@ -51,7 +51,7 @@ class WantedObject:
 
 @dataclass(frozen=True)
 class WantedFacts:
-    """All a caption says. `relation` binds the first to the second object; copies of a group are listed singly."""
+    """Everything in a caption. `relation` binds the first to the second object; copies of a group are listed singly."""
 
     objects: tuple[WantedObject, ...]
     background: str
@@ -60,10 +60,10 @@ class WantedFacts:
 
 
 def parse_caption(text: str) -> WantedFacts:
-    """Inverse of `visual_spec.data.shapes.caption`; upper case and extra white space are forgiven.
+    """Parse a caption of `visual_spec.data.shapes.caption`; upper case and extra white space are accepted.
 
     Raises:
-        ValueError: if the text is not a caption that `caption` could have written.
+        ValueError: `caption` cannot have written the text.
     """
     found = re.fullmatch(_caption_pattern(), " ".join(text.lower().split()))
     if found is None:
@@ -103,23 +103,23 @@ def _caption_pattern() -> str:
 
 
 def score(prompt: str, image: Image.Image | np.ndarray) -> dict[str, bool]:
-    """Which attributes of a prompt a picture has.
+    """Return which attributes of a prompt a picture has.
 
-    Keys: shape, colour, size, count, background, texture, and relation where the prompt names one. Found objects are
+    Keys: shape, colour, size, count, background, texture, and relation if the prompt has one. Found objects are
     assigned to wanted ones so that as many attributes as possible hold. Shape, colour and size hold if they do for
     every wanted object. Count holds if exactly as many objects are found as wanted. Relation holds if the two objects
-    lie so and each has at least the shape or the colour asked for, or else any two patches would do.
+    are so related and each has at least the wanted shape or the wanted colour; otherwise any two patches would do.
 
     Raises:
-        TypeError, ValueError: as `parse_caption` and `parse_picture`.
+        TypeError, ValueError: as in `parse_caption` and `parse_picture`.
     """
     return score_facts(parse_caption(prompt), parse_picture(image))
 
 
 def score_facts(wanted: WantedFacts, found: PictureFacts) -> dict[str, bool]:
-    """`score` of a caption and a picture that are already read."""
+    """Score a caption and a picture that are already parsed; see `score`."""
     number = len(wanted.objects)
-    # None stands for a wanted object that the picture lacks.
+    # None stands for a wanted object that was not found.
     candidates: list[int | None] = [*range(len(found.objects)), *[None] * number]
     best: tuple[int, int] = (-1, -1)
     best_hits: dict[str, bool] = {}
@@ -152,10 +152,10 @@ def score_facts(wanted: WantedFacts, found: PictureFacts) -> dict[str, bool]:
 
 
 def prompt_accuracy(hits: dict[str, bool]) -> float:
-    """Mean of the attributes that `score` returned, 0 to 1."""
+    """Return the mean of the attributes from `score`, 0 to 1."""
     return sum(hits.values()) / len(hits)
 
 
 def all_correct(hits: dict[str, bool]) -> bool:
-    """Whether every attribute that `score` returned holds."""
+    """Return whether every attribute from `score` holds."""
     return all(hits.values())

@@ -1,12 +1,12 @@
 """`tunes`: procedural captioned melodies of 4 s at 16 kHz with exact ground truth.
 
-A tune is one melody for one instrument, alone or over a drone or a bass line. Its caption states everything a
-listener could check: instrument, key, mode, tempo, contour, rhythm and what is played below. Notes begin on a grid of
-20 ms, one step of the embedded codec, and the same note always has the same wave (`visual_spec.data.tunes_synth`), so
-that a small model can learn them. Generated clips are scored by reading them back, `visual_spec.data.tunes_parser`.
+A tune is one melody for one instrument, alone or over a drone or a bass line. Its caption states everything that a
+listener could check: instrument, key, mode, tempo, contour, rhythm and backing. Notes begin on a grid of 20 ms, one
+step of the embedded codec, and the same note always has the same wave (`visual_spec.data.tunes_synth`), so that a small
+model can learn them. Generated clips are scored by parsing them, `visual_spec.data.tunes_parser`.
 
-A melody repeats a motif along the line of its contour, moves mostly by step, rests on tones of the chord at the head
-of a bar (I, IV and V in turn), begins and ends on the tonic, and holds the tones that tell its mode from the others.
+A melody repeats a motif along the line of its contour, moves mostly by step, and rests on chord tones at the start of a
+bar (I, IV and V in turn). It begins and ends on the tonic, and holds the tones that distinguish its mode from others.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ VOCABULARY: dict[str, tuple[str, ...]] = {
 ATTRIBUTES = tuple(VOCABULARY)
 
 BAR = 8  # sixteenth notes
-FIRST_FRAME = 2  # of the first note: what begins at once has no audible attack
-_ENDING = 20  # steps that the last note has at least
+FIRST_FRAME = 2  # of the first note: a note that begins at once has no audible attack
+_ENDING = 20  # least steps of the last note
 _LOWEST_TONIC = 57  # MIDI number (A4 = 69 = 440 Hz); the tonics are 57 to 68, and an octave higher
 _LOWEST_BASS = 40
-# Share of a melody's notes, at least, that lie outside of every other mode; major has all tones of the pentatonic.
+# Least share of a melody's notes outside every other mode; major contains all tones of the pentatonic.
 _TELLING = 1 / 8
-# Steps that a hovering melody goes below and above the tonic, in a scale of so many tones.
+# Steps that a hovering melody goes below and above the tonic, by number of tones in the scale.
 _HOVER = {5: (-2, 3), 6: (-2, 4), 7: (-3, 4)}
-_TRIES = 64  # melodies drawn at once, of which the first that is clear is taken
+_TRIES = 64  # melodies drawn at once; the first clear one is used
 _CHORDS = {2: "IV", 3: "I4V", 4: "I4IV", 5: "I4I4V"}  # one letter a bar; 4 is IV
 _BASS_TONES = {"I": (0, 7), "4": (5, 0), "V": (7, 7)}  # of the two beats, semitones above the tonic
 _ROOT_STEPS = {"I": 0, "4": 3, "V": 4}  # in a scale of seven tones
@@ -107,7 +107,7 @@ class Tune:
 
     @property
     def beats_per_minute(self) -> float:
-        """A beat is four sixteenth notes."""
+        """Beats per minute; a beat is four sixteenth notes."""
         return 60 * SAMPLE_RATE / (4 * self.unit * FRAME)
 
 
@@ -122,12 +122,12 @@ NUM_FORMS = len(_TEMPLATES)
 
 
 def caption(tune: Tune, form: int = 0) -> str:
-    """The English caption of a tune in one of `NUM_FORMS` forms; form 0 is the usual one, form 3 says the least.
+    """Return the English caption of a tune in one of `NUM_FORMS` forms; form 0 is the usual one, form 3 the shortest.
 
-    The mood follows from the mode. Form 3 leaves the contour and the rhythm open.
+    The mood follows from the mode. Form 3 omits contour and rhythm.
 
     Raises:
-        ValueError: unless 0 <= form < NUM_FORMS.
+        ValueError: `form` is not in 0 <= form < NUM_FORMS.
     """
     if not 0 <= form < NUM_FORMS:
         raise ValueError(f"form {form} given; pass 0 to {NUM_FORMS - 1}")
@@ -137,7 +137,7 @@ def caption(tune: Tune, form: int = 0) -> str:
 
 
 def is_held_out(tune: Tune) -> bool:
-    """Whether a tune's attributes belong to the tenth of all combinations that no trainer ever sees, in any form."""
+    """Return whether a tune's attributes are in the held-out tenth of all combinations, which no trainer uses."""
     return hashlib.sha256(caption(tune).encode()).digest()[0] < 26
 
 
@@ -155,19 +155,8 @@ def sample_tune(rng: np.random.Generator) -> Tune:
     )
 
 
-def sample_dataset(count: int, seed: int, *, held_out: bool = False) -> tuple[list[Tune], np.ndarray]:
-    """Tunes and waves `[count, NUM_SAMPLES]` float32; attributes all inside or all outside the held-out tenth."""
-    from visual_spec.data.tunes_synth import render
-
-    tunes = sample_tunes(count, seed, held_out=held_out)
-    waves = np.empty((count, NUM_SAMPLES), np.float32)
-    for wave, tune in zip(waves, tunes, strict=True):
-        wave[:] = render(tune)
-    return tunes, waves
-
-
 def sample_tunes(count: int, seed: int, *, held_out: bool = False) -> list[Tune]:
-    """The tunes of `sample_dataset` alone."""
+    """Return tunes with attributes all inside or all outside the held-out tenth (`is_held_out`)."""
     rng = np.random.default_rng(seed)
     tunes: list[Tune] = []
     while len(tunes) < count:
@@ -178,7 +167,7 @@ def sample_tunes(count: int, seed: int, *, held_out: bool = False) -> list[Tune]
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[str]:
-    """Captions of tunes that no trainer sees."""
+    """Return captions of held-out tunes."""
     return [caption(tune) for tune in sample_tunes(count, seed, held_out=True)]
 
 
@@ -193,10 +182,10 @@ def compose(
     rhythm: str,
     backing: str,
 ) -> Tune:
-    """A tune with given attributes; `rng` draws the notes.
+    """Return a tune with given attributes; `rng` draws the notes.
 
     Raises:
-        ValueError: an attribute is none of the known words.
+        ValueError: an attribute is not a known word.
     """
     given = (instrument, tonic, mode, tempo, contour, rhythm, backing)
     for value, (name, words) in zip(given, VOCABULARY.items(), strict=True):
@@ -204,7 +193,7 @@ def compose(
             raise ValueError(f"unknown {name} {value!r}; allowed: {', '.join(words)}")
     unit = int(rng.choice(TEMPI[tempo]))
     num_bars = (NUM_FRAMES - FIRST_FRAME - _ENDING) // (BAR * unit)
-    # Onsets in sixteenth notes; the last note begins where the next bar would.
+    # Onsets in sixteenth notes; the last note begins where the next bar would begin.
     within = np.cumsum((0, *RHYTHMS[rhythm][:-1]))
     onsets = np.append(np.add.outer(BAR * np.arange(num_bars), within).ravel(), BAR * num_bars)
     root = _LOWEST_TONIC + (TONICS[tonic] - _LOWEST_TONIC) % 12
@@ -233,7 +222,7 @@ def compose(
 def _draw_melodies(
     rng: np.random.Generator, mode: str, contour: str, onsets: np.ndarray, per_bar: int, chords: str
 ) -> np.ndarray:
-    """Semitones above the tonic `[_TRIES, N]`: each row a motif along the contour's line, in steps of the scale."""
+    """Draw semitones above the tonic `[_TRIES, N]`: each row a motif along the contour's line, in scale steps."""
     scale = np.array(MODES[mode])
     count, octave = len(onsets), len(scale)
     along = onsets / onsets[-1]
@@ -245,7 +234,7 @@ def _draw_melodies(
         "dipping": 1 - hill,
         "hovering": np.zeros(count),
     }[contour]
-    # Steps by which the motif leaves the line; those of the scales with fewer tones are wider.
+    # Steps by which the motif leaves the line; they are wider in scales with fewer tones.
     widest = 2 if octave == 7 else 1
     low, high = _HOVER[octave] if contour == "hovering" else (-widest, widest)
     motif = rng.integers(low, high + 1, (_TRIES, per_bar))
@@ -254,7 +243,7 @@ def _draw_melodies(
     turns = np.where(np.arange(count) // per_bar % 2 == 1, rng.choice([-1, 1], (_TRIES, 1)), 1)
     steps = np.rint(line * octave).astype(int) + turns * motif[:, np.arange(count) % per_bar]
     steps += rng.integers(-1, 2, steps.shape) * (rng.random(steps.shape) < 0.2)
-    if octave == 7:  # the head of a bar moves to a tone of the bar's chord, which is never far
+    if octave == 7:  # the first note of a bar moves to a chord tone, which is never far
         for bar, chord in enumerate(chords):
             degrees = (steps[:, bar * per_bar] - _ROOT_STEPS[chord]) % 7
             steps[:, bar * per_bar] += np.array([0, -1, 0, -1, 0, -1, 1])[degrees]
@@ -266,7 +255,7 @@ def _draw_melodies(
 
 
 def _are_clear(tones: np.ndarray, mode: str, contour: str, onsets: np.ndarray) -> np.ndarray:
-    """Which melodies `[_TRIES, N]` show their mode and contour, and can be sung: no wide leap, few repeats."""
+    """Return which melodies `[_TRIES, N]` show their mode and contour, and can be sung: no wide leap, few repeats."""
     clear = np.ones(len(tones), bool)
     for other in MODES.values():
         if not set(MODES[mode]) <= set(other):
@@ -282,7 +271,7 @@ def _are_clear(tones: np.ndarray, mode: str, contour: str, onsets: np.ndarray) -
 
 
 def fit_contour(times: np.ndarray, pitches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Semitones by which melodies `[..., N]` rise from end to end, and stand higher in the middle: `[...]` each.
+    """Return by how many semitones melodies `[..., N]` rise from end to end, and peak in the middle: `[...]` each.
 
     A line and a tent are fitted to the pitches at the times `[N]` by least squares.
     """

@@ -1,10 +1,10 @@
-"""Finds the notes of a clip of `tunes` and what plays them, without a network and without the synthesizer.
+"""Finds the notes, the instrument and the backing of a clip of `tunes`, without a network and the synthesizer.
 
 1. Onsets are the peaks of the spectral flux above the bass (SuperFlux: Boeck and Widmer 2013).
-2. Tempo and rhythm are those of the grid whose onsets agree best with the ones found.
+2. Tempo and rhythm are those of the grid whose onsets agree best with the found ones.
 3. Each note's pitch is the one whose harmonics hold most of the note's spectrum.
-4. The instrument is the one whose partials and decay are nearest.
-5. What sounds below the melody, and whether it pulses, tells solo, drone and bass apart.
+4. The instrument is the one with the nearest partials and decay.
+5. The sound below the melody, and whether it pulses, distinguishes solo, drone and bass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOP = 80  # samples between columns of the flux: 5 ms
 _WINDOW = 512  # samples: shorter than the shortest note of 1,280
 _LAG = 3  # columns
 _LOWEST_BAND = 190.0  # Hz; the bass ends at 156 Hz
-_UNITS = 0.066 * 1.012 ** np.arange(118)  # seconds of a sixteenth note that are tried, up to 0.27
+_UNITS = 0.066 * 1.012 ** np.arange(118)  # candidates for the seconds of a sixteenth note, up to 0.27
 _TOLERANCE = 0.018  # seconds, one standard deviation, between an onset and its place on the grid
 # Levels in dB of the sum of these multiples of the pitch, at least _FLOOR, and growth in dB/s: measured, not computed.
 _PARTIALS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 2.76, 5.4])
@@ -35,19 +35,19 @@ _SOUNDS = {
     "synth": (-1, -30, -11, -30, -15, -30, -18, -30, -30, -30, -16),
 }
 _FLOOR, _PARTIAL_SPREAD, _DECAY_SPREAD = -30.0, 3.0, 20.0
-_FARTHEST = 12.0  # mean squared distance in spreads beyond which a sound is of no known instrument
+_FARTHEST = 12.0  # mean squared distance in spreads beyond which a sound has no known instrument
 _LEAST_BASS = 0.01  # share of a clip's power below which nothing sounds under the melody
 _TAIL = 8_000  # samples at the end in which the bass rests on the tonic
 _STRAY = 0.03  # share of tones outside the scale, misread ones among them
-_SILENCE = 1e-4  # largest sample of a clip that holds nothing
-_LEAST_FIT = 0.5  # of the grid: below, the onsets have no rhythm
+_SILENCE = 1e-4  # largest sample of a silent clip
+_LEAST_FIT = 0.5  # of the grid; below it, the onsets have no rhythm
 _LENGTH = 8_192  # samples a note's spectrum is padded to: a bin is 2 Hz
-_LOWEST_PITCH, _HIGHEST_PITCH = 53, 86  # MIDI numbers a melody's notes are looked for in
+_LOWEST_PITCH, _HIGHEST_PITCH = 53, 86  # range of MIDI numbers searched for a melody's notes
 
 
 @dataclass(frozen=True)
 class FoundNote:
-    """One note of a melody. `time`, `length`: seconds, of the onset and until the next one; `pitch`: MIDI number."""
+    """One note of a melody. `time`, `length`: seconds of the onset, and until the next one; `pitch`: MIDI number."""
 
     time: float
     length: float
@@ -56,7 +56,7 @@ class FoundNote:
 
 @dataclass(frozen=True)
 class ClipFacts:
-    """All a clip lets hear; None for what it does not."""
+    """The audible attributes of a clip; None for those not found."""
 
     instrument: str | None = None
     tonic: str | None = None
@@ -71,7 +71,7 @@ class ClipFacts:
 
 @dataclass(frozen=True)
 class Grid:
-    """Where notes are expected. `unit`: seconds of a sixteenth note; `fit`: agreement with the onsets, 0 to 1."""
+    """The expected places of notes. `unit`: seconds of a sixteenth note; `fit`: agreement with the onsets, 0 to 1."""
 
     rhythm: str
     unit: float
@@ -79,7 +79,7 @@ class Grid:
 
 
 def spectrogram(wave: np.ndarray, window: int, hop: int, length: int) -> np.ndarray:
-    """Magnitudes `[T, length / 2 + 1]` float32 of Hann windows centred on every `hop`-th sample, padded to `length`."""
+    """Return magnitudes `[T, length / 2 + 1]` float32 of Hann windows centred on every `hop`-th sample, zero-padded."""
     padded = np.pad(wave, window // 2)
     frames = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop]
     return np.abs(np.fft.rfft(frames * np.hanning(window + 1)[:-1].astype(np.float32), length))
@@ -87,7 +87,7 @@ def spectrogram(wave: np.ndarray, window: int, hop: int, length: int) -> np.ndar
 
 @cache
 def _bands(length: int) -> np.ndarray:
-    """Triangular filters a semitone apart `[bins, bands]`; those that hold no bin are left out."""
+    """Return triangular filters a semitone apart `[bins, bands]`, without those that hold no bin."""
     edges = _LOWEST_BAND * 2 ** (np.arange(64) / 12)
     hertz = np.arange(length // 2 + 1)[:, None] * SAMPLE_RATE / length
     low, centre, high = edges[:-2], edges[1:-1], edges[2:]
@@ -96,43 +96,43 @@ def _bands(length: int) -> np.ndarray:
 
 
 def without_bass(wave: np.ndarray) -> np.ndarray:
-    """The part of a wave above 175 Hz, where the melody is."""
+    """Return the part of a wave above 175 Hz, which holds the melody."""
     spectrum = np.fft.rfft(wave)
     spectrum[: int(175.0 * len(wave) / SAMPLE_RATE)] = 0
     return np.fft.irfft(spectrum, len(wave)).astype(np.float32)
 
 
 def spectral_flux(wave: np.ndarray) -> np.ndarray:
-    """How much louder each 5 ms is than 15 ms before, summed over the bands: `[T]`.
+    """Return how much louder each 5 ms is than 15 ms before, summed over the bands: `[T]`.
 
-    A band is compared with the loudest of itself and its neighbours, so that vibrato is no onset.
+    A band is compared with the loudest of itself and its neighbours, so that vibrato does not count as an onset.
     """
     loud = spectrogram(wave, _WINDOW, _HOP, 2 * _WINDOW) @ _bands(2 * _WINDOW)
     loud = np.log1p(8 * loud / max(float(np.percentile(loud, 99)), 1e-9))
     wide = np.pad(loud, ((0, 0), (1, 1)), mode="edge")
     before = np.maximum(np.maximum(wide[:, :-2], wide[:, 1:-1]), wide[:, 2:])
-    # The power favours a tone, which rises in few bands by much, over noise, which rises in many by little.
+    # The power favours a tone, which rises much in few bands, over noise, which rises little in many bands.
     rise = (np.maximum(0, loud[_LAG:] - before[:-_LAG]) ** 1.5).sum(1)
     return np.pad(rise, (_LAG, 0))
 
 
 def find_onsets(wave: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Times in seconds and strengths (1: as strong as the strongest) of the onsets of a clip."""
+    """Return times in seconds and strengths (1: as strong as the strongest) of the onsets of a clip."""
     flux = spectral_flux(wave)
     reach, around = 6, 20  # columns: no two onsets within 30 ms; the mean is over 200 ms
     peak = np.lib.stride_tricks.sliding_window_view(np.pad(flux, reach), 2 * reach + 1).max(1)
     mean = np.lib.stride_tricks.sliding_window_view(np.pad(flux, around), 2 * around + 1).mean(1)
-    # The strong onsets; of few, as in a clip of one long note, the strongest says how weak one may be.
+    # Keep the strong onsets. If there are few, as in a clip of one long note, the strongest sets the threshold.
     top = max(float(np.percentile(flux, 98)), 0.2 * float(flux.max()), 1e-9)
     columns = np.flatnonzero((flux >= peak) & (flux > mean + 0.12 * top))
     return columns * _HOP / SAMPLE_RATE, np.minimum(1, flux[columns] / top)
 
 
 def fit_grid(times: np.ndarray, strengths: np.ndarray) -> Grid | None:
-    """The rhythm and tempo whose onsets agree best with those found; None for fewer than four of them.
+    """Return the rhythm and tempo whose onsets agree best with the found ones; None for fewer than four onsets.
 
-    The agreement is the F-measure of expected and found onsets. The grid begins at one of the first three onsets, for
-    the first may be no note, and ends with the last.
+    The agreement is the F-measure of expected and found onsets. The grid begins at one of the first three onsets,
+    because the first may not be a note, and ends with the last.
     """
     if len(times) < 4:
         return None
@@ -155,9 +155,9 @@ def fit_grid(times: np.ndarray, strengths: np.ndarray) -> Grid | None:
 
 
 def note_spectra(wave: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Magnitudes `[N, _LENGTH / 2 + 1]` of the notes that begin at `times`, each from 10 ms on to at most 200 ms.
+    """Return magnitudes `[N, _LENGTH / 2 + 1]` of the notes that begin at `times`, from 10 ms on to at most 200 ms.
 
-    A note ends with the next onset; windows are scaled so that a steady sine counts the same in each.
+    A note ends with the next onset. Windows are scaled so that a steady sine counts the same in each.
     """
     ends = np.append(times[1:], len(wave) / SAMPLE_RATE)
     spectra = np.zeros((len(times), _LENGTH // 2 + 1), np.float32)
@@ -171,7 +171,7 @@ def note_spectra(wave: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def partial_levels(spectra: np.ndarray, hertz: np.ndarray, cents: float) -> np.ndarray:
-    """The highest magnitude within some cents of each frequency: `[N, P]`; `hertz`: `[P]` or `[N, P]`."""
+    """Return the highest magnitude within some cents of each frequency: `[N, P]`; `hertz`: `[P]` or `[N, P]`."""
     steps = 2.0 ** (np.linspace(-cents, cents, 7) / 1_200)
     bins = np.rint(hertz[..., None] * steps * _LENGTH / SAMPLE_RATE).astype(int)
     known = bins < spectra.shape[1]
@@ -186,7 +186,7 @@ def partial_levels(spectra: np.ndarray, hertz: np.ndarray, cents: float) -> np.n
 def find_pitches(spectra: np.ndarray) -> np.ndarray:
     """The MIDI number of each note `[N]`: the pitch whose harmonics hold most of its spectrum, its own tone first.
 
-    What lies half way between the harmonics counts against a pitch, for then they are those of a tone an octave below.
+    Magnitude half way between the harmonics counts against a pitch: they are then harmonics of a tone an octave below.
     """
     pitches = np.arange(_LOWEST_PITCH, _HIGHEST_PITCH + 1)
     hertz = 440.0 * 2 ** ((pitches - 69) / 12)
@@ -200,7 +200,7 @@ def find_pitches(spectra: np.ndarray) -> np.ndarray:
 def find_instrument(
     wave: np.ndarray, times: np.ndarray, spectra: np.ndarray, pitches: np.ndarray
 ) -> str | None:
-    """The instrument whose partials and decay are nearest to those of a clip's notes; None if none is near."""
+    """Return the instrument with partials and decay nearest to those of a clip's notes; None if none is near."""
     hertz = 440.0 * 2 ** ((pitches - 69) / 12)
     levels = partial_levels(spectra, np.outer(hertz, _PARTIALS), 45.0)
     whole = np.sqrt((levels**2).sum(1, keepdims=True)) + 1e-9
@@ -212,7 +212,7 @@ def find_instrument(
 
 
 def find_decay(wave: np.ndarray, times: np.ndarray) -> float:
-    """By how many dB/s the notes grow after their peak (fade: negative), the median over those of 0.25 s and more."""
+    """The growth of notes in dB/s after their peak (negative: fade), the median over those of 0.25 s and more."""
     power = np.convolve(wave**2, np.hanning(242)[1:-1], "same")[::_HOP]  # of 15 ms, every 5 ms
     decibels = 10 * np.log10(power + 1e-6 * max(float(power.max()), 1e-9))
     ends = np.append(times[1:], min(times[-1] + 0.6, len(wave) / SAMPLE_RATE - 0.1))
@@ -220,14 +220,14 @@ def find_decay(wave: np.ndarray, times: np.ndarray) -> float:
     for start, end in zip(times, ends, strict=True):
         part = decibels[int(start * SAMPLE_RATE / _HOP) : int(end * SAMPLE_RATE / _HOP)]
         if len(part) >= 50:
-            part = part[part.argmax() : int(0.75 * len(part))]  # the rest is for letting go
+            part = part[part.argmax() : int(0.75 * len(part))]  # the rest is the release
             if len(part) > 3:
                 slopes.append(np.polyfit(np.arange(len(part)) * _HOP / SAMPLE_RATE, part, 1)[0])
     return float(np.clip(np.median(slopes), -150, 30)) if slopes else 0.0
 
 
 def find_backing(wave: np.ndarray) -> tuple[str, np.ndarray]:
-    """What sounds below the melody, and how strongly the tones of the octave from E2 sound there at the end: `[12]`.
+    """Return the kind of backing, and the strength of each tone of the octave from E2 at the end of the clip: `[12]`.
 
     The tones are ordered from C.
     """
@@ -245,14 +245,14 @@ def find_backing(wave: np.ndarray) -> tuple[str, np.ndarray]:
 
 
 def find_key(pitches: np.ndarray, lengths: np.ndarray, bass: int | None) -> tuple[str, str]:
-    """Tonic and mode under which a melody is most probable: tones of the scale are, the tonic at the end is.
+    """Return the most probable tonic and mode of a melody: tones in the scale, and the tonic at the end, are probable.
 
     Args:
         pitches, lengths: MIDI numbers and seconds of the notes `[N]`.
-        bass: what sounds below at the end, as semitones above C.
+        bass: the tone of the backing at the end, in semitones above C.
     """
     best = (-np.inf, "", "")
-    weights = np.minimum(1.0, lengths / np.median(lengths))  # a slip of the reader is mostly short
+    weights = np.minimum(1.0, lengths / np.median(lengths))  # a misread note is mostly short
     for tonic, number in TONICS.items():
         tones = (pitches - number) % 12
         ends = np.log(0.9 if tones[-1] == 0 else 0.02) + np.log(0.5 if tones[0] == 0 else 0.05)
@@ -267,16 +267,16 @@ def find_key(pitches: np.ndarray, lengths: np.ndarray, bass: int | None) -> tupl
 
 
 def find_contour(times: np.ndarray, pitches: np.ndarray) -> str:
-    """The shape of a melody, by the line and the tent that fit it best.
+    """Return the shape of a melody, from the line and the tent that fit it best.
 
-    Rising, falling: the line climbs or sinks by more than half an octave. Arching, dipping: the tent stands or hangs
-    by more than 5.5 semitones, and by more than half of what the line climbs. Hovering: none of these.
+    Rising, falling: the line rises or falls by more than half an octave. Arching, dipping: the tent points up or down
+    by more than 5.5 semitones, and by more than half of the line's rise. Hovering: none of these.
     """
     along = (times - times[0]) / max(times[-1] - times[0], 1e-9)
     heard = np.linspace(0, 1, 100)
     sung = pitches[np.searchsorted(along, heard, side="right") - 1]
     line, tent = heard - 0.5, 1 - np.abs(2 * heard - 1)
-    tent = tent - tent.mean()  # the two are orthogonal, so each is fitted alone
+    tent = tent - tent.mean()  # line and tent are orthogonal, so each is fitted separately
     rise, height = sung @ line / (line @ line), sung @ tent / (tent @ tent)
     if abs(height) > max(5.5, 0.5 * abs(rise)):
         return "arching" if height > 0 else "dipping"
@@ -286,11 +286,11 @@ def find_contour(times: np.ndarray, pitches: np.ndarray) -> str:
 
 
 def parse_clip(wave: np.ndarray) -> ClipFacts:
-    """Read a clip, mono at 16 kHz.
+    """Parse a clip, mono at 16 kHz.
 
     Raises:
-        TypeError: not an array of floating-point numbers.
-        ValueError: not one-dimensional, shorter than half a second, or not finite.
+        TypeError: the clip is not an array of floating-point numbers.
+        ValueError: it is not one-dimensional, is shorter than half a second, or is not finite.
     """
     if not isinstance(wave, np.ndarray) or not np.issubdtype(wave.dtype, np.floating):
         raise TypeError(f"a NumPy array of floating-point samples is needed, got {_describe(wave)}")
@@ -330,7 +330,7 @@ def parse_clip(wave: np.ndarray) -> ClipFacts:
 
 
 def _describe(value: object) -> str:
-    """A value's type, and its data type if it is an array."""
+    """Return a value's type, and its dtype if it is an array."""
     return (
         f"{type(value).__name__} of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
     )

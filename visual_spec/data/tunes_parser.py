@@ -1,7 +1,7 @@
-"""Reads captions of `tunes` back into attributes, and scores a clip against its prompt.
+"""Parses captions of `tunes` into attributes, and scores a clip against its prompt.
 
-Generated clips are scored as GenEval scores pictures (Ghosh et al. 2023, section 3): hear what is there, then check
-each attribute the prompt asks for. The ear is `visual_spec.data.tunes_finder`.
+Generated clips are scored as GenEval scores pictures (Ghosh et al. 2023, section 3): find what is there, then check
+each attribute in the prompt. `visual_spec.data.tunes_finder` finds the attributes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WantedTune:
-    """All a caption says, under the names of `Tune`; None where it leaves the contour or the rhythm open."""
+    """Everything in a caption, under the names of `Tune`; None if the caption omits the contour or the rhythm."""
 
     instrument: str
     tonic: str
@@ -43,12 +43,12 @@ class WantedTune:
 
 
 def parse_caption(text: str) -> WantedTune:
-    """Inverse of `visual_spec.data.tunes.caption`, of any form; case, commas, colons and white space do not matter.
+    """Parse a caption of `visual_spec.data.tunes.caption` in any form; case, commas, colons and spaces do not matter.
 
-    Form 0 may also be cut short: without its mood, its contour or its rhythm.
+    Form 0 may also be shortened: without its mood, its contour or its rhythm.
 
     Raises:
-        ValueError: not a caption that `caption` could have written, or a mood of another mode.
+        ValueError: `caption` cannot have written the text, or the mood belongs to another mode.
     """
     plain = " ".join(re.sub("[,:]", " ", text.lower()).split())
     part = next((found.groupdict() for form in _patterns() if (found := form.fullmatch(plain))), None)
@@ -97,19 +97,19 @@ def _patterns() -> tuple[re.Pattern[str], ...]:
 
 
 def score(prompt: str | Tune, wave: np.ndarray) -> dict[str, bool]:
-    """Which attributes of a prompt a clip has: `wave` `[samples]`, mono at 16 kHz.
+    """Return which attributes of a prompt a clip has: `wave` `[samples]`, mono at 16 kHz.
 
-    Keys: the names of `ATTRIBUTES`, without those a caption leaves open. A clip in which no melody is heard has none
-    of them, but for its backing.
+    Keys: the names of `ATTRIBUTES`, without those that a caption omits. A clip without an audible melody has none of
+    them, except perhaps its backing.
 
     Raises:
-        TypeError, ValueError: as `parse_caption` and `parse_clip`.
+        TypeError, ValueError: as in `parse_caption` and `parse_clip`.
     """
     return score_facts(parse_caption(prompt) if isinstance(prompt, str) else prompt, parse_clip(wave))
 
 
 def score_facts(wanted: WantedTune | Tune, found: ClipFacts) -> dict[str, bool]:
-    """`score` of a caption and a clip that are already read."""
+    """Score a caption and a clip that are already parsed; see `score`."""
     asked = [name for name in ATTRIBUTES if getattr(wanted, name) is not None]
     return {name: getattr(found, name) == getattr(wanted, name) for name in asked}
 
@@ -117,12 +117,12 @@ def score_facts(wanted: WantedTune | Tune, found: ClipFacts) -> dict[str, bool]:
 def prompt_accuracy(
     waves: Sequence[np.ndarray] | np.ndarray, prompts: Sequence[str | Tune]
 ) -> dict[str, float]:
-    """Share of clips that have each attribute, over the prompts that ask for it, and `all_correct`: of those with all.
+    """Return the share of clips with each attribute, over prompts that ask for it, and `all_correct`: with all of them.
 
-    `visual_spec.eval.quality.accuracy.summarise` gives the same of a list of `score`, with intervals.
+    `visual_spec.eval.quality.accuracy.summarise` computes the same from a list of `score`, with intervals.
 
     Raises:
-        ValueError: none, or not as many clips as prompts; else as `score`.
+        ValueError: there are no clips, or not as many as prompts; also as in `score`.
     """
     if len(waves) != len(prompts) or not len(prompts):
         raise ValueError(
@@ -137,5 +137,5 @@ def prompt_accuracy(
 
 
 def all_correct(hits: dict[str, bool]) -> bool:
-    """Whether every attribute that `score` returned holds."""
+    """Return whether every attribute from `score` holds."""
     return all(hits.values())

@@ -1,6 +1,6 @@
 """Plays `tunes`: additive synthesis of eight instruments, a bass and a drone, with a little room.
 
-Every note is a sum of decaying partials, with the instrument's attack and vibrato, made once for each pitch and kept.
+Every note is a sum of decaying partials, with the instrument's attack and vibrato, computed once per pitch and cached.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 
-from visual_spec.data.tunes import FRAME, INSTRUMENTS, NUM_SAMPLES, SAMPLE_RATE, Note, Tune
+from visual_spec.data.tunes import FRAME, INSTRUMENTS, NUM_SAMPLES, SAMPLE_RATE, Note, Tune, sample_tunes
 
-_LONGEST = 24_000  # samples of a kept wave; the longest note of a melody lasts 23,680 with its release
-_HIGHEST = 7_400.0  # Hz; partials above would alias or be lost in any resampling
+_LONGEST = 24_000  # samples of a cached wave; the longest note of a melody lasts 23,680 with its release
+_HIGHEST = 7_400.0  # Hz; higher partials would alias, or be lost in resampling
 _LEVEL = 0.115  # root mean square of the first fifth of a second of a note at full velocity
 _BASS_LEVEL, _DRONE_LEVEL = 0.075, 0.05
 _CHORUS = 0.2  # level of the second copy: the two of them beat gently, and never cancel
@@ -26,9 +26,9 @@ _SPECTRUM = (
 
 @dataclass(frozen=True)
 class Voice:
-    """How an instrument sounds, times in seconds. `gate`: share of a note's length after which it is silent.
+    """The sound of an instrument, times in seconds. `gate`: share of a note's length after which it is silent.
 
-    Without a gate a note rings until the next one begins, and dies away under it.
+    Without a gate a note rings until the next one begins, and fades away under it.
     """
 
     attack: float
@@ -54,7 +54,7 @@ VOICES: dict[str, Voice] = {
 
 
 def _partials(instrument: str, pitch: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Frequency ratios, levels and decay times (seconds for 60 dB) of an instrument's partials, pitch in Hz."""
+    """Return frequency ratios, levels and decay times (seconds for 60 dB) of an instrument's partials, pitch in Hz."""
     k = np.arange(1, 40, dtype=float)
     forever = np.full(len(k), np.inf)
     if instrument == "organ":  # drawbars
@@ -94,10 +94,10 @@ def _partials(instrument: str, pitch: float) -> tuple[np.ndarray, np.ndarray, np
 
 @cache
 def note_wave(instrument: str, pitch: int, length: int = _LONGEST) -> np.ndarray:
-    """The wave of a note that is never let go: `[length]` float32, `pitch` a MIDI number (A4 = 69 = 440 Hz).
+    """Return the wave of a note without its release: `[length]` float32, `pitch` a MIDI number (A4 = 69 = 440 Hz).
 
     Raises:
-        ValueError: an instrument that is not in `VOICES`.
+        ValueError: the instrument is not in `VOICES`.
     """
     hertz = 440.0 * 2 ** ((pitch - 69) / 12)
     ratios, levels, decays = _partials(instrument, hertz)
@@ -111,13 +111,13 @@ def note_wave(instrument: str, pitch: int, length: int = _LONGEST) -> np.ndarray
     wave = np.zeros(length)
     copies = [(1.0, 1.0)] if voice.chorus == 0 else [(1.0, 1.0), (2 ** (voice.chorus / 1_200), _CHORUS)]
     for number, (ratio, level, decay) in enumerate(zip(ratios, levels, decays, strict=True)):
-        # Brass brightens while it speaks: higher partials come later.
+        # Brass brightens during its attack: higher partials come later.
         rise = voice.attack + (0.004 * number if instrument == "trumpet" else 0)
         envelope = level * np.sin(0.5 * np.pi * np.clip(seconds / rise, 0, 1)) ** 2
         if np.isfinite(decay):
             envelope *= 10 ** (-3 * seconds / decay)
         for higher, share in copies:
-            # Fractions of a cycle first: single precision is enough for them, and faster.
+            # Reduced to fractions of a cycle first: single precision is then enough, and faster.
             phase = (higher * ratio * cycles % 1).astype(np.float32)
             wave += share * envelope * np.sin(np.float32(2 * np.pi) * phase)
     wave /= np.sqrt(np.mean(wave[: SAMPLE_RATE // 5] ** 2))
@@ -128,13 +128,13 @@ def note_wave(instrument: str, pitch: int, length: int = _LONGEST) -> np.ndarray
 
 @cache
 def _letting_go(samples: int) -> np.ndarray:
-    """The half cosine by which a note ends, float32."""
+    """Return the half cosine with which a note ends, float32."""
     return (0.5 + 0.5 * np.cos(np.pi * np.arange(samples) / samples)).astype(np.float32)
 
 
 @cache
 def _room() -> np.ndarray:
-    """Spectrum of the room: the sound itself, then dense echoes that die away and lose their highs."""
+    """Return the spectrum of the room: the direct sound, then dense echoes that decay and lose their highs."""
     noise = np.random.default_rng(20_000).normal(size=_ROOM_LENGTH)
     noise = np.convolve(noise, [0.25, 0.5, 0.25], "same")
     seconds = np.arange(_ROOM_LENGTH) / SAMPLE_RATE
@@ -148,7 +148,7 @@ def render(tune: Tune) -> np.ndarray:
     """Play a tune: `[NUM_SAMPLES]` float32 at 16 kHz, within -1 and 1.
 
     Raises:
-        ValueError: an instrument that is not in `INSTRUMENTS`.
+        ValueError: the instrument is not in `INSTRUMENTS`.
     """
     if tune.instrument not in INSTRUMENTS:
         raise ValueError(f"unknown instrument {tune.instrument!r}; allowed: {', '.join(INSTRUMENTS)}")
@@ -161,6 +161,15 @@ def render(tune: Tune) -> np.ndarray:
     clip = np.fft.irfft(np.fft.rfft(clip) * _room(), _SPECTRUM)[:NUM_SAMPLES].astype(np.float32)
     clip[-_FADE:] *= _letting_go(_FADE)
     return clip * np.float32(min(1.0, 0.98 / max(float(np.abs(clip).max()), 1e-6)))
+
+
+def sample_dataset(count: int, seed: int, *, held_out: bool = False) -> tuple[list[Tune], np.ndarray]:
+    """Return the tunes of `sample_tunes`, and their waves `[count, NUM_SAMPLES]` float32."""
+    tunes = sample_tunes(count, seed, held_out=held_out)
+    waves = np.empty((count, NUM_SAMPLES), np.float32)
+    for wave, tune in zip(waves, tunes, strict=True):
+        wave[:] = render(tune)
+    return tunes, waves
 
 
 def _add(clip: np.ndarray, instrument: str, note: Note, level: float) -> None:

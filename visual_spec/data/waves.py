@@ -1,4 +1,4 @@
-"""How close waves are to each other: what training judges a codec by, and evaluation a clip."""
+"""Distances between waves, by which training judges a codec, and evaluation a clip."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_FLOOR = 1e-4  # magnitude, of a full-scale sine: what lies more than 80 dB below it counts as silence
+_FLOOR = 1e-4  # relative to a full-scale sine: more than 80 dB below it counts as silence
 
 
 def si_sdr(estimate: Tensor, target: Tensor) -> Tensor:
-    """Scale-invariant signal-to-distortion ratio in dB (Le Roux et al. 2019): [..., T] to [...], float64.
+    """Return the scale-invariant signal-to-distortion ratio in dB (Le Roux et al. 2019): [..., T] to [...], float64.
 
-    The means are not taken off. Infinite for a multiple of the target.
+    Means are not subtracted. Infinite for a multiple of the target.
 
     Raises:
-        ValueError: shapes that differ, no samples, values that are not finite, or a silent target.
+        ValueError: the shapes differ, there are no samples, values are not finite, or the target is silent.
     """
     estimate, target = _check_pair(estimate, target)
     energy = target.square().sum(-1, keepdim=True)
@@ -35,18 +35,18 @@ def spectral_distance(
     sample_rate: int | None = None,
     windows: Sequence[int] = (2048, 1024, 512, 256, 128),
 ) -> Tensor:
-    """How far the spectrograms of two clips are apart in dB: [..., T] to [...], float64.
+    """Return the distance between the spectrograms of two clips in dB: [..., T] to [...], float64.
 
-    The mean absolute difference of log magnitudes under Hann windows of several lengths, a quarter apart: long ones
-    resolve tones, short ones onsets (the logarithmic part of the multi-scale loss of Engel et al. 2020).
-    Magnitudes are those of a full-scale sine at 0 dB, and those below -80 dB count as -80 dB.
+    It is the mean absolute difference of log magnitudes under Hann windows of several lengths, with a hop of a quarter.
+    Long windows resolve tones, short ones onsets (the logarithmic part of the multi-scale loss of Engel et al. 2020).
+    Magnitudes are relative to a full-scale sine at 0 dB, and those below -80 dB count as -80 dB.
 
     Args:
         sample_rate: in Hz: compare mel bands, one for every 16 samples of a window, instead of single frequencies.
-        windows: lengths in samples, even; a clip is as long as the longest of them, or longer.
+        windows: lengths in samples, even; a clip must be at least as long as the longest.
 
     Raises:
-        ValueError: as `si_sdr`, but for silence, or windows that do not fit.
+        ValueError: as in `si_sdr`, but silence is allowed; or the windows do not fit.
     """
     estimate, target = _check_pair(estimate, target)
     if not windows or min(windows) < 32 or max(windows) > target.shape[-1] or any(w % 4 for w in windows):
@@ -62,7 +62,7 @@ def spectral_distance(
 
 
 def levels(waves: Tensor, window: int, sample_rate: int | None) -> Tensor:
-    """Magnitudes in dB [..., bands, frames] under one window; frames reach `window / 2` over the ends, by zeros."""
+    """Magnitudes in dB [..., bands, frames] for one window; frames reach `window / 2` past the ends, over zeros."""
     shape = torch.hann_window(window, dtype=torch.float64, device=waves.device)
     spectra = torch.stft(
         waves.reshape(-1, waves.shape[-1]),
@@ -85,7 +85,7 @@ def levels(waves: Tensor, window: int, sample_rate: int | None) -> Tensor:
 
 
 def _check_pair(estimate: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in double precision, or refused."""
+    """Return both in double precision, or refuse them."""
     if estimate.shape != target.shape or target.ndim < 1 or target.numel() == 0:
         raise ValueError(
             f"an estimate of shape {list(estimate.shape)} and a target of {list(target.shape)}; pass two of one shape "

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from visual_spec.eval.intervals import wilson_interval as wilson_interval
     from visual_spec.eval.quality.accuracy import summarise as summarise
-    from visual_spec.eval.quality.intervals import wilson_interval as wilson_interval
     from visual_spec.eval.quality.metrics import density_coverage as density_coverage
     from visual_spec.eval.quality.metrics import frechet_distance as frechet_distance
     from visual_spec.eval.quality.metrics import precision_recall as precision_recall
@@ -25,7 +25,7 @@ _HOME = {
     "paid_slots": "report.pages",
     "precision_recall": "quality.metrics",
     "summarise": "quality.accuracy",
-    "wilson_interval": "quality.intervals",
+    "wilson_interval": "intervals",
     "write_html": "report.pages",
 }
 __all__ = [

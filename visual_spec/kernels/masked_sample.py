@@ -1,8 +1,8 @@
-"""What a masked decoder asks of each position, in one kernel: a token drawn from the law, and how likely it was.
+"""One kernel for each position of a masked decoder: a token drawn from the law, and its log-probability.
 
 Masked decoders (MaskGIT, Chang et al., CVPR 2022; MAGNeT, Ziv et al., ICLR 2024) draw all open positions at every step
-and keep the draws they are most confident of. Guidance, temperature, filters and race are those of `draw`; the mass is
-summed in the pass of the race, so there is one pass more than there, for the largest logit.
+and keep the most confident draws. Guidance, temperature, filters and race are those of `draw`. The pass of the race
+also sums the mass, and needs one extra pass for the largest logit.
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from visual_spec.kernels.draw import (
-    _TILE,
-    _WARPS,
+from visual_spec.kernels.draw import categorical_reference
+from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.law import (
+    TILE,
+    WARPS,
     LawNumbers,
     as_round,
     check_logits,
-    compiled,
-    draw_reference,
     finite_reference,
     kernel_numbers,
     kernel_switches,
     law_reference,
-    on_gpu,
-    rows_of_numbers,
     tiles,
-    triton,
+    unfiltered_reference,
 )
 
 
 def masked_sample(
     logits: Tensor, keys: Tensor, slots: Tensor, law: LawNumbers, *, stream: int, round: int | Tensor = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens drawn from the laws of some positions, and their log-probabilities.
+    """Draw tokens from the laws of some positions, with their log-probabilities.
 
     Args:
-        as of `draw`; `slots` are the positions.
+        logits, keys, slots, law, stream, round: as in `draw`; `slots` are the positions.
 
     Returns:
         tokens: long [B, W], those of `draw`.
         log_probs: float32 [B, W], of the tokens under the law.
-        log_kept: float32 [B, W], of the mass that the law keeps of what temperature and guidance leave: 0 without top-k
-            and top-p, and at temperature 0 the mass of the likeliest token at temperature 1. log_probs + log_kept is
-            the log-probability before the filters, which MAGNeT's confidence is.
+        log_kept: float32 [B, W], log of the mass that the filters keep of the law after guidance and temperature: 0
+            without top-k and top-p, and at temperature 0 the mass of the likeliest token at temperature 1.
+            log_probs + log_kept is the log-probability before the filters, MAGNeT's confidence.
         finite: BoolTensor [B, W], as from `draw`.
         On CUDA by the Triton kernel, elsewhere by `masked_sample_reference`.
 
     Raises:
-        ValueError, TypeError: as of `draw`.
+        ValueError, TypeError: as in `draw`.
     """
     check_logits(logits, keys, slots, law)
     return _masked_sample_op(logits, keys, slots, as_round(round, slots), stream, *law)
@@ -61,10 +59,11 @@ def masked_sample_reference(
     logits: Tensor, keys: Tensor, slots: Tensor, round: Tensor, stream: int, law: LawNumbers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The definition of `masked_sample`, in PyTorch, on any device."""
-    tokens, _ = draw_reference(logits, keys, slots, round, stream, law)
+    target = law_reference(logits, slots, law)  # [B, W, V]
+    tokens = categorical_reference(target, keys, slots, stream, round).clamp(law.first, law.stop - 1)
     at = tokens[..., None]
-    log_probs = law_reference(logits, slots, law).gather(-1, at).squeeze(-1)
-    whole = law_reference(logits, slots, law._replace(top_k=0, top_p=1.0, temperature=law.temperature or 1.0))
+    log_probs = target.gather(-1, at).squeeze(-1)
+    whole = unfiltered_reference(logits, slots, law, target)
     log_kept = whole.gather(-1, at).squeeze(-1) - log_probs
     return tokens, log_probs, log_kept, finite_reference(logits, law)
 
@@ -124,17 +123,18 @@ def masked_sample_triton(
             *kernel_numbers(law),
             STREAM=stream,
             **kernel_switches(law),
-            TILE=_TILE,
-            TILES=tiles(law, _TILE),
-            num_warps=_WARPS,
+            TILE=TILE,
+            TILES=tiles(law, TILE),
+            num_warps=WARPS,
         )
     return tokens, log_probs, log_kept, finite
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
-    from visual_spec.kernels.draw import filter_law, guided_logits, is_finite, logits_row, race, tile_ids
+    from visual_spec.kernels.draw import race
+    from visual_spec.kernels.law import filter_law, guided_logits, is_finite, logits_row, tile_ids
     from visual_spec.kernels.philox import uniform_tile
 
     @triton.jit
@@ -167,7 +167,7 @@ if triton is not None:
         TILES: tl.constexpr,
     ):
         infinity = float("inf")
-        place = tl.program_id(0).to(tl.int64)  # sample * window + column
+        place = tl.program_id(0).to(tl.int64)  # sample * window + position
         sample = place // window
         key, slot, at_round = tl.load(keys + sample), tl.load(slots + place), tl.load(round)
         numbers = (first, stop, scale, inverse, top_k, top_p, until)
@@ -199,7 +199,7 @@ if triton is not None:
         token = tl.maximum(winner, first)
         all_mass = tl.log(tl.sum(tl.sum(whole, 1), 0))
         log_prob = 0.0
-        kept_here = -all_mass  # greedy: the peak alone, of mass 1
+        kept_here = -all_mass  # greedy: only the peak is kept, of mass 1
         if not GREEDY:
             score, _, _ = guided_logits(row, token, winner >= 0, GUIDED)
             total = tl.log(tl.sum(tl.sum(kept, 1), 0))

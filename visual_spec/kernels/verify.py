@@ -1,13 +1,16 @@
 """The verification of a window of drafts by the exact rule, in one kernel: law, test, residual, next drafts.
 
-One program serves one column: the chain of `TokenLaw`, `exact_acceptance`, the residual race of a refused draft, and
+One program serves one position: the chain of `TokenLaw`, `exact_acceptance`, the residual race of a refused draft, and
 the redraft of the slot from its new law. It passes over the logits as `draw` does, and twice more, because the law is
-stored and so must be normalised first: without filters three times (the largest logit, the mass, the rest), once from
-memory and twice from the caches. The stored draft law is read once, and only where the draft was refused. The law, the
+stored and must therefore be normalised first: without filters three passes (the largest logit, the mass, the rest), one
+from memory and two from the caches. The stored draft law is read once, and only if the draft was refused. The law, the
 label of the next drafts, is the only array of B x W x V that is written, once.
 
-The draft law of a column is a row of the laws stored by an earlier call, found by its number, or a point or uniform law
-that needs no row. So labels are not copied as the window moves.
+This file does not define the test a second time: samplers write out step by step what the kernel computes, and its
+tests compare it with that.
+
+The draft law of a position is a row of the laws that an earlier call stored, given by its number, or a point or uniform
+law that needs no row. So no labels are copied as the window moves.
 """
 
 from __future__ import annotations
@@ -20,31 +23,23 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from visual_spec.kernels.draw import (
-    _TILE,
-    _WARPS,
+from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.law import (
+    TILE,
+    WARPS,
     LawNumbers,
     as_round,
     check_logits,
-    compiled,
-    finite_reference,
     kernel_numbers,
     kernel_switches,
-    law_reference,
-    log_exponential_reference,
-    on_gpu,
-    rows_of_numbers,
     tiles,
-    triton,
 )
-from visual_spec.kernels.philox import philox_uniform_reference
 
-# In the place of the number of a stored law.
+# Values in place of the number of a stored law.
 NO_DRAFT = -1
 POINT_LAW = -2  # all mass on the draft
 UNIFORM_LAW = -3  # over the allowed ids
 
-_SCALAR_BLOCK = 0xFFFFFFFF  # of the counter, as in `samplers.randomness`
 _NO_STREAM = -1
 
 
@@ -63,31 +58,30 @@ def verify(
     draw_stream: int | None = None,
     draw_round: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Test the drafts of a window, replace those that are refused, and draw the slots anew from their laws.
+    """Test the drafts of a window, replace the refused ones, and draw the slots anew from their laws.
 
     Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023.
 
     Args:
-        logits, keys, slots, law: as for `draw`.
+        logits, keys, slots, law: as in `draw`.
         drafts: long [B, W].
         stored_laws: float32 [B, C, V] log-probabilities.
-        draft_laws: long [B, W], the column of `stored_laws` that each draft was drawn from, or NO_DRAFT, POINT_LAW, or
+        draft_laws: long [B, W], the row of `stored_laws` that each draft was drawn from, or NO_DRAFT, POINT_LAW, or
             UNIFORM_LAW.
-        round: of the test and of the replacement.
-        accept_stream, residual_stream: of their noise.
+        round: round of the test and of the replacement.
+        accept_stream, residual_stream: streams of their noise.
         draw_stream, draw_round: noise of the redraft; None for no redraft.
 
     Returns:
         laws: float32 [B, W, V] log-probabilities, -inf outside the support.
-        accept: BoolTensor [B, W], whether each draft is kept; False where there is none.
-        tokens: long [B, W], the draft where it is kept, else a draw from the residual (from the law, without a draft).
+        accept: BoolTensor [B, W], whether each draft is kept; False without a draft.
+        tokens: long [B, W], the draft if it is kept, else a draw from the residual (from the law, without a draft).
         drawn: long [B, W], draws from the laws; [B, 0] without a redraft.
         finite: as from `draw`.
-        On CUDA by the Triton kernel, elsewhere by `verify_reference`.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: logits or stored laws of another dtype.
+        ValueError: the shapes do not fit, or the logits are not on a GPU, or Triton is missing there.
+        TypeError: the logits or stored laws have another dtype.
     """
     check_logits(logits, keys, slots, law)
     if drafts.shape != slots.shape or draft_laws.shape != slots.shape:
@@ -101,6 +95,11 @@ def verify(
         )
     if stored_laws.dtype != torch.float32:
         raise TypeError(f"stored_laws are {stored_laws.dtype}; pass float32, as `verify` returns them.")
+    if not on_gpu(logits):
+        raise ValueError(
+            f"logits are on {logits.device}, and this kernel needs a GPU and Triton; elsewhere take the test step by "
+            "step: `TokenLaw`, `exact_acceptance`, `residual` and `CounterNoise`, as samplers do."
+        )
     return _verify_op(
         logits,
         drafts,
@@ -115,50 +114,6 @@ def verify(
         _NO_STREAM if draw_stream is None else draw_stream,
         *law,
     )
-
-
-def verify_reference(
-    logits: Tensor,
-    drafts: Tensor,
-    stored_laws: Tensor,
-    draft_laws: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    round: Tensor,
-    draw_round: Tensor,
-    accept_stream: int,
-    residual_stream: int,
-    draw_stream: int,
-    law: LawNumbers,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The definition of `verify`, in PyTorch, on any device."""
-    vocab_size = logits.shape[-1]
-    target = law_reference(logits, slots, law)
-    at = torch.where(draft_laws == NO_DRAFT, law.first, drafts)[..., None]  # [B, W, 1]
-    kinds = draft_laws[..., None]
-    ids = torch.arange(vocab_size, device=logits.device)
-    rows = draft_laws.clamp(min=0)[..., None].expand(-1, -1, vocab_size)
-    label = torch.where(kinds >= 0, stored_laws.gather(1, rows), -torch.inf)
-    label = label.masked_fill((kinds == POINT_LAW) & (ids == at), 0)
-    allowed = (ids >= law.first) & (ids < law.stop)
-    label = label.masked_fill((kinds == UNIFORM_LAW) & allowed, -math.log(law.stop - law.first))
-
-    ratio = (target.gather(-1, at) - label.gather(-1, at)).exp().squeeze(-1)
-    chance = philox_uniform_reference(keys, slots, 1, accept_stream, round, _SCALAR_BLOCK).squeeze(-1)
-    accept = (chance < ratio) & (draft_laws != NO_DRAFT)
-
-    difference = (target.exp() - label.exp()).clamp(min=0)
-    # Without mass both laws are equal, and a draft is refused by rounding only.
-    left = torch.where(difference.sum(-1, keepdim=True) > 0, difference.log(), target)
-    noise = log_exponential_reference(keys, slots, vocab_size, residual_stream, round)
-    replacement = (noise - left).argmin(-1).clamp(law.first, law.stop - 1)
-    tokens = torch.where(accept, drafts, replacement)
-
-    drawn = drafts.new_empty(slots.shape[0], 0)
-    if draw_stream != _NO_STREAM:
-        noise = log_exponential_reference(keys, slots, vocab_size, draw_stream, draw_round)
-        drawn = (noise - target).argmin(-1).clamp(law.first, law.stop - 1)
-    return target, accept, tokens, drawn, finite_reference(logits, law)
 
 
 @triton_op("visual_spec::verify", mutates_args=())
@@ -184,8 +139,7 @@ def _verify_op(
     guided_until: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guided_until)
-    by = verify_triton if on_gpu(logits) else verify_reference
-    return by(
+    return verify_triton(
         logits,
         drafts,
         stored_laws,
@@ -267,31 +221,31 @@ def verify_triton(
             RESIDUAL_STREAM=residual_stream,
             DRAW_STREAM=draw_stream,
             **kernel_switches(law),
-            TILE=_TILE,
-            TILES=tiles(law, _TILE),
-            ALL_TILES=-(-vocab_size // _TILE),
-            num_warps=_WARPS,
+            TILE=TILE,
+            TILES=tiles(law, TILE),
+            ALL_TILES=-(-vocab_size // TILE),
+            num_warps=WARPS,
         )
     return outputs
 
 
 if triton is not None:
-    import triton.language as tl
+    from triton import language as tl
 
-    from visual_spec.kernels.draw import (
+    from visual_spec.kernels.draw import race
+    from visual_spec.kernels.law import (
         filter_law,
         guided_logits,
         is_finite,
         logits_row,
         mass_from,
-        race,
         tile_ids,
     )
     from visual_spec.kernels.philox import uniform_scalar, uniform_tile
 
     @triton.jit
     def _log_law(scores, ids, least, peak, best, log_mass, GREEDY: tl.constexpr):
-        """Log-probabilities of ids with these logits."""
+        """Return the log-probabilities of ids with these logits."""
         infinity = float("inf")
         if GREEDY:
             law = tl.where(ids == best, 0.0, -infinity)
@@ -341,7 +295,7 @@ if triton is not None:
         ALL_TILES: tl.constexpr,
     ):
         infinity = float("inf")
-        place = tl.program_id(0).to(tl.int64)  # sample * window + column
+        place = tl.program_id(0).to(tl.int64)  # sample * window + position
         sample = place // window
         key, slot, this_round = tl.load(keys + sample), tl.load(slots + place), tl.load(round)
         numbers = (first, stop, scale, inverse, top_k, top_p, until)
@@ -353,7 +307,7 @@ if triton is not None:
         if not GREEDY:
             log_mass = tl.log(mass_from(row, least, peak, GUIDED, TILE, TILES))
 
-        # The test. The constants are those of the module: -1 no draft, -2 a point law, -3 the uniform one.
+        # The test. The constants are the module's: -1 no draft, -2 a point law, -3 the uniform law.
         kind = tl.load(draft_laws + place)
         draft = tl.load(drafts + place)
         label_row = stored_laws + sample * law_row_stride + tl.where(kind >= 0, kind, 0) * law_column_stride
@@ -390,7 +344,7 @@ if triton is not None:
                 uniform = uniform_tile(key, slot, this_round, start, RESIDUAL_STREAM, BLOCKS)
                 soonest, winner = race(uniform, excess, ids, soonest, winner, False)
         if (not kept) & (winner < 0):
-            # Equal laws: a draft was refused by rounding only, and the residual is the law.
+            # Equal laws: the draft was refused only by rounding, and the residual is the law.
             for tile in range(TILES):
                 start = first // 4 * 4 + tile * TILE
                 ids = tile_ids(start, BLOCKS)

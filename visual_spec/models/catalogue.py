@@ -1,4 +1,4 @@
-"""Which models run, how that was verified, and what memory they ask for. Plain data, no PyTorch.
+"""The table of supported models: how each was verified, and how much memory it needs. Plain data, no PyTorch.
 
 Sizes are those of the official weights; the tests recompute them on the meta device.
 """
@@ -15,15 +15,15 @@ class KnownModel:
     """One model.
 
     Attributes:
-        name: as printed.
-        weights: the official files or repository; "" where none is released.
-        load: what loads it.
-        pixels: side of the pictures; 0 of a model that plays.
-        tokens: slots of a picture, columns of a clip.
-        prefix: positions before the first token (of a prompt of usual length where it is not fixed).
-        parameters: numbers in the weights of what draws tokens: tokenizers and text encoders come on top.
+        name: name for display.
+        weights: the official files or repository; "" if none are released.
+        load: the function that loads it.
+        pixels: side of the pictures; 0 for an audio model.
+        tokens: slots of a picture, or columns of a clip.
+        prefix: positions before the first token (for a prompt of usual length if it is not fixed).
+        parameters: number of weights of the token model, without tokenizers and text encoders.
         cached: numbers that the cache holds for one position of one row: keys and values of all layers.
-        uncached: slots that nothing reads, and that the cache has no room for: the last scale of a next-scale model.
+        uncached: slots that nothing reads and that are not cached: the last scale of a next-scale model.
         calls: the kinds of calls it answers.
         verified: a key of `VERIFIED`.
     """
@@ -41,10 +41,10 @@ class KnownModel:
     uncached: int = 0
 
     def memory(self, bytes_each: int, *, batch_size: int = 1, guided: bool = True) -> int:
-        """Bytes of weights and cache while `batch_size` pictures are drawn.
+        """Return the bytes of weights and cache while `batch_size` pictures are drawn.
 
         Args:
-            bytes_each: of a number: 4 for float32, 2 for bfloat16.
+            bytes_each: bytes of a number: 4 for float32, 2 for bfloat16.
         """
         rows = batch_size * (2 if guided else 1)
         held = self.prefix + self.tokens - self.uncached
@@ -119,7 +119,7 @@ def _magnet(size: str, seconds: int, layers: int, dim: int, parameters: int) -> 
         tokens=seconds * 50,
         prefix=0,
         parameters=parameters,
-        cached=0,  # every step scores the whole clip anew
+        cached=0,  # every step scores the whole clip again
         verified="official layout",
         calls=(MASKED,),
     )
@@ -161,7 +161,7 @@ MODELS = [
     _var(24, 256, 1_033_399_360),
     _var(30, 256, 2_010_020_356),
     _var(36, 512, 2_353_893_904),
-    # Sizes of transformers' default configurations, which are those of the released weights.
+    # Sizes of transformers' default configurations, which match the released weights.
     KnownModel(
         "Chameleon-7B, Anole-7B", "leloy/Anole-7b-v0.1-hf", "visual_spec.accelerate(model)",
         512, 1024, 64, 7_013_666_816, 2 * 32 * 4096, "transformers",
@@ -193,10 +193,10 @@ MODELS = [
     _magnet("medium", 30, 48, 1536, 1_838_737_920),
 ]  # fmt: skip
 
-# Families of transformers whose sizes differ from release to release: they run, and are not in the table of memory.
+# Families of transformers whose sizes differ between releases: supported, but not in the table of memory.
 OTHER_MODELS = {"Janus, Janus-Pro": ("visual_spec.accelerate(model)", "transformers")}
 
-# What comes on top of `KnownModel.parameters`.
+# Memory in addition to `KnownModel.parameters`.
 EXTRAS = {
     "VQ-16 tokenizer": 71_883_403,
     "VQ-8 tokenizer": 70_109_835,

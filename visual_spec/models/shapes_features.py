@@ -1,7 +1,7 @@
-"""A small convolutional network that reads `shapes` pictures: its features serve distances between sets of pictures.
+"""A small convolutional network that reads `shapes` pictures; its features measure distances between picture sets.
 
-It takes the place that Inception has in the Frechet distance (Heusel et al. 2017) for photographs: a distance is as
-good as its features, and those of a network trained on this very data see what matters in it.
+It replaces Inception, which the Frechet distance (Heusel et al. 2017) uses for photographs. A distance is only as good
+as its features, and a network trained on this data has features for what matters in it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.saved import SavedModel
+
 
 def _level(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
     return nn.Sequential(
@@ -21,18 +23,18 @@ def _level(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
     )
 
 
-class ShapesFeatures(ModelMixin, ConfigMixin):
-    """Pictures to features, and features to what the picture shows.
+class ShapesFeatures(SavedModel, ModelMixin, ConfigMixin):
+    """Maps pictures to features, and features to the content of the picture.
 
     Called on uint8 pictures, it is a `feature` module of `torchmetrics.image.fid.FrechetInceptionDistance`. On true
-    scenes every feature has mean 0 and standard deviation 1, so that distances have a scale: two sets of pictures that
-    have nothing in common are `num_features` or more apart.
+    scenes every feature has mean 0 and standard deviation 1, so distances have a scale: two unrelated sets of pictures
+    are at least `num_features` apart.
 
     Args:
-        heads: name -> number of outputs of a linear reader of the features.
+        heads: name -> number of outputs of a linear head on the features.
         num_features: D.
-        image_size: side in pixels that pictures are resampled to, a multiple of 8.
-        channels: of the first level; deeper ones have two and four times as many.
+        image_size: side in pixels to which pictures are resampled, a multiple of 8.
+        channels: channels of the first level; deeper ones have two and four times as many.
     """
 
     @register_to_config
@@ -51,7 +53,7 @@ class ShapesFeatures(ModelMixin, ConfigMixin):
             _level(2 * channels, 4 * channels, 2),
             _level(4 * channels, 4 * channels, 1),
         )
-        # No pooling over the whole picture: where things lie is part of what a sampler may get wrong.
+        # No pooling over the whole picture: a sampler may get positions wrong, so they must count.
         self.squeeze = _level(4 * channels, 2 * channels, 2)
         self.project = nn.Linear(2 * channels * (image_size // 16) ** 2, num_features)
         self.readers = nn.ModuleDict({name: nn.Linear(num_features, count) for name, count in heads.items()})
@@ -59,10 +61,10 @@ class ShapesFeatures(ModelMixin, ConfigMixin):
         self.register_buffer("spread", torch.ones(num_features))
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Standardised features [B, D] of pictures, uint8 [B, 3, H, W].
+        """Return standardised features [B, D] of pictures, uint8 [B, 3, H, W].
 
         Raises:
-            ValueError: pictures of another type or shape.
+            ValueError: the pictures have another dtype or shape.
         """
         if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
             raise ValueError(
@@ -71,11 +73,11 @@ class ShapesFeatures(ModelMixin, ConfigMixin):
         return (self.raw(pictures.to(self.centre.dtype)) - self.centre) / self.spread
 
     def raw(self, pictures: Tensor) -> Tensor:
-        """Features [B, D] before they are standardised, of pictures as floats [B, 3, H, W] from 0 to 255."""
+        """Return features [B, D] before standardisation, of pictures as floats [B, 3, H, W] from 0 to 255."""
         size = self.config["image_size"]
         x = F.interpolate(pictures, size=(size, size), mode="area") / 127.5 - 1
         return self.project(self.squeeze(self.levels(x)).flatten(1))
 
     def read(self, raw: Tensor) -> dict[str, Tensor]:
-        """Outputs [B, count] of every head from raw features [B, D]: logits, or numbers as the head was trained."""
+        """The outputs [B, count] of every head on raw features [B, D]: logits, or numbers as the head was trained."""
         return {name: head(F.relu(raw)) for name, head in self.readers.items()}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from visual_spec.pipelines.components import PIPELINES
+
 if TYPE_CHECKING:
     from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.base import VisualPipeline
@@ -19,14 +21,9 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 # `accelerate` is not offered here: the name is that of the sub-module.
-_HOME = {
-    "AudioPipeline": "visual_spec.pipelines.audio",
+_HOME = PIPELINES | {
     "AudioPipelineOutput": "visual_spec.pipelines.output",
-    "ClassImagePipeline": "visual_spec.pipelines.class_image",
-    "ImagePipeline": "visual_spec.pipelines.image",
     "ImagePipelineOutput": "visual_spec.pipelines.output",
-    "InfinityPipeline": "visual_spec.pipelines.infinity",
-    "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
     "VisualPipeline": "visual_spec.pipelines.base",
     "load_pipeline": "visual_spec.pipelines.loading",
 }

@@ -5,133 +5,60 @@ Samplers are components, so all this does is to swap one and to remember the oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from visual_spec.pipelines import transformers_models, transformers_music
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler  # noqa: F401
 from visual_spec.samplers.registry import by_name, sampler_class
 
-_NAMED = ("drafter", "refiner")
 _PLAIN = "_visual_spec_plain_sampler"
-
-
-def make_sampler(name: str, **settings: Any) -> Any:
-    """The sampler of a name, as the command line calls it.
-
-    Raises:
-        ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
-    """
-    _check_settings(name, settings)
-    return sampler_class(by_name(name))(**settings)
-
-
-def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
-    """The sampler of a name, and what else a row says: for `scale-wise`, who draws which scales (see `ScalePlan`).
-
-    Raises:
-        ValueError: as `make_sampler` and `ScalePlan`.
-    """
-    plans = ScalePlan.names() if name == "scale-wise" else []
-    _check_settings(name, settings, also=plans)
-    plan = ScalePlan.take(settings) if plans else ScalePlan()
-    return make_sampler(name, **settings), plan
-
-
-def _check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
-    kind = sampler_class(by_name(name))
-    known = {*also, *(key for key in kind().config if not key.startswith("_"))}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        allowed = f"it takes {', '.join(sorted(known))}" if known else "it has none"
-        raise ValueError(f"the {name} sampler has no setting {', '.join(unknown)}; {allowed}.")
-
-
-def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
-    """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
-
-    Values are whole numbers, decimal numbers, `true`, `false`, `none`, words, or several of these divided by `/`
-    (`4/2/2`; a list of one: `4/`). What names a model, `drafter` and `refiner`, is taken as it stands.
-
-    Returns:
-        The name and the settings. Neither is looked at: `make_sampler` does that.
-
-    Raises:
-        ValueError: text of another form, or a setting twice.
-    """
-    name, colon, rest = text.strip().partition(":")
-    settings: dict[str, Any] = {}
-    for part in rest.split(",") if colon else []:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (key and equals and value):
-            raise ValueError(f"{part!r} in sampler {text!r}; write name:setting=value,setting=value")
-        if key in settings:
-            raise ValueError(f"sampler {text!r} sets {key} twice")
-        settings[key] = value if key in _NAMED else _value(value)
-    return name.strip(), settings
-
-
-def _value(text: str) -> Any:
-    if "/" in text:
-        return [_value(part) for part in text.split("/") if part]
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 def accelerate(pipe: Any, sampler: Any = None) -> Any:
     """Make a pipeline decode with another sampler; by default the one that returns the same tokens in fewer calls.
 
-    Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first.
+    Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
+    refused changes nothing.
 
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, or a
             MusicGen of transformers: see `visual_spec.pipelines.transformers_models` and `transformers_music` for what
             those get.
-        sampler: a sampler, or its name (see `visual_spec.samplers.registry`). None: "speculative-jacobi", of music
-            "column-jacobi".
+        sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
+            "speculative-jacobi" or, of music, "column-jacobi"; a pipeline that has a sampler of this class keeps it.
 
     Returns:
         The same pipeline.
 
     Raises:
         TypeError: `pipe` has no sampler to swap, or `sampler` does not fit it.
-        ValueError: an unknown sampler name.
+        ValueError: an unknown sampler name, or a sampler that drafts with a model that the pipeline does not have.
     """
-    plays = transformers_music.is_music_model(pipe)
+    adapter = _adapter(pipe)
     if sampler is None:
-        fast = pipe.fast_sampler if isinstance(pipe, VisualPipeline) else "speculative-jacobi"
-        sampler = "column-jacobi" if plays else fast
-    sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
-    if plays:
-        return transformers_music.accelerate(pipe, sampler)
-    if not isinstance(pipe, VisualPipeline):
-        return transformers_models.accelerate(pipe, sampler)
-    plain = pipe.sampler
-    pipe.sampler = sampler
+        sampler = _fast_sampler(pipe) if adapter is None else adapter.FAST_SAMPLER
+    if isinstance(sampler, str):
+        name, settings = parse_sampler(sampler)
+        sampler = make_sampler(name, **settings)
+    if adapter is not None:
+        return adapter.accelerate(pipe, sampler)
+    before = pipe.sampler
     try:
+        pipe.sampler = sampler
         pipe.check_sampler()
-    except TypeError:
-        pipe.sampler = plain
+    except BaseException:
+        pipe.sampler = before
         raise
     if not hasattr(pipe, _PLAIN):
-        setattr(pipe, _PLAIN, plain)
+        setattr(pipe, _PLAIN, before)
     return pipe
 
 
 def restore(pipe: Any) -> Any:
     """Undo `accelerate`; a pipeline that was not accelerated is left as it is. Returns the same pipeline."""
-    if transformers_music.is_music_model(pipe):
-        return transformers_music.restore(pipe)
-    if not isinstance(pipe, VisualPipeline):
-        return transformers_models.restore(pipe)
+    adapter = _adapter(pipe)
+    if adapter is not None:
+        return adapter.restore(pipe)
     if hasattr(pipe, _PLAIN):
         pipe.sampler = getattr(pipe, _PLAIN)
         delattr(pipe, _PLAIN)
@@ -140,9 +67,23 @@ def restore(pipe: Any) -> Any:
 
 def summary(pipe: Any) -> str:
     """One line on what the last pictures or clips of a pipeline cost: tokens, calls, tokens per call, seconds."""
-    if transformers_music.is_music_model(pipe):
-        return transformers_music.summary(pipe)
-    if not isinstance(pipe, VisualPipeline):
-        return transformers_models.summary(pipe)
+    adapter = _adapter(pipe)
+    if adapter is not None:
+        return adapter.summary(pipe)
     trace = getattr(pipe, "last_trace", None)
     return trace.summary() if trace is not None else f"{type(pipe.sampler).__name__}: nothing decoded yet"
+
+
+def _adapter(thing: Any) -> Any:
+    """The module that accelerates a model of transformers, or what holds one; None for a pipeline of ours."""
+    if isinstance(thing, VisualPipeline):
+        return None
+    from visual_spec.pipelines import transformers_models, transformers_music
+
+    return transformers_music if transformers_music.is_music_model(thing) else transformers_models
+
+
+def _fast_sampler(pipe: VisualPipeline) -> Any:
+    # Its own settings may belong to its law: how guidance grows, the steps of a masked model.
+    name, _ = parse_sampler(pipe.fast_sampler)
+    return pipe.sampler if type(pipe.sampler) is sampler_class(by_name(name)) else pipe.fast_sampler

@@ -3,11 +3,12 @@
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from einops import repeat
 from torch import Tensor
 from transformers import (
     EncodecModel,
@@ -25,26 +26,22 @@ from visual_spec.models.columns.musicgen import (
     text_condition,
 )
 from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.calls import COLUMNS, MASKED
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
-from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
 from visual_spec.models.next_token.llamagen import TextCondition
-
-# As in `image.py`: every class that a saved pipeline may name is imported here.
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.base import VisualPipeline, wake
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler
 
 OUTPUT_TYPES = ("np", "pt", "latent")
-SAMPLERS = (ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler)
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
@@ -156,7 +153,8 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        return cls(model, None, None, sampler or ColumnJacobiSampler(), tokenizer, **published | settings)
+        chosen = sampler or make_sampler("column-jacobi")
+        return cls(model, None, None, chosen, tokenizer, **published | settings)
 
     @classmethod
     def from_magnet(
@@ -183,10 +181,13 @@ class AudioPipeline(VisualPipeline):
         Raises:
             FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_magnet_codec`.
         """
+        from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+
         loaded = load_magnet(source, dtype=dtype)
         own = loaded.settings
-        sampler = MaskedSampler(
-            own.steps,
+        sampler = make_sampler(
+            "masked",
+            steps=own.steps,
             clock="magnet",
             span=own.span,
             temperature="falling",
@@ -220,6 +221,25 @@ class AudioPipeline(VisualPipeline):
         super().save_pretrained(save_directory, *args, **kwargs)
 
     # -- what the parts are --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler."""
+        masked = bool(settings.get("masked"))
+        return PipelineFacts(
+            medium="audio",
+            unit="columns",
+            calls=(MASKED,) if masked else (COLUMNS,),
+            plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
+            fast_sampler="masked" if masked else "column-jacobi",
+            default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
+            comparable=not masked,
+        )
+
+    @property
+    def _fills_in(self) -> bool:
+        """Whether the model fills in hidden codes, rather than going on."""
+        return MASKED in self.calls
 
     def _check_parts(self) -> None:
         modules = MusicgenModules(self._model, self.config["padding"])
@@ -277,11 +297,6 @@ class AudioPipeline(VisualPipeline):
         """Frames of the longest clip that is played in one go."""
         return round(self.config["max_audio_length_in_s"] * self.frame_rate)
 
-    @property
-    def fast_sampler(self) -> str:
-        """The name of the sampler that `visual_spec.accelerate` sets."""
-        return "masked" if self.config["masked"] else "column-jacobi"
-
     def make_law(self, guidance_until: int | None = None, **settings: float | None) -> TokenLaw:
         """The law of a code.
 
@@ -291,29 +306,9 @@ class AudioPipeline(VisualPipeline):
         Raises:
             ValueError: a value out of its range.
         """
-        values: Any = {
-            name: self.config[f"default_{name}"] if settings.get(name) is None else settings[name]
-            for name in ("guidance_scale", "temperature", "top_k", "top_p")
-        }
-        return TokenLaw(guidance_until=guidance_until, **values)
+        return TokenLaw(guidance_until=guidance_until, **self._chosen(**settings))
 
     # -- input ---------------------------------------------------------------------------------------------------------
-
-    def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode this model, or one that lacks its drafter.
-
-        Raises:
-            TypeError: names those that do.
-            ValueError: it drafts with a second model, and there is none.
-        """
-        fitting = (MaskedSampler,) if self.config["masked"] else SAMPLERS
-        if not isinstance(self.sampler, fitting):
-            what = "fill in hidden codes" if self.config["masked"] else "decode several codebooks"
-            raise TypeError(
-                f"sampler is {type(self.sampler).__name__}, which does not {what}; those that do: "
-                f"{', '.join(kind.__name__ for kind in fitting)}."
-            )
-        self.check_drafter()
 
     def check_inputs(
         self,
@@ -427,10 +422,9 @@ class AudioPipeline(VisualPipeline):
                 )
             return encoder(prompts)
         inputs = self.tokenizer(prompts, padding=True, return_tensors="pt").to(self._execution_device)
-        if encoder is None:
-            wake(self.transformer)
         owner = self._model if encoder is None else self
-        return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
+        with at_hand(self._model if encoder is None else encoder):
+            return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
 
     # -- playing -------------------------------------------------------------------------------------------------------
 
@@ -521,7 +515,6 @@ class AudioPipeline(VisualPipeline):
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         stream = None
         if output_type != "latent" or callback_on_audio is not None:
-            wake(self.codec)
             stream = WaveStream(
                 self._codec,
                 self.channels,
@@ -537,21 +530,28 @@ class AudioPipeline(VisualPipeline):
             kwargs = {name: {"lengths": lengths}[name] for name in asked}
             callback_on_step_end(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
 
-        wake(self.transformer)
-        codes, trace = decode_windows(
-            self.sampler,
-            self._window_model,
-            condition,
-            given,
-            windows,
-            progress_bar=self.progress_bar,
-            stream=stream,
-            streamed=callback_on_audio is not None and not self.config["masked"],
-            listener=None if callback_on_step_end is None else listen,
-            law=law,
-            generator=generator,
-            **self._sampler_parts(),
+        self._guidance_scale = law.guidance_scale
+        self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
+        models = (
+            self._model,
+            self._codec,
+            self.drafter if getattr(self.sampler, "needs_drafter", False) else None,
         )
+        with at_hand(*models):
+            codes, trace = decode_windows(
+                self.sampler,
+                self._window_model,
+                condition,
+                given,
+                windows,
+                progress_bar=self.progress_bar,
+                stream=stream,
+                streamed=callback_on_audio is not None and not self._fills_in,
+                listener=None if callback_on_step_end is None else listen,
+                law=law,
+                generator=generator,
+                **self.sampler_parts(),
+            )
         self.last_trace = trace
         audios: Any = codes
         if output_type != "latent":
@@ -567,14 +567,12 @@ class AudioPipeline(VisualPipeline):
         if clip is None:
             count = MusicgenModules(self._model).num_codebooks
             return torch.zeros(batch_size, count, 0, dtype=torch.long, device=self._execution_device)
-        if self.codec is None:
-            wake(self.transformer)
-        wake(self.codec)
-        codes = encode_waves(self._codec, clip).to(self._execution_device)
+        with at_hand(self._model if self.codec is None else self.codec):
+            codes = encode_waves(self._codec, clip).to(self._execution_device)
         return codes.repeat_interleave(batch_size // len(codes), 0)
 
     def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
-        if self.config["masked"]:
+        if self._fills_in:
             settings = {"padding": self.config["padding"], "reach": self.config["reach"]}
             return MagnetModel(self._model, num_frames, **settings)
         return self._columns_of(self._model, num_frames, prompt_frames)
@@ -593,13 +591,13 @@ class AudioPipeline(VisualPipeline):
             settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
         return MusicgenColumnModel(model, num_frames, prompt_frames=prompt_frames, **settings)
 
-    def _sampler_parts(self) -> dict[str, Any]:
+    def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter for each window, the codes of each codebook."""
         if getattr(self.sampler, "needs_drafter", False):
-            wake(self.drafter)
             return {"make_drafter": self._window_drafter}
         if not getattr(self.sampler, "needs_codebook", False):
             return {}
-        wake(self.codec)
-        books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])  # [K, V, D]
-        return {"codebook": books.repeat_interleave(self.channels, 0)}
+        with at_hand(self._codec):
+            books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
+        # Both channels of stereo use the codec's codebooks, and their codes of one level stand side by side.
+        return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}

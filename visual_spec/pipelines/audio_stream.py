@@ -12,9 +12,8 @@ from visual_spec.models.columns.encodec import StreamingDecoder
 from visual_spec.models.columns.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import DecodeProgress
-from visual_spec.pipelines.transformers_models import joined_traces
+from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.trace import DecodeTrace
-from visual_spec.samplers.masked import MaskedTrace
 
 
 class WaveStream:
@@ -220,9 +219,11 @@ def decode_windows(
             if stream is not None:
                 stream(codes[..., stream.received :])
             trace = result.trace
-            if isinstance(trace, MaskedTrace):  # tells of what was kept, too
-                commit_call, entry_call = trace.commit_call[:, kept:], trace.entry_call[:, kept:]
-                trace = replace(trace, commit_call=commit_call, entry_call=entry_call)
+            if isinstance(model, MagnetModel):  # whose trace tells of what was kept, too
+                cut: dict[str, Any] = {
+                    name: getattr(trace, name)[:, kept:] for name in ("commit_call", "entry_call")
+                }
+                trace = replace(trace, **cut)
             traces.append(trace)
         progress.finish()
     return codes, joined_traces(traces)

@@ -5,33 +5,25 @@ one it is for; `tests/pipelines/test_loading.py` reproduces them all, so that a 
 changes one is noticed.
 """
 
+import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from huggingface_hub import snapshot_download
 
-from visual_spec import samplers
+from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
+from visual_spec.models.core.saved import check_transformers_model
+from visual_spec.pipelines.components import PIPELINES, resolved
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.scales import ScaleWiseSampler
-
-# They look like the samplers of next-token models, but call theirs otherwise.
-_OF_OTHER_MODELS = (
-    ColumnAutoregressiveSampler,
-    ColumnJacobiSampler,
-    DraftedColumnSampler,
-    MaskedSampler,
-    ScaleWiseSampler,
-)
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.samplers import registry
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
@@ -47,7 +39,8 @@ class VisualPipeline(DiffusionPipeline):
     sampler: Any
     drafter: Any = None
     last_trace: Any = None
-    fast_sampler = "speculative-jacobi"  # the one that `visual_spec.accelerate` takes if it is given none
+    _guidance_scale: Any = None  # of the call that runs, or ran last
+    _num_timesteps: int = 0
     _fitting_drafter = "an EagleDrafter trained for this model (scripts/train_drafter.py)"
 
     @classmethod
@@ -55,10 +48,128 @@ class VisualPipeline(DiffusionPipeline):
         """Load an embedded model, a folder written by `save_pretrained`, or a Hub id; arguments as for diffusers.
 
         Raises:
-            ValueError: a name that is none of these, a file, or a folder without a pipeline; says what to do.
+            ValueError: a name that is none of these, a file, a folder without a pipeline, or a pipeline of another
+                class; says what to do. A component whose weights are damaged or not those of its configuration; names
+                them.
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        cls._refuse_other_class(pretrained_model_name_or_path)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        pipe = loaded[0] if isinstance(loaded, tuple) else loaded
+        name = os.fspath(pretrained_model_name_or_path)
+        folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
+        for part, model in pipe.components.items():
+            # Our own models check themselves; those that were passed come from elsewhere.
+            of_transformers = isinstance(model, torch.nn.Module) and not isinstance(model, ModelMixin)
+            if of_transformers and part not in kwargs and (folder / part).is_dir():
+                check_transformers_model(folder / part, model, kwargs.get("variant"))
+        return cast(Self, loaded)  # or a pair, with output_loading_info
+
+    @classmethod
+    def _refuse_other_class(cls, name: str | os.PathLike) -> None:
+        """Refuse a pipeline on this disk that was saved as one of our other classes.
+
+        Raises:
+            ValueError: names the class that loads it.
+        """
+        folder = Path(name) if Path(name).is_dir() else embedded_folder(os.fspath(name))
+        if not (folder / "model_index.json").is_file():
+            return  # of a Hub id diffusers says what it finds
+        saved_as = cls.load_config(folder).get("_class_name")
+        if saved_as in PIPELINES and saved_as not in {kind.__name__ for kind in cls.__mro__}:
+            raise ValueError(
+                f"{os.fspath(name)} holds a {saved_as}; load it with visual_spec.{saved_as}.from_pretrained."
+            )
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """What a pipeline of this class is, with these settings and this sampler; every subclass says it.
+
+        Args:
+            settings: of the pipeline, as in its model_index.json.
+            sampler: the configuration of its sampler.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not say what it is; give it a method facts_of.")
+
+    @property
+    def facts(self) -> PipelineFacts:
+        """What this pipeline is, with the sampler that it has now."""
+        return self.facts_of(self.config, getattr(self.sampler, "config", {}))
+
+    @property
+    def medium(self) -> str:
+        """What it makes: "image" or "audio"."""
+        return self.facts.medium
+
+    @property
+    def unit(self) -> str:
+        """What a call commits, in the plural: "tokens", "columns" or "scales"."""
+        return self.facts.unit
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The kinds of calls that its model answers (`visual_spec.models.core.calls`)."""
+        return self.facts.calls
+
+    @property
+    def plain_sampler(self) -> str:
+        """Its plain decoding, as on the command line."""
+        return self.facts.plain_sampler
+
+    @property
+    def fast_sampler(self) -> str:
+        """What `visual_spec.accelerate` sets when no sampler is named, as on the command line."""
+        return self.facts.fast_sampler
+
+    @property
+    def comparable(self) -> bool:
+        """Whether an accelerated decoding is compared with the plain one; a masked model has a law of its own."""
+        return self.facts.comparable
+
+    @property
+    def stored_as(self) -> str:
+        """What keeps a sample: its token "ids", or the finished "canvas" where ids do not tell the picture."""
+        return self.facts.stored_as
+
+    def default_settings(self) -> dict[str, Any]:
+        """The law's settings where none are given: guidance_scale, top_k, top_p, and temperature where it has one."""
+        return dict(self.facts.default_settings)
+
+    @classmethod
+    def _saved_law(cls, settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        """The saved defaults of the law's settings, or those of the class where nothing was saved."""
+        usual = inspect.signature(cls.__init__).parameters
+        return {name: settings.get(f"default_{name}", usual[f"default_{name}"].default) for name in names}
+
+    def _chosen(self, **given: Any) -> dict[str, Any]:
+        """The law's settings: what is given, and the defaults in place of None."""
+        return self.default_settings() | {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def guidance_scale(self) -> Any:
+        """Guidance of the call that runs, or ran last; before the first one that of the defaults."""
+        return (
+            self._guidance_scale
+            if self._guidance_scale is not None
+            else self.default_settings().get("guidance_scale")
+        )
+
+    @property
+    def num_timesteps(self) -> int:
+        """Tokens, columns or scales of a sample, in the call that runs, or ran last; 0 before the first one."""
+        return self._num_timesteps
+
+    # -- loading and moving --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As `DiffusionPipeline.load_config`, with our classes found where they live now."""
+        loaded = super().load_config(*args, **kwargs)
+        if isinstance(loaded, tuple):  # with what else was asked for
+            return resolved(loaded[0]), *loaded[1:]
+        return resolved(loaded)
 
     @classmethod
     def download(cls, pretrained_model_name: str | os.PathLike, **kwargs: Any) -> str:
@@ -112,21 +223,27 @@ class VisualPipeline(DiffusionPipeline):
         with _no_empty_float32_warning():
             return super().to(*args, **kwargs)
 
+    def check_complete(self, *names: str) -> None:
+        """Refuse to draw or play without one of these components.
+
+        Raises:
+            ValueError: names those that are missing.
+        """
+        missing = [name for name in names if getattr(self, name, None) is None]
+        if missing:
+            raise ValueError(
+                f"this pipeline was loaded without its {' and '.join(missing)}; set pipe.{missing[0]}, or load it "
+                "whole. Without it, it encodes prompts only."
+            )
+
     def check_sampler(self) -> None:
-        """Refuse a sampler that decodes no next-token model, or one that lacks its drafter.
+        """Refuse a sampler that does not decode this model, or one that lacks its drafter.
 
         Raises:
             TypeError: `pipe.sampler` is of another kind; names those that fit.
             ValueError: it drafts with a second model, and there is none.
         """
-        strange = isinstance(self.sampler, _OF_OTHER_MODELS)
-        if strange or not (callable(self.sampler) and hasattr(self.sampler, "lossless")):
-            others = {kind.__name__ for kind in _OF_OTHER_MODELS}
-            fitting = [name for name in samplers.__all__ if name.endswith("Sampler") and name not in others]
-            raise TypeError(
-                f"sampler is {type(self.sampler).__name__}, which does not fit a next-token model; those that fit: "
-                f"{', '.join(fitting)}."
-            )
+        check_sampler(self.sampler, self.calls)
         self.check_drafter()
 
     def check_drafter(self) -> None:
@@ -142,13 +259,58 @@ class VisualPipeline(DiffusionPipeline):
             )
 
 
-def refuse_no_pipeline(name: str | os.PathLike) -> None:
-    """Refuse a path at which there is something, but no saved pipeline.
+# What a sampler should do, and how those that do it are named.
+_FITTING = {
+    RASTER: ("fit a next-token model", "those that fit: "),
+    SCALES: ("fit a next-scale model", "pass a "),
+    COLUMNS: ("decode several codebooks", "those that do: "),
+    MASKED: ("fill in hidden codes", "those that do: "),
+}
+
+
+def check_sampler(sampler: Any, calls: tuple[str, ...]) -> None:
+    """Refuse a sampler that makes other calls than the model answers.
+
+    What is not in the registry fits if it is callable and says whether it is `lossless`; if it declares its `calls`, a
+    kind of `visual_spec.models.core.calls` or several, these have to be among them.
 
     Raises:
-        ValueError: a file, or a folder without model_index.json; says what to do.
+        TypeError: names those that fit.
     """
-    path = Path(name)
+    if _calls_of(sampler) <= set(calls) and callable(sampler) and hasattr(sampler, "lossless"):
+        return
+    does, advice = _FITTING.get(calls[0], ("fit this model", "those that fit: "))
+    names = ", ".join(entry.class_name for entry in registry.fitting(calls))
+    raise TypeError(f"sampler is {type(sampler).__name__}, which does not {does}; {advice}{names}.")
+
+
+def _calls_of(sampler: Any) -> set[str]:
+    """The kinds of calls that a sampler makes: those it declares, or those of its class in the registry, if any."""
+    declared = getattr(sampler, "calls", None)
+    if declared is not None:
+        return {declared} if isinstance(declared, str) else set(declared)
+    known = {entry.path: entry.calls for entry in registry.SAMPLERS}
+    for kind in type(sampler).__mro__:  # a sampler derived from another one calls as its nearest parent
+        if (path := f"{kind.__module__}:{kind.__name__}") in known:
+            return {known[path]}
+    return set()
+
+
+def refuse_no_pipeline(name: str | os.PathLike) -> None:
+    """Refuse a name that cannot be that of an embedded model or a Hub id, and a path without a saved pipeline.
+
+    Raises:
+        ValueError: an empty name, a path at which there is nothing, a file, or a folder without model_index.json;
+            says what to do.
+    """
+    path, text = Path(name), os.fspath(name)
+    if not text.strip():
+        raise ValueError(
+            "an empty model name given; pass an embedded model, a folder written by save_pretrained, or a Hub id "
+            "'owner/name'."
+        )
+    if not path.exists() and (path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1):
+        raise ValueError(f"there is no folder {text}; pass one written by save_pretrained.")
     convert = f"visual-spec convert {'FILE...' if path.is_dir() else path} --out DIR"
     if path.is_file():
         raise ValueError(
@@ -162,16 +324,6 @@ def refuse_no_pipeline(name: str | os.PathLike) -> None:
             f"{' ...' if len(files) > 5 else ''}). Pass a folder written by save_pretrained; one is made of official "
             f"checkpoint files by `{convert}`."
         )
-
-
-def wake(component: Any) -> None:
-    """Bring an offloaded model to its device, as `enable_model_cpu_offload` does when `forward` is called.
-
-    To be called before other entry points (`prefill`, `decode_tokens`), which the hooks of offloading do not see.
-    """
-    hook = getattr(component, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(component)
 
 
 @contextmanager

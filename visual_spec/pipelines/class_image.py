@@ -6,26 +6,16 @@ from typing import Any, Self
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-# As in `image.py`: every class that a saved pipeline may name is imported here.
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.labels import ClassNames, Labels
+from visual_spec.pipelines.labels import ClassNames, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
-from visual_spec.samplers import (  # noqa: F401
-    autoregressive,
-    drafted,
-    jacobi,
-    mulo,
-    parallel_jacobi,
-    proactive,
-    tree,
-    zipar,
-)
 
 
 class ClassImagePipeline(TokenImagePipeline):
@@ -99,7 +89,7 @@ class ClassImagePipeline(TokenImagePipeline):
         model, tokenizer, defaults = load_official(
             transformer, vq_model, image_size=image_size, dtype=dtype, text=False
         )
-        return cls(model, tokenizer, sampler or jacobi.SpeculativeJacobiSampler(), id2label, **defaults)
+        return cls(model, tokenizer, sampler or make_sampler("speculative-jacobi"), id2label, **defaults)
 
     @property
     def num_classes(self) -> int:
@@ -148,8 +138,9 @@ class ClassImagePipeline(TokenImagePipeline):
     @torch.no_grad()
     def __call__(
         self,
-        labels: Labels,
+        labels: Labels | None = None,
         *,
+        class_labels: Labels | None = None,
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
@@ -157,7 +148,8 @@ class ClassImagePipeline(TokenImagePipeline):
         top_k: int | None = None,
         top_p: float = 1.0,
         guidance_until: int | None = None,
-        num_images_per_label: int = 1,
+        num_images_per_label: int | None = None,
+        num_images_per_prompt: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
@@ -167,11 +159,17 @@ class ClassImagePipeline(TokenImagePipeline):
         """Draw.
 
         Args:
-            labels: a class number, its name where the pipeline has `id2label`, or a list of them.
-            num_images_per_label: pictures of each class; those of one class follow each other.
+            labels, class_labels: a class number, its name where the pipeline has `id2label`, or a list of them. Two
+                names of one argument.
+            num_images_per_label, num_images_per_prompt: pictures of each class; those of one class follow each other.
+                Two names of one argument; default 1.
 
         All other arguments, and the errors, are those of `ImagePipeline.__call__`.
         """
+        labels = one_of(labels=labels, class_labels=class_labels)
+        if num_images_per_label is None and num_images_per_prompt is None:
+            num_images_per_label = 1
+        each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
         law = self.make_law(
             guidance_scale, top_k, temperature=temperature, top_p=top_p, guidance_until=guidance_until
         )
@@ -179,12 +177,12 @@ class ClassImagePipeline(TokenImagePipeline):
             labels,
             height=height,
             width=width,
-            num_images_per_label=num_images_per_label,
+            num_images_per_label=each,
             generator=generator,
             output_type=output_type,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
-        condition = self.encode_prompt(labels, num_images_per_prompt=num_images_per_label)
+        condition = self.encode_prompt(labels, num_images_per_prompt=each)
         return self._draw(
             condition,
             len(condition),

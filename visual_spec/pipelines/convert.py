@@ -1,34 +1,30 @@
 """Official checkpoint files to `save_pretrained` folders: safetensors and configurations."""
 
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from visual_spec.models.core.checkpoints import (
-    Checkpoint,
-    load_tokenizer,
-    load_transformer,
-    read_checkpoint,
-    recognise,
-)
+from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack_checkpoint
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
 from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.infinity_vq import load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.var import SCALES, VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
 from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
-# What a folder has that an earlier conversion wrote.
-_OURS = ("model_index.json", "config.json")
+_OF_AUDIOCRAFT = (
+    "is of audiocraft (MAGNeT); load its folder by AudioPipeline.from_magnet(folder), and write that pipeline with "
+    "save_pretrained: convert is for pictures."
+)
 
 
 def convert(
@@ -64,10 +60,10 @@ def convert(
         ValueError, OSError: a file that is none of these, two of one kind, or a folder that is in the way.
     """
     out = Path(out)
-    _refuse_folder(out, overwrite)
+    check_replaceable(out, overwrite)
     found: dict[type, Checkpoint] = {}
     names: dict[str, str] = {}
-    sources = [Path(file) if Path(file).is_dir() else read_checkpoint(file) for file in files]
+    sources = [_read(Path(file)) for file in files]
     if any(map(_is_infinity, sources)):
         model, names = _assemble_infinity(sources, text_encoder, image_size, dtype)
         return _written(model, out, names)
@@ -92,8 +88,20 @@ def convert(
     return _written(_assemble(found, text_encoder, image_size, dtype), out, names)
 
 
+def _read(path: Path) -> Path | Checkpoint:
+    """A folder as it is, a file read."""
+    if path.is_dir():
+        if (path / "state_dict.bin").is_file():
+            raise ValueError(f"{path} {_OF_AUDIOCRAFT}")
+        return path
+    content = read_content(path)
+    if isinstance(content, Mapping) and "best_state" in content:
+        raise ValueError(f"{path} {_OF_AUDIOCRAFT}")
+    return unpack_checkpoint(path, content)
+
+
 def _written(model: Any, out: Path, names: dict[str, str]) -> dict[str, Any]:
-    _write_whole(model.save_pretrained, out)
+    write_folder(model.save_pretrained, out)
     components = getattr(model, "components", {"model": model})
     counts = {
         name: sum(parameter.numel() for parameter in part.parameters())
@@ -234,32 +242,3 @@ def _assemble(
     if text:
         return ImagePipeline.from_official(transformer, tokenizer, text_encoder, **options)
     return ClassImagePipeline.from_official(transformer, tokenizer, **options)
-
-
-def _refuse_folder(out: Path, overwrite: bool) -> None:
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise FileExistsError(f"{out} is a file; name a folder to write")
-    if not any(out.iterdir()):
-        return
-    if not overwrite:
-        raise FileExistsError(f"{out} exists and is not empty; choose another name or pass --overwrite")
-    if not any((out / name).exists() for name in _OURS):
-        raise FileExistsError(
-            f"{out} holds no {' or '.join(_OURS)}, so no conversion wrote it; it is not replaced. Choose another name."
-        )
-
-
-def _write_whole(save: Callable[[Path], Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
-        new, old = scratch / "new", scratch / "old"
-        new.mkdir()
-        save(new)
-        if out.exists():
-            out.rename(old)
-        new.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

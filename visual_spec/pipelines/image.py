@@ -13,31 +13,20 @@ from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
-
-# diffusers finds the class of a saved component only in modules that are imported already: every class that a saved
-# pipeline may name is imported here, used below or not.
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
-from visual_spec.samplers import (  # noqa: F401
-    autoregressive,
-    drafted,
-    jacobi,
-    mulo,
-    parallel_jacobi,
-    proactive,
-    tree,
-    zipar,
-)
 
 
 class ImagePipeline(TokenImagePipeline):
     """Draws pictures from prompts.
 
     Args:
-        transformer: a next-token model over the image tokens (`visual_spec.models.core.protocol.NextTokenModel`).
+        transformer: a next-token model over the image tokens (`visual_spec.models.core.protocol.NextTokenModel`). None
+            here, for the tokenizer or for the sampler: the pipeline only encodes prompts (`encode_prompt`).
         vq_model: turns tokens into pictures; its codebook is the transformer's vocabulary.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler`; swap it freely (`pipe.sampler = ...`).
@@ -62,10 +51,10 @@ class ImagePipeline(TokenImagePipeline):
     # `from_pipe` hands a model on only if it is of exactly one of the annotated classes.
     def __init__(
         self,
-        transformer: LlamaGenTransformer,
-        vq_model: VQModel,
+        transformer: LlamaGenTransformer | None,
+        vq_model: VQModel | None,
         text_encoder: CaptionEncoder | T5Features | None,
-        sampler: SchedulerMixin,
+        sampler: SchedulerMixin | None,
         default_guidance_scale: float = 3.0,
         default_top_k: int = 0,
         drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
@@ -79,7 +68,7 @@ class ImagePipeline(TokenImagePipeline):
             drafter=drafter,
         )
         self._finish_init(default_guidance_scale, default_top_k)
-        if self.transformer.config.get("num_classes") is not None:
+        if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
             raise ValueError("the transformer draws from class labels; use ClassImagePipeline.")
 
     @classmethod
@@ -118,7 +107,7 @@ class ImagePipeline(TokenImagePipeline):
                 max_words=model.prefix_length,
                 cache_folder=feature_cache,
             )
-        return cls(model, tokenizer, text_encoder, sampler or jacobi.SpeculativeJacobiSampler(), **defaults)
+        return cls(model, tokenizer, text_encoder, sampler or make_sampler("speculative-jacobi"), **defaults)
 
     def check_inputs(
         self,
@@ -167,7 +156,8 @@ class ImagePipeline(TokenImagePipeline):
         Returns:
             TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device.
         """
-        device, dtype = self._execution_device, self.transformer.dtype
+        reader = self.text_encoder if self.transformer is None else self.transformer
+        device, dtype = self._execution_device, reader.dtype
         if prompt_embeds is None:
             prompts = [prompt] if isinstance(prompt, str) else list(prompt or ())
             unknown = self.text_encoder.unknown_words(prompts)

@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-# As in `image.py`: every class that a saved pipeline may name is imported here.
+from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.next_scale.infinity import InfinityTransformer, Prompt
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
@@ -18,9 +19,11 @@ from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.t5_features import T5Features
-from visual_spec.pipelines.base import VisualPipeline, wake
-from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts, check_scale_sampler
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
@@ -57,7 +60,6 @@ class InfinityPipeline(VisualPipeline):
     _exclude_from_cpu_offload = ["vq_model"]
     _optional_components = ["text_encoder"]
     _callback_tensor_inputs = ["canvas"]
-    fast_sampler = "scale-wise"
 
     transformer: Any
     vq_model: Any
@@ -132,6 +134,23 @@ class InfinityPipeline(VisualPipeline):
 
     # -- what it is made of ------------------------------------------------------------------------------------------
 
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`."""
+        return PipelineFacts(
+            medium="image",
+            unit="scales",
+            calls=(SCALES,),
+            plain_sampler=saved_sampler("scale-wise", sampler),
+            fast_sampler="scale-wise",
+            default_settings={
+                "top_k": 0,
+                **cls._saved_law(settings, "guidance_scale", "temperature", "top_p"),
+            },
+            comparable=False,
+            stored_as="canvas",  # its ids are bits, which only the decoding adds up
+        )
+
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the pictures in pixels."""
@@ -158,14 +177,6 @@ class InfinityPipeline(VisualPipeline):
         self.register_to_config(budget=None if budget is None else budget.to_dict())
         return self
 
-    def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode by scales.
-
-        Raises:
-            TypeError: names the one that does.
-        """
-        check_scale_sampler(self.sampler)
-
     def _check_models(self) -> None:
         model, tokenizer = self.transformer, self.vq_model
         given, wanted = ((tuple(part.scales), part.code_dim) for part in (model, tokenizer))
@@ -189,16 +200,16 @@ class InfinityPipeline(VisualPipeline):
             ValueError: a value out of its range, or a list of another length.
         """
         count, columns = len(self.transformer.scales), []
-        for name, value in [("guidance_scale", guidance_scale), ("temperature", temperature)]:
-            value = self.config[f"default_{name}"] if value is None else value
+        chosen = self._chosen(guidance_scale=guidance_scale, temperature=temperature, top_p=top_p)
+        for name in ("guidance_scale", "temperature"):
+            value = chosen[name]
             column = list(value) if isinstance(value, Sequence) else [value] * count
             if len(column) != count:
                 raise ValueError(
                     f"{len(column)} values of {name} given for {count} scales; pass one a scale, or a single number."
                 )
             columns.append(column)
-        mass = self.config["default_top_p"] if top_p is None else top_p
-        return [TokenLaw(*pair, top_p=mass) for pair in zip(*columns, strict=True)]
+        return [TokenLaw(*pair, top_p=chosen["top_p"]) for pair in zip(*columns, strict=True)]
 
     def stages(self, laws: Sequence[TokenLaw]) -> list[Stage]:
         """The schedule that is decoded: each scale by its law, with the cache that the budget leaves.
@@ -335,8 +346,9 @@ class InfinityPipeline(VisualPipeline):
         batch_size = len((condition[0] if isinstance(condition, tuple) else condition).mask)
         self.transformer.check_condition(condition, batch_size)
         sizes = [area_of(side) * self.vq_model.tokens_per_place for side in self.vq_model.scales]
-        wake(self.transformer)
-        with self.progress_bar(total=batch_size * sum(sizes)) as bar:  # type: ignore[call-arg]
+        self._guidance_scale, self._num_timesteps = [one.guidance_scale for one in laws], len(sizes)
+        models, total = (self.transformer, self.vq_model), batch_size * sum(sizes)
+        with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " bits"
 
             def after_scale(scale: int, canvas: torch.Tensor) -> None:

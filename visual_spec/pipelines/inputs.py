@@ -1,11 +1,9 @@
-"""Checks of what several pipelines are given: prompts, features in place of them, generators, samplers."""
+"""Checks of what several pipelines are given: prompts, features in place of them, generators."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from visual_spec.samplers.scales import ScaleWiseSampler
 
 
 def check_prompts(prompt: Any, embeds: Tensor | None, mask: Tensor | None) -> list[str]:
@@ -90,16 +88,4 @@ def check_generator(generator: Any, pictures: int, noun: str = "picture") -> Non
     if kinds:
         raise TypeError(
             f"the generator list also holds {', '.join(kinds)}; every entry must be a torch.Generator."
-        )
-
-
-def check_scale_sampler(sampler: Any) -> None:
-    """Refuse a sampler that does not decode by scales.
-
-    Raises:
-        TypeError: names the one that does.
-    """
-    if not isinstance(sampler, ScaleWiseSampler):
-        raise TypeError(
-            f"sampler is {type(sampler).__name__}, which does not fit a next-scale model; pass a ScaleWiseSampler."
         )

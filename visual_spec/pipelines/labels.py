@@ -69,3 +69,18 @@ class ClassNames:
         if not 0 <= number < self.num_classes:
             raise ValueError(f"class {number} given; allowed are 0 to {self.num_classes - 1}.")
         return number
+
+
+def one_of(**given: Any) -> Any:
+    """The value of an argument that has two names, of which one is given.
+
+    Raises:
+        TypeError: both are given, or none of them.
+    """
+    names = list(given)
+    values = [value for value in given.values() if value is not None]
+    if len(values) != 1:
+        raise TypeError(
+            f"{'both' if values else 'neither'} of {' and '.join(names)} given; pass one of them."
+        )
+    return values[0]

@@ -1,28 +1,18 @@
 """Load a saved pipeline, or a drafter, without knowing its class."""
 
-import importlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
+from visual_spec.pipelines.components import PIPELINES
 from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, embedded_drafters, embedded_refiners
+from visual_spec.pipelines.facts import PipelineFacts
 
-_HOME = {
-    "AudioPipeline": "visual_spec.pipelines.audio",
-    "ClassImagePipeline": "visual_spec.pipelines.class_image",
-    "ImagePipeline": "visual_spec.pipelines.image",
-    "InfinityPipeline": "visual_spec.pipelines.infinity",
-    "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
-}
-_DRAFTERS = {
-    "ColumnEagleDrafter": "visual_spec.models.drafters.column_eagle",
-    "EagleDrafter": "visual_spec.models.drafters.eagle",
-    "LlamaGenTransformer": "visual_spec.models.next_token.llamagen",
-    "MultiscaleDrafter": "visual_spec.models.drafters.mulo",
-}
-_REFINERS = {"VARTransformer": "visual_spec.models.next_scale.var"}
+_DRAFTERS = ("ColumnEagleDrafter", "EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
+_REFINERS = ("VARTransformer",)
 
 
 def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
@@ -34,11 +24,15 @@ def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
     Raises:
         ValueError: there is no pipeline, or one of a class that is not ours; names those that are.
     """
-    saved_as = read_index(name, **kwargs)["_class_name"]
-    if saved_as not in _HOME:
-        raise ValueError(f"{name} holds a {saved_as}; pass one of {', '.join(_HOME)}.")
-    folder = _folder(name, **kwargs)
-    return getattr(importlib.import_module(_HOME[saved_as]), saved_as).from_pretrained(folder, **kwargs)
+    index = read_index(name, **kwargs)
+    return _pipeline_class(name, index).from_pretrained(_folder(name, **kwargs), **kwargs)
+
+
+def _pipeline_class(name: str | os.PathLike, index: dict[str, Any]) -> Any:
+    saved_as = index["_class_name"]
+    if saved_as not in PIPELINES:
+        raise ValueError(f"{name} holds a {saved_as}; pass one of {', '.join(PIPELINES)}.")
+    return getattr(components, saved_as)
 
 
 def read_index(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
@@ -52,6 +46,21 @@ def read_index(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
     """
     refuse_no_pipeline(name)
     return json.loads((_folder(name, **kwargs) / "model_index.json").read_text())
+
+
+def read_facts(name: str | os.PathLike, **kwargs: Any) -> PipelineFacts:
+    """What a saved pipeline says about itself (its medium, its plain decoding, ...), without loading it.
+
+    Args:
+        name, kwargs: as for `load_pipeline`.
+
+    Raises:
+        ValueError: as `load_pipeline`.
+    """
+    index = read_index(name, **kwargs)
+    sampler = _folder(name, **kwargs) / "sampler" / "sampler_config.json"
+    config = json.loads(sampler.read_text()) if sampler.is_file() else {}
+    return _pipeline_class(name, index).facts_of(index, config)
 
 
 def read_config(
@@ -99,7 +108,7 @@ def load_refiner(name: str | os.PathLike, **kwargs: Any) -> Any:
 
 
 def _load_part(
-    name: str | os.PathLike, kind: str, embedded: list[str], homes: dict[str, str], **kwargs: Any
+    name: str | os.PathLike, kind: str, embedded: list[str], classes: tuple[str, ...], **kwargs: Any
 ) -> Any:
     folder = WEIGHTS_FOLDER / name if os.fspath(name) in embedded else Path(name)
     if not (folder / "config.json").is_file():
@@ -108,8 +117,6 @@ def _load_part(
             f"{', '.join(embedded) or '(none)'}."
         )
     saved_as = json.loads((folder / "config.json").read_text()).get("_class_name")
-    if saved_as not in homes:
-        raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(homes)}.")
-    return (
-        getattr(importlib.import_module(homes[saved_as]), saved_as).from_pretrained(folder, **kwargs).eval()
-    )
+    if saved_as not in classes:
+        raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(classes)}.")
+    return getattr(components, saved_as).from_pretrained(folder, **kwargs).eval()

@@ -1,5 +1,6 @@
 """Class to image scale by scale (VAR): label -> token maps, coarse to fine -> picture."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -7,23 +8,32 @@ from typing import Any, Self
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
-# As in `image.py`: every class that a saved pipeline may name is imported here.
+from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
-from visual_spec.pipelines.base import VisualPipeline, wake
-from visual_spec.pipelines.inputs import check_generator, check_scale_sampler
-from visual_spec.pipelines.labels import ClassNames, Labels
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.inputs import check_generator
+from visual_spec.pipelines.labels import ClassNames, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import write_sampler
+from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import CODE_LAW, VAR_LAW, ScaleWiseSampler, Stage, code_stages
-
-# Settings of a pipeline that say who draws which scales, and with what cache.
-SCHEDULE = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
+from visual_spec.samplers.scales import (
+    CODE_LAW,
+    CODE_WARM_SCALES,
+    CODE_WARM_TEMPERATURE,
+    VAR_LAW,
+    ScaleWiseSampler,
+    Stage,
+    code_stages,
+)
 
 
 class ScaleImagePipeline(VisualPipeline):
@@ -44,11 +54,14 @@ class ScaleImagePipeline(VisualPipeline):
         refiner_guidance_scale: guidance of the scales that the refiner draws, whatever that of the others is; 1 for one
             that learned guided laws, and draws in half the rows; None: as the others.
         refiner_first_scale: the first scale that the refiner learned to draw; None: it knows all.
+        warm_temperature, num_warm_scales: the log-probabilities of the first scales are divided by this temperature,
+            after top-k and top-p, whoever draws them. The published figures of CoDe have 1.1 on seven scales.
 
     Raises:
         TypeError: a component that could not be saved.
         ValueError: models and tokenizer that do not fit, budgets for other models, a number of names other than that
-            of classes, or a number of drafted scales that leaves the transformer without work.
+            of classes, a number of drafted scales that leaves the transformer without work, or a warm temperature or
+            number of warm scales out of its range.
 
     Example:
         >>> pipe = ScaleImagePipeline.from_official("var_d16.pth", "vae_ch160v4096z32.pth")
@@ -60,7 +73,6 @@ class ScaleImagePipeline(VisualPipeline):
     _exclude_from_cpu_offload = ["vq_model", "refiner"]
     _optional_components = ["refiner"]
     _callback_tensor_inputs = ["canvas"]
-    fast_sampler = "scale-wise"
 
     transformer: Any
     vq_model: Any
@@ -81,6 +93,8 @@ class ScaleImagePipeline(VisualPipeline):
         refiner_budget: ScaleBudget | dict[str, Any] | None = None,
         refiner_guidance_scale: float | None = None,
         refiner_first_scale: int | None = None,
+        warm_temperature: float = 1.0,
+        num_warm_scales: int = CODE_WARM_SCALES,
     ):
         super().__init__()
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, refiner=refiner)
@@ -92,7 +106,13 @@ class ScaleImagePipeline(VisualPipeline):
             num_draft_scales=num_draft_scales,
             refiner_guidance_scale=refiner_guidance_scale,
             refiner_first_scale=refiner_first_scale,
+            warm_temperature=warm_temperature,
+            num_warm_scales=num_warm_scales,
         )
+        if not (math.isfinite(warm_temperature) and warm_temperature > 0):
+            raise ValueError(f"warm_temperature={warm_temperature!r}; pass a finite number above 0.")
+        if type(num_warm_scales) is not int or num_warm_scales < 0:
+            raise ValueError(f"num_warm_scales={num_warm_scales!r}; pass an integer of at least 0.")
         self.refiner_law(self.make_law())  # refuses a guidance scale that is none
         self.image_processor = VaeImageProcessor(do_resize=False)
         self._names = ClassNames(self.num_classes, id2label)
@@ -119,7 +139,8 @@ class ScaleImagePipeline(VisualPipeline):
         sampler: ScaleWiseSampler | None = None,
         id2label: list[str] | None = None,
     ) -> Self:
-        """A pipeline around official files, with the law of their published figures.
+        """A pipeline around official files, with the law of their published figures: with a refiner that of CoDe, whose
+        first seven scales are warmer (`warm_temperature`).
 
         Args:
             transformer: e.g. `var_d16.pth`.
@@ -147,9 +168,23 @@ class ScaleImagePipeline(VisualPipeline):
             default_top_p=law.top_p,
             refiner=small,
             num_draft_scales=num_draft_scales,
+            warm_temperature=1.0 if small is None else CODE_WARM_TEMPERATURE,
         )
 
     # -- what it is made of ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`."""
+        return PipelineFacts(
+            medium="image",
+            unit="scales",
+            calls=(SCALES,),
+            plain_sampler=write_sampler("scale-wise", ScalePlan.plain(settings).describe()),
+            fast_sampler="scale-wise",
+            default_settings=cls._saved_law(settings, "guidance_scale", "top_k", "top_p"),
+            stored_as="canvas" if sampler.get("smooth") else "ids",
+        )
 
     @property
     def num_classes(self) -> int:
@@ -224,24 +259,24 @@ class ScaleImagePipeline(VisualPipeline):
         law = self.make_law(**settings)
         condition = self.encode_prompt(labels)
         check_generator(generator, len(condition))
-        wake(self.transformer)
         laws = {self.transformer: law, self.refiner: self.refiner_law(law)}
-        found = [
-            calibrate(
-                model,
-                self.vq_model,
-                condition,
-                sampler=self.sampler,
-                law=laws[model],
-                share=share,
-                batch_size=len(condition),
-                generator=generator,
-                num_drafters=num_drafters,
-                decay=decay,
-            )
-            for model in (self.transformer, self.refiner)
-            if model is not None
-        ]
+        with at_hand(self.transformer, self.refiner, self.vq_model):
+            found = [
+                calibrate(
+                    model,
+                    self.vq_model,
+                    condition,
+                    sampler=self.sampler,
+                    law=laws[model],
+                    share=share,
+                    batch_size=len(condition),
+                    generator=generator,
+                    num_drafters=num_drafters,
+                    decay=decay,
+                )
+                for model in (self.transformer, self.refiner)
+                if model is not None
+            ]
         self.maybe_free_model_hooks()
         return found[0], found[1] if len(found) > 1 else None
 
@@ -270,10 +305,7 @@ class ScaleImagePipeline(VisualPipeline):
         Raises:
             ValueError: a value out of its range.
         """
-        values = dict(guidance_scale=guidance_scale, top_k=top_k, top_p=top_p)
-        chosen: dict[str, Any] = {
-            name: self.config[f"default_{name}"] if value is None else value for name, value in values.items()
-        }
+        chosen = self._chosen(guidance_scale=guidance_scale, top_k=top_k, top_p=top_p)
         return TokenLaw(temperature=temperature, **chosen)
 
     def refiner_law(self, law: TokenLaw) -> TokenLaw:
@@ -284,14 +316,6 @@ class ScaleImagePipeline(VisualPipeline):
         """
         own = self.config["refiner_guidance_scale"]
         return law if own is None else replace(law, guidance_scale=own)
-
-    def check_sampler(self) -> None:
-        """Refuse a sampler that does not decode by scales.
-
-        Raises:
-            TypeError: names the one that does.
-        """
-        check_scale_sampler(self.sampler)
 
     def _check_models(self) -> None:
         tokenizer = self.vq_model
@@ -362,7 +386,22 @@ class ScaleImagePipeline(VisualPipeline):
             # Against the transformer with its whole cache, which draws scale 0 alike: nothing is read there.
             rest = [] if split == 1 else [Stage(large, range(1, split))]
             stages = [Stage(self.transformer, range(1)), *rest, *stages[1:]]
-        return stages
+        return self._warmed(stages)
+
+    def _warmed(self, stages: list[Stage]) -> list[Stage]:
+        """The same schedule, with the first scales at their own temperature."""
+        temperature, count = self.config["warm_temperature"], self.config["num_warm_scales"]
+        if temperature == 1:
+            return stages
+        warmed = []
+        for stage in stages:
+            first, stop = stage.scales.start, stage.scales.stop
+            end = min(max(first, count), stop)  # of its warm scales
+            if first < end:
+                warmed.append(replace(stage, scales=range(first, end), late_temperature=temperature))
+            if end < stop:
+                warmed.append(replace(stage, scales=range(end, stop)))
+        return warmed
 
     def _small(self) -> Any:
         small: Any = self.refiner
@@ -431,8 +470,9 @@ class ScaleImagePipeline(VisualPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        labels: Labels,
+        labels: Labels | None = None,
         *,
+        class_labels: Labels | None = None,
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
@@ -440,7 +480,8 @@ class ScaleImagePipeline(VisualPipeline):
         top_k: int | None = None,
         top_p: float | None = None,
         num_draft_scales: int | None = None,
-        num_images_per_label: int = 1,
+        num_images_per_label: int | None = None,
+        num_images_per_prompt: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
@@ -450,13 +491,15 @@ class ScaleImagePipeline(VisualPipeline):
         """Draw.
 
         Args:
-            labels: a class number, its name where the pipeline has `id2label`, or a list of them.
+            labels, class_labels: a class number, its name where the pipeline has `id2label`, or a list of them. Two
+                names of one argument.
             height, width: that of the model; another one is refused.
             guidance_scale, temperature, top_k, top_p: see `TokenLaw`. With the sampler's ramp, guidance grows from
                 none at the first scale to this scale at the last.
             num_draft_scales: how many scales the transformer draws before the refiner takes over (CoDe); None: the
                 pipeline's own; all: the transformer alone.
-            num_images_per_label: pictures of each class; those of one class follow each other.
+            num_images_per_label, num_images_per_prompt: pictures of each class; those of one class follow each other.
+                Two names of one argument; default 1.
             generator: one for all pictures, or a list of one per picture; a picture depends on its own noise only.
             output_type: "pil", "np" [B, H, W, 3] or "pt" [B, 3, H, W] in [0, 1], or "latent": the canvas [B, D, h, w].
             return_dict: False gives (images, tokens, trace).
@@ -471,23 +514,28 @@ class ScaleImagePipeline(VisualPipeline):
             ValueError, TypeError: a request that cannot be served; refused before any computation.
             FloatingPointError: logits that are not finite; names the slot.
         """
+        labels = one_of(labels=labels, class_labels=class_labels)
+        if num_images_per_label is None and num_images_per_prompt is None:
+            num_images_per_label = 1
+        each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
         law = self.make_law(guidance_scale, top_k, top_p, temperature)
         self.check_inputs(
             labels,
             height=height,
             width=width,
-            num_images_per_label=num_images_per_label,
+            num_images_per_label=each,
             num_draft_scales=num_draft_scales,
             generator=generator,
             output_type=output_type,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
-        condition = self.encode_prompt(labels, num_images_per_prompt=num_images_per_label)
+        condition = self.encode_prompt(labels, num_images_per_prompt=each)
         asked = callback_on_step_end_tensor_inputs
         names = self._callback_tensor_inputs if asked is None else asked
         sizes = [side * side for side in self.vq_model.scales]
-        wake(self.transformer)
-        with self.progress_bar(total=len(condition) * sum(sizes)) as bar:  # type: ignore[call-arg]
+        self._guidance_scale, self._num_timesteps = law.guidance_scale, len(sizes)
+        models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)
+        with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " tokens"
 
             def after_scale(scale: int, canvas: torch.Tensor) -> None:

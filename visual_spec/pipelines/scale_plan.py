@@ -1,21 +1,22 @@
 """Ways to draw with a `ScaleImagePipeline`: who draws which scales, and what the caches may keep."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 
-from visual_spec.models.next_scale.scale_budget import ScaleBudget
-from visual_spec.models.next_scale.scale_cache import calibrate
-from visual_spec.pipelines.base import wake
-from visual_spec.pipelines.loading import load_refiner
-from visual_spec.pipelines.scale_image import SCHEDULE, ScaleImagePipeline
-from visual_spec.samplers.scales import ScaleWiseSampler
+# What draws is imported where a plan is carried out: plans are read beside any model.
+if TYPE_CHECKING:
+    from visual_spec.models.next_scale.scale_budget import ScaleBudget
 
+# Settings of a pipeline that say who draws which scales, and with what cache.
+SCHEDULE = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
 _CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
 # Budgets found for a model, by share, number of drafters and law.
 _BUDGETS: WeakKeyDictionary[Any, dict[tuple[Any, ...], ScaleBudget]] = WeakKeyDictionary()
@@ -110,7 +111,7 @@ class ScalePlan:
             ValueError: a pipeline of another kind, a plan that asks for a refiner where there is none, more scales than
                 there are, or a share too small for the model.
         """
-        if not isinstance(pipe, ScaleImagePipeline):
+        if not set(SCHEDULE) <= set(pipe.config):  # no `ScaleImagePipeline`
             if self.describe():
                 raise ValueError(
                     f"{', '.join(self.describe())} given, which a {type(pipe).__name__} does not have; pass the "
@@ -163,15 +164,19 @@ class ScalePlan:
 
 
 def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calibrated: bool) -> ScaleBudget:
+    from visual_spec.models.next_scale.scale_budget import ScaleBudget
+
     if not calibrated:
         return ScaleBudget.from_share(model.scales, model.config["num_layers"], share)
+    from visual_spec.models.next_scale.scale_cache import calibrate
+    from visual_spec.samplers.scales import ScaleWiseSampler
+
     law = pipe.make_law() if model is pipe.transformer else pipe.refiner_law(pipe.make_law())
     found = _BUDGETS.setdefault(model, {})
     key = share, num_drafters, law
     if key not in found:
         classes = min(_CALIBRATION_CLASSES, pipe.num_classes)
         labels = [index * pipe.num_classes // classes for index in range(classes)]
-        wake(model)
         found[key] = calibrate(
             model,
             pipe.vq_model,
@@ -188,4 +193,6 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
 
 @lru_cache(maxsize=8)
 def _refiner(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    from visual_spec.pipelines.loading import load_refiner
+
     return load_refiner(name).to(device, dtype)

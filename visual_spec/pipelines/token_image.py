@@ -1,14 +1,19 @@
 """What the pipelines that draw one picture per grid of tokens share: input checks, decoding, tokens to pixels."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from einops import rearrange
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, load_pair, official_defaults
-from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, wake
+from visual_spec.models.core.calls import RASTER_TREE_ORDER
+from visual_spec.models.core.checkpoints import Checkpoint, Source
+from visual_spec.models.core.offload import at_hand
+from visual_spec.models.next_token.llamagen_checkpoint import load_pair, official_defaults
+from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
+from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
@@ -32,6 +37,8 @@ class TokenImagePipeline(VisualPipeline):
         """To be called when the components are registered: checks that they fit each other."""
         self.register_to_config(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         self.image_processor = VaeImageProcessor(do_resize=False)
+        if self.transformer is None or self.vq_model is None:
+            return  # it encodes prompts, or decodes tokens
         grid, side = self.transformer.grid, self.vq_model.tokens_per_side
         vocab_size, codes = self.transformer.vocab_size, self.vq_model.config["codebook_size"]
         if (vocab_size, grid.height, grid.width) != (codes, side, side):
@@ -39,6 +46,18 @@ class TokenImagePipeline(VisualPipeline):
                 f"the transformer predicts {grid.height} x {grid.width} tokens out of {vocab_size}, but the "
                 f"tokenizer decodes {side} x {side} out of {codes}; load both from the same model."
             )
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`."""
+        return PipelineFacts(
+            medium="image",
+            unit="tokens",
+            calls=RASTER_TREE_ORDER,
+            plain_sampler="autoregressive",
+            fast_sampler="speculative-jacobi",
+            default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},
+        )
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -54,9 +73,7 @@ class TokenImagePipeline(VisualPipeline):
         Raises:
             ValueError: a value out of its range.
         """
-        scale = self.config["default_guidance_scale"] if guidance_scale is None else guidance_scale
-        count = self.config["default_top_k"] if top_k is None else top_k
-        return TokenLaw(guidance_scale=scale, top_k=count, **settings)
+        return TokenLaw(**self._chosen(guidance_scale=guidance_scale, top_k=top_k) | settings)
 
     def _check_drawing(
         self,
@@ -69,6 +86,7 @@ class TokenImagePipeline(VisualPipeline):
         callback_tensors: Sequence[str] | None,
     ) -> None:
         """Refuse what no picture can be drawn with, whatever it is drawn from."""
+        self.check_complete("transformer", "vq_model", "sampler")
         self.check_sampler()
         size = self.image_size
         if height not in (None, size[0]) or width not in (None, size[1]):
@@ -86,25 +104,23 @@ class TokenImagePipeline(VisualPipeline):
                 f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
             )
 
-    def _sampler_parts(self) -> dict[str, Any]:
+    def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter, the codebook."""
         parts = {}
         if getattr(self.sampler, "needs_drafter", False):
-            if self.drafter is not None:
-                wake(self.drafter)
             parts["drafter"] = self.drafter
         if getattr(self.sampler, "needs_codebook", False):
-            wake(self.vq_model)
-            parts["codebook"] = self.vq_model.quantize.codes
+            with at_hand(self.vq_model):
+                parts["codebook"] = self.vq_model.quantize.codes
         return parts
 
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
         """Pictures of tokens [B, h * w] in the form `output_type` asks for (see `ImagePipelineOutput`)."""
         if output_type == "latent":
-            grid = self.transformer.grid
-            return tokens.view(-1, grid.height, grid.width)
-        wake(self.vq_model)
-        return self.image_processor.postprocess(self.vq_model.decode_tokens(tokens), output_type=output_type)
+            return rearrange(tokens, "b (h w) -> b h w", h=self.transformer.grid.height)
+        with at_hand(self.vq_model):
+            pictures = self.vq_model.decode_tokens(tokens)
+        return self.image_processor.postprocess(pictures, output_type=output_type)
 
     def _draw(
         self,
@@ -126,10 +142,13 @@ class TokenImagePipeline(VisualPipeline):
             kwargs = {name: tensors[name] for name in asked}
             callback(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
 
-        num_tokens = self.transformer.grid.num_tokens
-        wake(self.transformer)
-        with self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
-            progress = DecodeProgress(bar, num_tokens, listen if callback is not None else None)
+        num_tokens = self._num_timesteps = self.transformer.grid.num_tokens
+        self._guidance_scale = law.guidance_scale
+        parts = self.sampler_parts()
+        models = self.transformer, parts.get("drafter")
+        with at_hand(*models), self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
+            listener = listen if callback is not None else None
+            progress = DecodeProgress(bar, num_tokens, listener, unit=self.unit)
             result = self.sampler(
                 self.transformer,
                 condition,
@@ -137,7 +156,7 @@ class TokenImagePipeline(VisualPipeline):
                 generator=generator,
                 batch_size=batch_size,
                 callback=None if bar.disable and callback is None else progress,
-                **self._sampler_parts(),
+                **parts,
             )
             progress.finish()
         self.last_trace = result.trace
@@ -162,7 +181,7 @@ def load_official(
         text: whether the pipeline draws from captions (else from class labels).
 
     Raises:
-        ValueError, OSError: as `visual_spec.models.core.checkpoints.load_pair`; a transformer of the other kind.
+        ValueError, OSError: as `load_pair`; a transformer of the other kind.
     """
     model, tokenizer = load_pair(transformer, vq_model, image_size=image_size, dtype=dtype)
     if (model.config["caption_dim"] is not None) != text:

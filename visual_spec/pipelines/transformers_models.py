@@ -8,27 +8,29 @@
 `accelerate` hangs functions on the object and touches nothing else: no weight, no class, no module. `generate_images`
 takes what the processor makes and the settings that `generate` takes, falls back to the generation config as `generate`
 does, and returns the ids that `generate` returns. Where `generate` itself draws pictures (Janus with
-`generation_mode="image"`, GLM-Image always) it is routed to `generate_images`, so that pipelines which call it, such as
-`diffusers.GlmImagePipeline`, are accelerated unchanged.
+`generation_mode="image"`, Emu3 with `image_sizes`, GLM-Image always) it is routed to `generate_images`, so that
+pipelines which call it, such as `diffusers.GlmImagePipeline`, are accelerated unchanged. A compiled model, a PEFT model
+and a pipeline of transformers stand for the model inside.
 """
 
 import copy
-import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.calls import RASTER_TREE_ORDER
+from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
-from visual_spec.pipelines.base import wake
+from visual_spec.pipelines.base import check_sampler
+from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.trace import DecodeTrace
-from visual_spec.samplers.masked import MaskedTrace
 
 FAMILIES = {
     "ChameleonForConditionalGeneration": ("visual_spec.models.next_token.chameleon", "ChameleonImageModel"),
@@ -37,15 +39,23 @@ FAMILIES = {
     "JanusForConditionalGeneration": ("visual_spec.models.next_token.janus", "JanusImageModel"),
 }
 
+CALLS = RASTER_TREE_ORDER  # that these models answer
+FAST_SAMPLER = "speculative-jacobi"
+
+_GENERATE = ("Janus", "Emu3", "GLM-Image")  # families whose `generate` draws pictures, at least if told so
+
 # What is hung on an accelerated model.
 _NAMES = ("sampler", "last_trace", "generate_images", "decode_images", "generate")
 PLAIN = "_visual_spec_plain"
 
-# Settings of `generate` that change the law in ways a `TokenLaw` does not know, and the values that do nothing.
+# Settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed, and the values
+# that do nothing.
 _NEUTRAL = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
+    "cache_implementation": None,
     "diversity_penalty": 0.0,
+    "dola_layers": None,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "epsilon_cutoff": 0.0,
@@ -53,6 +63,7 @@ _NEUTRAL = {
     "exponential_decay_length_penalty": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
+    "max_time": None,
     "min_p": None,
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
@@ -63,9 +74,11 @@ _NEUTRAL = {
     "penalty_alpha": None,
     "repetition_penalty": 1.0,
     "sequence_bias": None,
+    "stop_strings": None,
     "suppress_tokens": None,
     "top_h": None,
     "typical_p": 1.0,
+    "use_cache": True,  # a cache of our own, which is static
     "watermarking_config": None,
 }
 
@@ -79,10 +92,36 @@ def image_model_class(model: Any) -> type[CachedDecoder] | None:
     return None
 
 
+def unwrapped(thing: Any) -> Any:
+    """The model inside a compiled model, a PEFT model or a pipeline of transformers; other things as they are.
+
+    What is hung on it is found through the wrapper, too: all three look up there what they do not have themselves.
+
+    Raises:
+        TypeError: a PEFT model that learned a prompt, which is no part of the model inside.
+    """
+    while True:
+        kinds = type(thing).__mro__
+        if "_orig_mod" in getattr(thing, "_modules", {}):  # torch.compile
+            thing = thing._orig_mod
+        elif any(kind.__name__ == "PeftModel" for kind in kinds):
+            if getattr(thing.active_peft_config, "is_prompt_learning", False):
+                raise TypeError(
+                    f"cannot accelerate a {type(thing).__name__} that learned a prompt; pass an adapter that changes "
+                    "weights, such as LoRA."
+                )
+            thing = thing.get_base_model()
+        elif any(kind.__module__.startswith("transformers.pipelines") for kind in kinds):
+            thing = thing.model
+        else:
+            return thing
+
+
 def _models_of(thing: Any) -> list[Any]:
     """The image generators in a model or in the components of a diffusers pipeline."""
+    thing = unwrapped(thing)
     parts = getattr(thing, "components", None)
-    candidates = list(parts.values()) if isinstance(parts, dict) else [thing]
+    candidates = map(unwrapped, parts.values()) if isinstance(parts, dict) else [thing]
     return [part for part in candidates if image_model_class(part) is not None]
 
 
@@ -99,7 +138,7 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
         The same object.
 
     Raises:
-        TypeError: no model of a supported class, or no sampler; names those that fit.
+        TypeError: no model of a supported class, or a sampler that does not fit; names those that do.
     """
     models = _models_of(model_or_pipeline)
     if not models:
@@ -108,11 +147,7 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
             f"transformers' {', '.join(FAMILIES)}, or a diffusers pipeline that holds one of them; or a "
             "MusicgenForConditionalGeneration."
         )
-    if not (callable(sampler) and hasattr(sampler, "lossless")):
-        raise TypeError(
-            f"sampler is {type(sampler).__name__}; pass a sampler of next-token models, such as "
-            "SpeculativeJacobiSampler or AutoregressiveSampler."
-        )
+    check_sampler(sampler, CALLS)
     for model in models:
         keep_plain(model, _NAMES)
         own = model.__dict__
@@ -122,7 +157,7 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
         own["decode_images"] = functools.partial(decode_images, model)
         kind = image_model_class(model)
         assert kind is not None
-        if kind.family in ("Janus", "GLM-Image"):
+        if kind.family in _GENERATE:
             own["generate"] = functools.partial(_generate, model)
     return model_or_pipeline
 
@@ -164,6 +199,7 @@ def summary(model_or_pipeline: Any) -> str:
     )
 
 
+@loads_groups
 @torch.no_grad()
 def generate_images(
     model: Any,
@@ -215,17 +251,13 @@ def generate_images(
             f"{', '.join(sorted(known)) or 'no inputs'}, and the settings of generate."
         )
     law = law_of(config, kind.guidance_scale)
-    wake(model)
     prompt = _prompt(input_ids, attention_mask, config.pad_token_id)
     if negative_prompt_ids is not None:
         if "negative" not in inspect.signature(kind.plan).parameters:
             raise TypeError(f"{kind.family} takes no negative prompt; leave negative_prompt_ids out.")
         given["negative"] = _prompt(negative_prompt_ids, negative_prompt_attention_mask, None)
     stage, condition = kind.plan(model, prompt, guided=law.guided, **given)
-    if inputs.get("max_new_tokens") is not None and inputs["max_new_tokens"] < stage.new_tokens:
-        raise ValueError(
-            f"max_new_tokens={inputs['max_new_tokens']}, but the picture has {stage.new_tokens}; leave it out."
-        )
+    check_length(inputs, given=input_ids.shape[1], new=stage.new_tokens)
     count = config.num_return_sequences or 1
     condition = condition.repeat(count)
     helper = None
@@ -265,6 +297,22 @@ def generate_images(
     return ids
 
 
+def check_length(settings: Mapping[str, Any], *, given: int, new: int) -> None:
+    """Refuse lengths asked for in a call that are not those of the picture: `given` tokens, and `new` behind them.
+
+    Raises:
+        ValueError: more tokens than there are, or fewer.
+    """
+    least = {"max_new_tokens": new, "max_length": given + new}
+    most = {"min_new_tokens": new, "min_length": given + new}
+    for name, tokens in (least | most).items():
+        asked = settings.get(name)
+        if asked is not None and (asked < tokens if name in least else asked > tokens):
+            behind = "" if tokens == new else f" behind a prompt of {given}"
+            raise ValueError(f"{name}={asked}, but the picture has {new} tokens{behind}; leave it out.")
+
+
+@loads_groups
 def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
     """Pixels of what `generate_images` returned, through the model's own decoder.
 
@@ -281,7 +329,6 @@ def decode_images(model: Any, ids: Any, **inputs: Any) -> Tensor:
     """
     kind = image_model_class(model)
     assert kind is not None
-    wake(model)
     return kind.pixels(model, ids if isinstance(ids, Tensor) else ids.sequences, **inputs)
 
 
@@ -317,7 +364,7 @@ def law_of(config: Any, default_guidance: float) -> TokenLaw:
 
 
 def _generate(model: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
-    """`generate` of an accelerated Janus or GLM-Image: pictures by `generate_images`, text as before."""
+    """`generate` of an accelerated Janus, Emu3 or GLM-Image: pictures by `generate_images`, text as before."""
     kind = image_model_class(model)
     assert kind is not None
     plain = getattr(model, PLAIN).get("generate") or functools.partial(type(model).generate, model)
@@ -325,6 +372,17 @@ def _generate(model: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         if kwargs.get("generation_mode", "text") != "image":
             return plain(inputs, **kwargs)
         del kwargs["generation_mode"]
+    if kind.family == "Emu3":
+        # Only the function of the caller knows the size of the picture, unless `image_sizes` is left in.
+        if kwargs.get("prefix_allowed_tokens_fn") is not None:
+            warnings.warn(
+                "generate with prefix_allowed_tokens_fn is not accelerated: which tokens it allows is known only when "
+                "it is asked. Leave it out and leave image_sizes in: model.generate(**inputs, image_sizes=...).",
+                stacklevel=2,
+            )
+            return plain(inputs, **kwargs)
+        if kwargs.get("image_sizes") is None or kwargs.get("pixel_values") is not None:
+            return plain(inputs, **kwargs)
     if inputs is not None:
         kwargs["input_ids"] = inputs
     return generate_images(model, **kwargs)
@@ -336,33 +394,3 @@ def _prompt(ids: Tensor, mask: Tensor | None, pad: int | None) -> Prompt:
             raise ValueError("input_ids start with padding; pass the processor's attention_mask too.")
         mask = torch.ones_like(ids)
     return Prompt(ids, mask.to(ids.device))
-
-
-def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
-    """One trace of the decodes of several grids, one after the other."""
-    first, *others = traces
-    for trace in others:
-        # Of the batch: no sample begins a grid before all end the last one.
-        calls = int(first.commit_call.max()) + 1
-        phases = {
-            name: first.phase_seconds.get(name, 0.0) + trace.phase_seconds.get(name, 0.0)
-            for name in {**first.phase_seconds, **trace.phase_seconds}
-        }
-        merged: dict[str, Any] = dict(
-            target_calls=first.target_calls + trace.target_calls,
-            commit_call=torch.cat([first.commit_call, trace.commit_call + calls], 1),
-            seconds=first.seconds + trace.seconds,
-            phase_seconds=phases,
-        )
-        if first.peak_memory is not None and trace.peak_memory is not None:
-            merged["peak_memory"] = max(first.peak_memory, trace.peak_memory)
-        if first.divergence is not None and trace.divergence is not None:
-            sizes = first.commit_call.shape[1], trace.commit_call.shape[1]
-            merged["divergence"] = (first.divergence * sizes[0] + trace.divergence * sizes[1]) / sum(sizes)
-        if first.moved_mass is not None and trace.moved_mass is not None:
-            merged["moved_mass"] = first.moved_mass + trace.moved_mass
-        if isinstance(first, MaskedTrace) and isinstance(trace, MaskedTrace):
-            later = torch.where(trace.entry_call < 0, -1, trace.entry_call + calls)
-            merged["entry_call"] = torch.cat([first.entry_call, later], 1)
-        first = dataclasses.replace(first, **merged)
-    return first

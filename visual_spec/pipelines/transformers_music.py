@@ -15,19 +15,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel, text_condition
+from visual_spec.models.core.calls import COLUMNS
+from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.pipelines.base import wake
-from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back
-from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.pipelines.base import check_sampler
+from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back, unwrapped
 
 MODELS = ("MusicgenForConditionalGeneration",)
+CALLS = (COLUMNS,)  # that they answer
+FAST_SAMPLER = "column-jacobi"
 
 # What is hung on an accelerated model.
 _NAMES = ("sampler", "last_trace", "last_codes", "generate_audio", "generate")
@@ -35,7 +37,7 @@ _NAMES = ("sampler", "last_trace", "last_codes", "generate_audio", "generate")
 
 def is_music_model(model: Any) -> bool:
     """Whether it is a model of transformers that plays, of a supported class or not."""
-    kinds = type(model).__mro__
+    kinds = type(unwrapped(model)).__mro__
     return any(k.__name__.startswith("Musicgen") and k.__module__.startswith("transformers.") for k in kinds)
 
 
@@ -50,6 +52,7 @@ def accelerate(model: Any, sampler: Any) -> Any:
     Raises:
         TypeError: MusicGen Melody or a bare language model, or a sampler that decodes no columns.
     """
+    given, model = model, unwrapped(model)
     names = {kind.__name__ for kind in type(model).__mro__}
     if not names & set(MODELS):
         melody = any(name.startswith("MusicgenMelody") for name in names)
@@ -59,34 +62,32 @@ def accelerate(model: Any, sampler: Any) -> Any:
             else ""
         )
         raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {MODELS[0]}.{why}")
-    if not isinstance(sampler, (ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler)):
-        raise TypeError(
-            f"sampler is {type(sampler).__name__}, which does not decode several codebooks; those that do: "
-            "ColumnAutoregressiveSampler, ColumnJacobiSampler, DraftedColumnSampler."
-        )
+    check_sampler(sampler, CALLS)
     MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
     keep_plain(model, _NAMES)
     own = model.__dict__
     own["sampler"], own["last_trace"], own["last_codes"] = sampler, None, None
     own["generate_audio"] = functools.partial(generate_audio, model)
     own["generate"] = functools.partial(_generate, model)
-    return model
+    return given
 
 
 def restore(model: Any) -> Any:
     """Undo `accelerate`; what was not accelerated is left as it is. Returns the same model."""
-    put_plain_back(model, _NAMES)
+    put_plain_back(unwrapped(model), _NAMES)
     return model
 
 
 def summary(model: Any) -> str:
     """One line on what the last clips of an accelerated model cost: columns, calls, columns per call, seconds."""
+    model = unwrapped(model)
     if PLAIN not in model.__dict__:
         return f"{type(model).__name__}: not accelerated"
     trace = model.last_trace
     return trace.summary() if trace is not None else f"{type(model.sampler).__name__}: nothing decoded yet"
 
 
+@loads_groups
 @torch.no_grad()
 def generate_audio(
     model: Any,
@@ -140,7 +141,6 @@ def generate_audio(
             f"MusicGen takes no {', '.join(sorted(unknown))}; beside its inputs it takes the settings of generate."
         )
     law = law_of(config, 1.0)
-    wake(model)
     if encoder_outputs is None:
         text = text_condition(model, input_ids, attention_mask)  # type: ignore[arg-type]
     else:
@@ -192,7 +192,7 @@ def _given_codes(
                 f"decoder_input_ids {tuple(codes.shape)} given; pass [{batch * books}, P]: {books} codebooks of each "
                 "clip."
             )
-        by_clip = codes.view(batch, books, -1)
+        by_clip = rearrange(codes, "(b k) p -> b k p", k=books)
         special = model.decoder.config.vocab_size
         return by_clip[..., 1:] if bool((by_clip[..., 0] == special).all()) else by_clip
     if waves is None:
@@ -211,6 +211,11 @@ def _num_frames(model: Any, config: Any, given: int, settings: dict[str, Any]) -
         length = config.max_length
     else:
         raise ValueError("neither max_new_tokens nor max_length given; pass the steps to decode.")
+    for name, steps in (("min_new_tokens", length - 1 - given), ("min_length", length)):
+        if settings.get(name) is not None and settings[name] > steps:
+            raise ValueError(
+                f"{name}={settings[name]}, but a clip of {steps} steps is asked for; leave it out."
+            )
     frames = length - books  # the empty step in front, and the lag of the last codebook behind
     if frames <= given or length < 2 * books - 1:
         least = max(given + 1 + books, 2 * books - 1)

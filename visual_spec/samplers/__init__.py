@@ -1,4 +1,4 @@
-"""Decoding methods, one file each; `core` has the parts they share. Names are resolved at first use (PEP 562)."""
+"""Decoding methods, one file each; `core` holds the parts they share. Names are resolved at first use (PEP 562)."""
 
 from __future__ import annotations
 

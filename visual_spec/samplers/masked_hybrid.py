@@ -1,7 +1,7 @@
-"""Hybrid decoding: the beginning of a clip is drawn column by column, the rest masked.
+"""Hybrid decoding: the beginning of a clip is drawn column by column, the rest by masked decoding.
 
-Ziv et al., "Masked audio generation using a single non-autoregressive transformer" (MAGNeT), ICLR 2024: a MusicGen
-decides how a clip begins, and MAGNeT goes on from there. The released code takes a prompt, but has no such decoder.
+Ziv et al., "Masked audio generation using a single non-autoregressive transformer" (MAGNeT), ICLR 2024: MusicGen
+generates the beginning of a clip, and MAGNeT continues it. The released code takes a prompt but has no such decoder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ClipModel, MaskedModel
-from visual_spec.samplers.autoregressive import Callback
+from visual_spec.samplers.core.base import Callback
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.core.trace import SampleResult
@@ -36,23 +36,23 @@ def hybrid_decode(
     callback: Callback | None = None,
     **options: Any,
 ) -> SampleResult:
-    """Decode the beginning of clips column by column, and the rest masked (MAGNeT's hybrid).
+    """Decode the beginning of clips column by column, and the rest by masked decoding (MAGNeT's hybrid).
 
     Args:
         sampler, model, condition, law: of the masked part.
-        first: predicts the columns of the beginning: its clips are as long as that, P frames.
-        first_sampler: draws them, such as a `ColumnAutoregressiveSampler` or `ColumnJacobiSampler`.
-        first_law, first_condition: of the beginning; without a condition it has that of the masked part.
-        generator, batch_size: as of the samplers. Each sample's key seeds the keys of both parts.
-        callback: called after every target call of both parts, its index going on from one to the other. The numbers
-            are the columns of the beginning, then what `MaskedSampler` says.
-        options: the other arguments of `MaskedSampler.__call__`, but `given`.
+        first: model of the beginning; its clips have P frames.
+        first_sampler: sampler of the beginning, such as a `ColumnAutoregressiveSampler` or `ColumnJacobiSampler`.
+        first_law, first_condition: of the beginning. The condition defaults to that of the masked part.
+        generator, batch_size: as in the samplers. Each sample's key seeds the keys of both parts.
+        callback: called after every target call of both parts, with one running index. The numbers are the columns of
+            the beginning, then those of `MaskedSampler`.
+        options: the other arguments of `MaskedSampler.__call__`, except `given`.
 
     Returns:
         As `MaskedSampler`; the trace covers both parts.
 
     Raises:
-        ValueError, TypeError: as the samplers; a beginning that leaves nothing to decode, or of other codes.
+        ValueError, TypeError: as in the samplers; or the beginning covers the whole clip, or has other codes.
     """
     grid = model.grid
     if first.grid.codebooks != grid.codebooks or first.vocab_size != model.vocab_size:
@@ -66,7 +66,7 @@ def hybrid_decode(
             f"the first model decodes {count} frames of clips of {grid.num_tokens}; pass one made for fewer frames, so "
             "that some are left to the masked model."
         )
-    # A key each, from which both parts draw theirs: so that a sample does not depend on the batch.
+    # One key per sample seeds both parts, so that a sample does not depend on the batch.
     keys = draw_keys(generator, batch_size).tolist()
     generators = [torch.Generator().manual_seed(key & (2**63 - 1)) for key in keys]
     own = condition if first_condition is None else first_condition
@@ -95,7 +95,7 @@ def hybrid_decode(
     )
     trace = result.trace
     assert isinstance(trace, MaskedTrace)
-    # Columns to frames, as codes are; what does not follow the calls was given.
+    # Map calls from columns to frames, as for codes. Entries that do not shift with the calls were given.
     by_column = beginning.trace.commit_call[..., None].expand(-1, -1, grid.codebooks)
     found, moved = (first.codes(by_column + shift, own).transpose(1, 2).cpu() for shift in (0, 1))
     entry_call = torch.where(trace.entry_call < 0, -1, trace.entry_call + calls[:, None, None])

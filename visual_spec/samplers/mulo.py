@@ -1,34 +1,32 @@
-"""Multi-scale local speculative decoding: a picture is guessed from a small one, then corrected where it is wrong.
+"""Multi-scale local speculative decoding: a picture is drafted from a small one, then corrected where it is wrong.
 
 MuLo-SD (Peruzzo et al., "Multi-scale local speculative decoding for image generation", 2026). A low-resolution model
 draws a small picture, an up-sampler turns it into a law for every token of the large one, and the target scores all
-drafts in one call. A refused draft is replaced, and only its spatial neighbourhood is looked at again: the published
-method never returns to the rest of the raster, which is where it gains and where it gives up exactness.
+drafts in one call. A refused draft is replaced, and only its spatial neighbourhood is verified again. The published
+method never returns to the rest of the raster: this makes it fast, and not exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
-from visual_spec.samplers.autoregressive import Callback
 from visual_spec.samplers.core.acceptance import residual
-from visual_spec.samplers.core.checks import CheckedLaw, check_request
+from visual_spec.samplers.core.base import Run, Sampler, State
+from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise, draw_keys
+from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise
 from visual_spec.samplers.core.relaxed import neighbour_table
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.core.trace import DivergenceMeter
 
 
 def pooled(law: Tensor, drafts: Tensor, neighbours: Tensor) -> Tensor:
-    """Mass that a law gives a draft and its nearest codes: [B, N].
+    """Return the mass that a law gives to a draft and its nearest codes: [B, N].
 
     Args:
         law: [B, N, V] log-probabilities.
@@ -39,9 +37,9 @@ def pooled(law: Tensor, drafts: Tensor, neighbours: Tensor) -> Tensor:
 
 
 def later_neighbours(grid: TokenGrid, radius: int | None) -> Tensor:
-    """Bool [L, L]: [i, j] is true where slot j > i lies within `radius` rows and columns of slot i (None: anywhere).
+    """Bool [L, L]: [i, j] is true if slot j > i lies within `radius` rows and columns of slot i (None: anywhere).
 
-    Earlier slots were verified without knowing slot i, so they have no reason to be looked at again.
+    Earlier slots were verified without knowledge of slot i, so there is no reason to verify them again.
     """
     slots = torch.arange(grid.num_tokens)
     later = slots > slots[:, None]
@@ -52,28 +50,44 @@ def later_neighbours(grid: TokenGrid, radius: int | None) -> Tensor:
     return later & near & ((column - column[:, None]).abs() <= radius)
 
 
-class MultiscaleSampler(SchedulerMixin, ConfigMixin):
-    """Draft every token from a low-resolution picture; verify all in one call, then again around what was refused.
+@dataclass
+class MultiscaleState(State):
+    """A batch between two calls. `tokens` is long [B, L], the whole drafted picture.
 
-    Args:
-        pool: size of the set of nearest codes over which target and draft probabilities are pooled before they are
-            compared; 1 is the exact ratio. A pool needs a codebook.
-        radius: how many rows and columns around a refused slot are verified again, at least 1; None is every later
-            slot, which with pool 1 and unlimited rounds makes the method lossless (it is maximally coupled Jacobi
-            decoding with the whole picture as its window).
-        max_rounds: verification calls at most; what is then still open stays as it was drawn last. None: until
-            nothing is refused.
-
-    The divergence in the trace is what pooling moves at the slots that are tested, a mean over them. What it does to a
-    slot that a text behind `radius` or `max_rounds` has changed is not counted.
-
-    Raises:
-        ValueError: a value out of range.
+    Attributes:
+        label: [B, L, V] log-probabilities, the law that each token was drawn from.
+        open: bool [B, L], the slots that the next call tests.
     """
 
-    config_name = "sampler_config.json"
+    label: Tensor
+    open: Tensor
+
+
+class MultiscaleSampler(Sampler):
+    """Draft every token from a low-resolution picture; verify all in one call, then again around refused slots.
+
+    Args:
+        pool: number of nearest codes over which target and draft probabilities are pooled before the comparison; 1 is
+            the exact ratio. Values above 1 need a codebook.
+        radius: how many rows and columns around a refused slot are verified again, at least 1. None: all later slots;
+            with pool 1 and unlimited rounds this makes the method lossless (it is maximally coupled Jacobi decoding
+            with the whole picture as its window).
+        max_rounds: most verification calls; slots still open then keep their last draw. None: until nothing is refused.
+
+    A call takes `drafter`. It has `transformer`, a `NextTokenModel` over a smaller grid with the same condition, and
+    `upsampler`, which maps its tokens [B, l] to logits [B, L, V] of the target's slots. If `pool` is above 1, a call
+    also takes `codebook`, [V, D].
+
+    The divergence in the trace is the mass that pooling moves at the tested slots, a mean over them. It does not count
+    the effect on a slot whose earlier tokens changed outside `radius` or after `max_rounds`.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    takes = ("drafter", "codebook")
     needs_drafter = True
-    identical = False
+    promise = "lossy"  # except with some settings, see `lossless`
 
     @register_to_config
     def __init__(self, pool: int = 8, radius: int | None = 2, max_rounds: int | None = 8) -> None:
@@ -91,115 +105,19 @@ class MultiscaleSampler(SchedulerMixin, ConfigMixin):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output law is the model's: no pooling, and everything behind a refusal is verified again."""
+        """Whether the output law is the model's: no pooling, and every slot after a refusal is verified again."""
         return (
             self.config["pool"] == 1 and self.config["radius"] is None and self.config["max_rounds"] is None
         )
 
     @property
     def needs_codebook(self) -> bool:
-        """Whether nearest codes are asked for."""
+        """Whether the pool needs nearest codes."""
         return self.config["pool"] > 1
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: NextTokenModel,
-        condition: Any,
-        *,
-        law: TokenLaw,
-        drafter: Any = None,
-        codebook: Tensor | None = None,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
-        batch_size: int = 1,
-        callback: Callback | None = None,
-    ) -> SampleResult:
-        """Decode a batch. Other arguments and errors are those of `AutoregressiveSampler.__call__`.
-
-        Args:
-            drafter: has `transformer`, a `NextTokenModel` over a smaller grid that takes the same condition, and
-                `upsampler`, which maps its tokens [B, l] to logits [B, L, V] of the target's slots.
-            codebook: [V, D], one vector a token id; needed where `pool` is above 1.
-
-        Raises:
-            ValueError: no drafter, one of another grid or vocabulary, or a codebook that does not fit.
-        """
-        check_request(model, law, batch_size)
-        num_tokens = model.grid.num_tokens
-        self._check(model, drafter, codebook)
-        keys = draw_keys(generator, batch_size)
-        watch = Stopwatch()
-        state = model.prefill(
-            condition, batch_size=batch_size, guided=law.guided, window=max(1, num_tokens - 1)
-        )
-        device = state.logits.device
-        first = state.logits[:, None]  # [R, 1, V]
-        watch.lap("prefill", device)
-        noise = CounterNoise(keys, device)
-        checked = CheckedLaw(law, num_tokens, deferred=device.type == "cuda")
-        slots = torch.arange(num_tokens, device=device).expand(batch_size, -1)  # [B, L]
-
-        small = _draw_small_picture(drafter.transformer, condition, batch_size, law, noise, device)
-        # The up-sampler knows no guidance: the small picture was guided already.
-        label = CheckedLaw(TokenLaw(allowed=law.allowed), num_tokens)(drafter.upsampler(small), slots, False)
-        tokens = noise.categorical(label, slots, DRAFT)  # [B, L]
-        watch.lap("draft", device)
-
-        near = later_neighbours(model.grid, self.config["radius"]).to(device)
-        neighbours = None
-        if codebook is not None and self.config["pool"] > 1:
-            others = neighbour_table(codebook, self.config["pool"] - 1, device).long()
-            neighbours = torch.cat([torch.arange(len(others), device=device)[:, None], others], 1)  # [V, P]
-        open_slots = torch.ones_like(tokens, dtype=torch.bool)
-        target_calls = slots.new_ones(batch_size)
-        commit_call = torch.zeros_like(tokens)
-        moved = label.new_zeros(batch_size)
-        tested = label.new_zeros(batch_size)
-        round = 0
-        while round != self.config["max_rounds"]:
-            round += 1
-            logits = first
-            if num_tokens > 1:
-                logits = torch.cat([first, model(state, tokens[:, :-1], slots[:, :-1])], 1)  # [R, L, V]
-            watch.lap("model", device)
-            target = checked(logits, slots, law.guided)  # [B, L, V]
-            at = tokens[..., None]
-            exact = (target.gather(-1, at) - label.gather(-1, at)).exp().squeeze(-1)  # [B, L]
-            probability = exact
-            if neighbours is not None:
-                probability = pooled(target, tokens, neighbours) / pooled(label, tokens, neighbours)
-            probability = probability.clamp(max=1)
-            moved += ((probability - exact).clamp(min=0) * open_slots).sum(1)
-            tested += open_slots.sum(1)
-            refused = open_slots & ~noise.bernoulli(probability, slots, ACCEPT, round)
-            replacement = noise.categorical(residual(target, label), slots, RESIDUAL, round)
-            tokens = torch.where(refused, replacement, tokens)
-            # Kept or replaced, a token that was tested is a draw from the target law under this text.
-            label = torch.where(open_slots[..., None], target, label)
-            target_calls += open_slots.any(1)
-            commit_call.masked_fill_(open_slots, round)
-            open_slots = (refused.to(near.dtype)[:, None].float() @ near.float()).squeeze(1) > 0
-            watch.lap("verify", device)
-            if callback is not None:
-                callback(round, (~open_slots).sum(1))
-            if not open_slots.any():
-                break
-        checked.finish()
-        seconds, phase_seconds = watch.read()
-        trace = DecodeTrace(
-            sampler=type(self).__name__,
-            lossless=self.lossless,
-            identical=False,
-            target_calls=target_calls.cpu(),
-            commit_call=commit_call.cpu(),
-            seconds=seconds,
-            phase_seconds=phase_seconds,
-            peak_memory=watch.peak_memory(device),
-            divergence=None if self.lossless else float((moved / tested).mean()),
-        )
-        return SampleResult(tokens, trace)
-
-    def _check(self, model: NextTokenModel, drafter: Any, codebook: Tensor | None) -> None:
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        super().check(model, law, batch_size, parts)
+        drafter, codebook = parts.get("drafter"), parts.get("codebook")
         name = type(self).__name__
         if drafter is None or not hasattr(drafter, "upsampler"):
             raise ValueError(
@@ -220,6 +138,81 @@ class MultiscaleSampler(SchedulerMixin, ConfigMixin):
                 "`codebook` [V, D], or pool=1."
             )
 
+    def window_of(self, model: Any) -> int:
+        return max(1, model.grid.num_tokens - 1)
+
+    def prepare(self, run: Run) -> MultiscaleState:
+        """Draft the whole picture from a small one."""
+        num_tokens, law = run.num_tokens, run.law.law
+        slots = torch.arange(num_tokens, device=run.device).expand(run.batch_size, -1)  # [B, L]
+        small = _draw_small_picture(
+            run.drafter.transformer, run.condition, run.batch_size, law, run.noise, run.device
+        )
+        # The up-sampler takes no guidance: the small picture is already guided.
+        label = CheckedLaw(TokenLaw(allowed=law.allowed), num_tokens)(
+            run.drafter.upsampler(small), slots, False
+        )
+        tokens = run.noise.categorical(label, slots, DRAFT)  # [B, L]
+        run.lap("draft")
+        run.tables["near"] = later_neighbours(run.model.grid, self.config.radius).to(
+            run.device, torch.float32
+        )
+        if self.config.pool > 1:
+            others = neighbour_table(run.parts["codebook"], self.config.pool - 1, run.device).long()
+            itself = torch.arange(len(others), device=run.device)[:, None]
+            run.tables["neighbours"] = torch.cat([itself, others], 1)  # [V, P], itself first
+        return MultiscaleState(
+            cache=run.cache,
+            tokens=tokens,
+            lengths=torch.zeros_like(tokens[:, 0]),
+            round=0,
+            target_calls=torch.ones_like(tokens[:, 0]),
+            commit_call=torch.zeros_like(tokens),
+            meter=None if self.lossless else DivergenceMeter(run.batch_size, run.device),
+            label=label,
+            open=torch.ones_like(tokens, dtype=torch.bool),
+        )
+
+    def step(self, run: Run, state: MultiscaleState) -> None:
+        """Score the picture, test the open slots, replace refused drafts, and open the slots around them."""
+        slots = torch.arange(run.num_tokens, device=run.device).expand_as(state.tokens)
+        logits = state.cache.logits[:, None]  # [R, 1, V]
+        if run.num_tokens > 1:
+            behind = run.model(state.cache, state.tokens[:, :-1], slots[:, :-1])
+            logits = torch.cat([logits, behind], 1)  # [R, L, V]
+        run.lap("model")
+        state.round += 1
+        target = run.law(logits, slots, run.guided)  # [B, L, V]
+        at = state.tokens[..., None]
+        exact = (target.gather(-1, at) - state.label.gather(-1, at)).exp().squeeze(-1)  # [B, L]
+        probability = exact.clamp(max=1)
+        if self.config.pool > 1:
+            neighbours = run.tables["neighbours"]
+            probability = pooled(target, state.tokens, neighbours) / pooled(
+                state.label, state.tokens, neighbours
+            )
+            probability = probability.clamp(max=1)
+        if state.meter is not None:
+            state.meter.add(probability, exact, state.open)
+        refused = state.open & ~run.noise.bernoulli(probability, slots, ACCEPT, state.round)
+        left = residual(target, state.label)
+        replacement = run.noise.categorical(left, slots, RESIDUAL, state.round)
+        state.tokens = torch.where(refused, replacement, state.tokens)
+        # Kept or replaced, a tested token is a draw from the target law given the present earlier tokens.
+        state.label = torch.where(state.open[..., None], target, state.label)
+        state.target_calls += state.open.any(1)
+        state.commit_call.masked_fill_(state.open, state.round)
+        state.open = (refused.float()[:, None] @ run.tables["near"]).squeeze(1) > 0
+        if state.round == self.config.max_rounds:
+            state.open = torch.zeros_like(state.open)
+        run.lap("verify")
+
+    def progress(self, run: Run, state: MultiscaleState) -> Tensor:
+        return (~state.open).sum(1)
+
+    def measure(self, run: Run, state: MultiscaleState, tokens: Tensor) -> tuple[float | None, Tensor | None]:
+        return (None if state.meter is None else state.meter.mean()), None
+
 
 def _draw_small_picture(
     model: NextTokenModel,
@@ -229,7 +222,7 @@ def _draw_small_picture(
     noise: CounterNoise,
     device: torch.device,
 ) -> Tensor:
-    """The low-resolution tokens [B, l], token by token, with noise of their own (round 1 of the draft stream)."""
+    """Draw the low-resolution tokens [B, l], token by token, with their own noise (round 1 of the draft stream)."""
     num_tokens = model.grid.num_tokens
     state = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=1)
     checked = CheckedLaw(law, num_tokens)

@@ -1,4 +1,4 @@
-"""Every sampler, once. Plain data, no PyTorch.
+"""The table of all samplers. Plain data, without PyTorch.
 
 Exports, the reload of saved pipelines, the command line, the tables, the settings that `bench` and `eval` measure, and
 the parametrised tests all read this table. To add a sampler, add its file and one entry here (docs/EXTENDING.md).
@@ -20,13 +20,13 @@ class SamplerEntry:
     """One sampler.
 
     Attributes:
-        name: on the command line.
+        name: name on the command line.
         path: "module:class".
-        calls: the kind of calls it makes of a model (`visual_spec.models.core.calls`).
-        promise: what its output is, in words, for tables.
-        needs: "drafter" where it needs a second model, else "".
+        calls: the kind of model calls it makes (`visual_spec.models.core.calls`).
+        promise: its output law, in words, for tables.
+        needs: "drafter" if it needs a second model, else "".
         plain: whether it is the plain decoding of its kind of calls, which others are compared with.
-        rows: the settings that `bench` and `eval` measure when none are named, as on the command line; ("",) measures
+        settings: what `bench` and `eval` measure if no samplers are named, as on the command line; ("",) measures
             the defaults, and () measures nothing.
     """
 
@@ -36,16 +36,16 @@ class SamplerEntry:
     promise: str
     needs: str = ""
     plain: bool = False
-    rows: tuple[str, ...] = ("",)
+    settings: tuple[str, ...] = ("",)
 
     @property
     def class_name(self) -> str:
-        """Name of the class."""
+        """The class name."""
         return self.path.partition(":")[2]
 
     @property
     def module(self) -> str:
-        """Name of the module that holds the class."""
+        """The name of the class's module."""
         return self.path.partition(":")[0]
 
 
@@ -59,23 +59,33 @@ SAMPLERS = (
         f"{_HERE}.jacobi:SpeculativeJacobiSampler",
         RASTER,
         "identical or lossless; grouped, relaxed: measured",
+        settings=(
+            "",
+            "coupling=gumbel,acceptance=exact",
+            "coupling=maximal,acceptance=exact",
+            "coupling=independent,acceptance=exact",
+        ),
     ),
-    SamplerEntry("proactive-jacobi", f"{_HERE}.proactive:ProactiveJacobiSampler", TREE, "lossless", rows=()),
     SamplerEntry(
-        "drafted", f"{_HERE}.drafted:DraftedSampler", RASTER, "identical or lossless", DRAFTER, rows=()
+        "proactive-jacobi", f"{_HERE}.proactive:ProactiveJacobiSampler", TREE, "lossless", settings=()
     ),
-    SamplerEntry("tree", f"{_HERE}.tree:TreeSampler", TREE, "lossless; relaxed: measured", DRAFTER, rows=()),
+    SamplerEntry(
+        "drafted", f"{_HERE}.drafted:DraftedSampler", RASTER, "identical or lossless", DRAFTER, settings=()
+    ),
+    SamplerEntry(
+        "tree", f"{_HERE}.tree:TreeSampler", TREE, "lossless; relaxed: measured", DRAFTER, settings=()
+    ),
     SamplerEntry(
         "multiscale",
         f"{_HERE}.mulo:MultiscaleSampler",
         RASTER,
         "measured (the drafter is of lower resolution)",
         DRAFTER,
-        rows=(),
+        settings=(),
     ),
-    SamplerEntry("zipar", f"{_HERE}.zipar:ZipARSampler", ORDER, "measured", rows=()),
+    SamplerEntry("zipar", f"{_HERE}.zipar:ZipARSampler", ORDER, "measured", settings=()),
     SamplerEntry(
-        "parallel-jacobi", f"{_HERE}.parallel_jacobi:ParallelJacobiSampler", ORDER, "measured", rows=()
+        "parallel-jacobi", f"{_HERE}.parallel_jacobi:ParallelJacobiSampler", ORDER, "measured", settings=()
     ),
     SamplerEntry(
         "columns", f"{_HERE}.columns:ColumnAutoregressiveSampler", COLUMNS, "the reference", plain=True
@@ -85,7 +95,7 @@ SAMPLERS = (
         f"{_HERE}.columns_jacobi:ColumnJacobiSampler",
         COLUMNS,
         "identical or lossless; relaxed: measured",
-        rows=(
+        settings=(
             "",
             "coupling=gumbel,acceptance=exact",
             "coupling=maximal,acceptance=exact",
@@ -100,7 +110,7 @@ SAMPLERS = (
         COLUMNS,
         "identical or lossless",
         DRAFTER,
-        rows=("", "acceptance=identical"),
+        settings=("", "acceptance=identical"),
     ),
     SamplerEntry("masked", f"{_HERE}.masked:MaskedSampler", MASKED, "a law of its own", plain=True),
     SamplerEntry(
@@ -114,15 +124,15 @@ SAMPLERS = (
 
 
 def names() -> list[str]:
-    """Command-line names, in the order of the table."""
+    """Return the command-line names, in the order of the table."""
     return [entry.name for entry in SAMPLERS]
 
 
 def by_name(name: str) -> SamplerEntry:
-    """The entry of a command-line name.
+    """Return the entry of a command-line name.
 
     Raises:
-        ValueError: there is none; lists the names.
+        ValueError: the name is unknown; the message lists the names.
     """
     for entry in SAMPLERS:
         if entry.name == name:
@@ -131,10 +141,10 @@ def by_name(name: str) -> SamplerEntry:
 
 
 def by_class(class_name: str) -> SamplerEntry:
-    """The entry of a class.
+    """Return the entry of a class.
 
     Raises:
-        ValueError: there is none; lists the classes.
+        ValueError: the class is unknown; the message lists the classes.
     """
     for entry in SAMPLERS:
         if entry.class_name == class_name:
@@ -145,17 +155,17 @@ def by_class(class_name: str) -> SamplerEntry:
 
 
 def sampler_class(entry: SamplerEntry) -> Any:
-    """The class of an entry. Imports its module, and no other sampler's."""
+    """Return the class of an entry. Imports its module only."""
     return getattr(importlib.import_module(entry.module), entry.class_name)
 
 
 def fitting(calls: tuple[str, ...]) -> list[SamplerEntry]:
-    """The samplers that make only calls that a model answers."""
+    """Return the samplers whose calls a model answers."""
     return [entry for entry in SAMPLERS if entry.calls in calls]
 
 
 def fit(calls: tuple[str, ...], entry: SamplerEntry) -> str:
-    """A cell of the table of samplers and models: "yes", "+ " and what else is needed, or "-"."""
+    """Return a cell of the table of samplers and models: "yes", "+ " and the needed part, or "-"."""
     if entry.calls not in calls:
         return "-"
     return f"+ {entry.needs}" if entry.needs else "yes"

@@ -1,9 +1,9 @@
 """Next-scale sampling: VAR with one model, collaborative decoding with several.
 
 VAR (Tian et al. 2024, section 3.2) draws all tokens of a scale at once, given the scales before it. Infinity (Han et
-al. 2024, section 3) draws the bits of all its tokens at once, each for itself. CoDe (Chen et al. 2025, section 3.2)
-has a large model draw the small scales, which decide what the picture shows, and a small model the large ones, which
-cost most: it starts from the input maps so far, by one prefill that builds its own cache.
+al. 2024, section 3) draws all bits of its tokens at once and independently. In CoDe (Chen et al. 2025, section 3.2) a
+large model draws the small scales, which decide what the picture shows, and a small model draws the large scales, which
+cost most. The small model starts from the input maps so far, by one prefill that builds its own cache.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
+from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult
 
 ScaleCallback = Callable[[int, Tensor], Any]
 
-# Those of the published figures. The official `cfg=1.5` is what the ramp adds to 1 at the last scale.
+# The numbers of the published figures. The official `cfg=1.5` is what the ramp adds to 1 at the last scale.
 VAR_LAW = TokenLaw(guidance_scale=2.5, top_k=900, top_p=0.96)
 CODE_LAW = TokenLaw(guidance_scale=2.5, top_k=600, top_p=0.96)
 CODE_DRAFT_SCALES = (6, 7, 8, 9)
+CODE_WARM_SCALES, CODE_WARM_TEMPERATURE = 7, 1.1  # the first scales, see `Stage.late_temperature`
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Stage:
     """Consecutive scales that one model draws.
 
     Args:
-        model: who draws them.
-        scales: which ones, `range(first, stop)`.
-        law: how; None is the law of the call.
-        late_temperature: divides the log-probabilities that the law's filters left, where the law's own temperature
-            comes before the filters. The published CoDe samples this way.
+        model: the model.
+        scales: the scales, `range(first, stop)`.
+        law: the law of these scales; None is the law of the call.
+        late_temperature: divides the log-probabilities after the law's filters; the law's own temperature applies
+            before them. The published CoDe samples this way.
 
     Raises:
-        ValueError: a range that is empty or has steps, a temperature that is not above 0.
+        ValueError: the range is empty or has steps, or the temperature is not above 0.
     """
 
     model: ScaleModel
@@ -74,10 +74,10 @@ def code_stages(
 
     Args:
         num_draft_scales: N of CoDe; `CODE_DRAFT_SCALES` lists the published ones for ten scales.
-        law, small_law: of each; None is the law of the call.
+        law, small_law: the law of each model; None is the law of the call.
 
     Raises:
-        ValueError: N that leaves one of the two without work.
+        ValueError: N leaves one of the two models without scales.
     """
     count = _check_split(large, num_draft_scales)
     return [
@@ -87,19 +87,19 @@ def code_stages(
 
 
 def published_code_stages(large: ScaleModel, small: ScaleModel, num_draft_scales: int = 8) -> list[Stage]:
-    """`code_stages` with the settings of the published figures: `CODE_LAW`, and the first seven scales a little warmer.
+    """Return `code_stages` with the settings of the published figures: `CODE_LAW`, with the first seven scales warmer.
 
     Raises:
-        ValueError: as `code_stages`.
+        ValueError: as in `code_stages`.
     """
     count = _check_split(large, num_draft_scales)
-    bounds = sorted({0, min(7, count), num_draft_scales, count})
+    bounds = sorted({0, min(CODE_WARM_SCALES, count), num_draft_scales, count})
     return [
         Stage(
             large if first < num_draft_scales else small,
             range(first, stop),
             CODE_LAW,
-            1.1 if first < 7 else 1.0,
+            CODE_WARM_TEMPERATURE if first < CODE_WARM_SCALES else 1.0,
         )
         for first, stop in pairwise(bounds)
     ]
@@ -120,16 +120,16 @@ def _check_split(large: ScaleModel, num_draft_scales: int) -> int:
 class ScaleTrace(DecodeTrace):
     """A `DecodeTrace` of a next-scale decode.
 
-    `target_calls` counts the forwards of all models, one a scale: a prefill yields the first scale of its model.
-    `commit_call` is the scale of each slot. When the sampler measures, `divergence` and `moved_mass` are the total
-    variation distance between the law that a token was drawn from and the first model's under the same settings and
-    its own guidance: the mean over the slots behind its own stages, and the sum over them, whose mean over samples
-    bounds the distance between the laws of whole pictures.
+    `target_calls` counts the forwards of all models, one a scale; a prefill yields the first scale of its model.
+    `commit_call` is the scale of each slot. If the sampler measures, `divergence` and `moved_mass` are the total
+    variation distance between the law that a token was drawn from and the first model's law, under the same settings
+    and the first model's guidance. `divergence` is the mean over the slots after the first model's stages. `moved_mass`
+    is their sum; its mean over samples bounds the distance between the laws of whole pictures.
 
     Attributes:
-        model_calls: forwards of each model, in the order of the schedule; those that only measure are not counted.
-        cache_bytes: size of the key and value cache of each of them. One is freed before the next is allocated, but
-            for the first model's when the sampler measures.
+        model_calls: forwards of each model, in the order of the schedule, without those that only measure.
+        cache_bytes: size of each model's key and value cache. Each is freed before the next is allocated, except the
+            first model's if the sampler measures.
     """
 
     model_calls: tuple[int, ...] = ()
@@ -138,49 +138,90 @@ class ScaleTrace(DecodeTrace):
 
 @dataclass
 class ScaleResult(SampleResult):
-    """A `SampleResult` with the finished canvas [B, D, h, w], from which `ScaleTokenizer.decode_canvas` makes the
-    pictures. With `smooth` the tokens alone do not tell them."""
+    """A `SampleResult` with the finished canvas [B, D, h, w], which `ScaleTokenizer.decode_canvas` turns into pictures.
+    With `smooth` the tokens alone do not determine the pictures."""
 
     trace: ScaleTrace
     canvas: Tensor
 
 
 def draws_guided(stages: Sequence[Stage], guided: bool) -> bool:
-    """Whether a decode of these stages has unconditional rows; those without a law of their own do as `guided` says."""
+    """Return whether a decode of these stages has unconditional rows; `guided` is that of stages without a law."""
     return any(guided if stage.law is None else stage.law.guided for stage in stages)
 
 
 def law_at_scale(law: TokenLaw, ratio: float) -> TokenLaw:
-    """The law where guidance has come `ratio` of its way from none, 0, to the law's own scale, 1."""
+    """Return the law with guidance at `ratio` of the way from none, 0, to the law's own scale, 1."""
     return replace(law, guidance_scale=1 + (law.guidance_scale - 1) * ratio) if law.guided else law
 
 
 def mixture(log_probs: Tensor, gumbel: Tensor, ratio: float) -> Tensor:
-    """Weights [B, N, V] of the codes in each smooth token, `ratio` of the way from the first scale, 0, to the last, 1.
+    """The weights [B, N, V] of the codes in each smooth token. `ratio` goes from 0, first scale, to 1, last scale.
 
-    The temperature, 0.27 falling to 0.0135, and the sharpening by 1 + ratio are those of the official `more_smooth`.
+    The temperature, falling from 0.27 to 0.0135, and the sharpening by 1 + ratio are those of the official
+    `more_smooth`.
     """
     temperature = 0.27 * (1 - 0.95 * ratio)
     return (((1 + ratio) * log_probs + gumbel) / temperature).softmax(-1)
 
 
-class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
+@dataclass
+class ScaleDecodeState:
+    """A batch between two scales.
+
+    Attributes:
+        cache: the state of the drawing model.
+        canvas: [B, D, h, w].
+        maps: [B, D, n, n] each, the input maps so far: all that another model needs to continue.
+        parts: long [B, n * n] each, the tokens of the scales.
+        reference: the first model's state if the sampler measures; else None.
+        moved: float [B], total variation summed over the measured slots.
+        cache_bytes: of every model so far.
+        round: index of the last scale.
+    """
+
+    cache: Any
+    canvas: Tensor
+    maps: list[Tensor]
+    parts: list[Tensor]
+    reference: Any
+    moved: Tensor
+    cache_bytes: list[int]
+    round: int = -1
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens so far: long [B, slots so far]."""
+        return torch.cat(self.parts, 1)
+
+    @property
+    def commit_call(self) -> Tensor:
+        """The scale of each slot: long [B, slots so far]."""
+        return torch.cat([torch.full_like(part, scale) for scale, part in enumerate(self.parts)], 1)
+
+    @property
+    def target_calls(self) -> Tensor:
+        """The target calls so far, one a scale: long [B]."""
+        return torch.full((len(self.canvas),), len(self.parts))
+
+
+class ScaleWiseSampler(Sampler):
     """Draws the tokens of one scale after the other, each with its slot's own noise.
 
     Args:
         ramp: let guidance grow from none at the first scale to the law's scale s at the last: 1 + (s - 1) k / (K - 1)
             at scale k of K. False guides every scale alike.
-        smooth: put mixtures of codes on the canvas, weighted by a Gumbel softmax that sharpens from scale to scale, in
-            place of drawn codes. Pictures look smoother and vary less (the `more_smooth` of the official VAR, which its
-            published figures do without). The tokens returned are the heaviest code of each mixture.
-        measure: have the first model also score the scales that other models draw, and report how far their laws are
-            apart. Costs that model's forwards, and the memory of its cache until the end.
+        smooth: put mixtures of codes on the canvas in place of drawn codes, weighted by a Gumbel softmax that sharpens
+            from scale to scale. Pictures look smoother and vary less (`more_smooth` of the official VAR, whose
+            published figures do not use it). The returned tokens are the heaviest code of each mixture.
+        measure: let the first model also score the scales that other models draw, and report the distance between their
+            laws. Costs that model's forwards, and the memory of its cache until the end.
 
     Raises:
-        ValueError: a setting that is neither True nor False.
+        ValueError: a setting is neither True nor False.
     """
 
-    config_name = "sampler_config.json"
+    takes = ("tokenizer",)
 
     @register_to_config
     def __init__(self, ramp: bool = True, smooth: bool = False, measure: bool = False) -> None:
@@ -189,16 +230,15 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
 
     @property
     def lossless(self) -> bool:
-        """Whether samples of one model follow its law. Several models have no law in common; see the trace."""
+        """Whether samples of one model follow its law. Several models have no common law; see the trace."""
         return not self.config["smooth"]
 
     @property
     def identical(self) -> bool:
-        """As `lossless`: what this sampler draws from one model is what its autoregressive sampling is."""
+        """As `lossless`: for one model, this sampler is the model's autoregressive sampling."""
         return self.lossless
 
-    @torch.no_grad()
-    def __call__(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         model: ScaleModel | Sequence[Stage],
         tokenizer: ScaleTokenizer,
@@ -212,110 +252,130 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
         """Decode a batch.
 
         Args:
-            model: a model for all scales, or a schedule of stages, whose models share the tokenizer. A model that
-                follows itself goes on with its cache.
+            model: a model for all scales, or a schedule of stages, whose models share the tokenizer. Successive stages
+                of one model share its cache.
             tokenizer: turns the tokens so far into the input map of the next scale.
             condition: what the `prefill` of every model takes, `batch_size` rows of it.
-            law: how logits become the distribution a token is drawn from, where a stage does not say otherwise. Slots
-                count through all scales.
+            law: how logits become the distribution a token is drawn from, unless a stage has its own. Slots count
+                through all scales.
             generator: one `torch.Generator` for the batch, a list of one a sample, or None (PyTorch's default).
-            callback: called after every scale with its index and the canvas [B, D, h, w] so far, of which
-                `tokenizer.decode_canvas` makes progressive pictures.
+            callback: called after every scale with its index and the canvas [B, D, h, w] so far, which
+                `tokenizer.decode_canvas` turns into progressive pictures.
 
         Raises:
-            ValueError, TypeError: a request that cannot be served.
+            ValueError, TypeError: the request cannot be served.
             FloatingPointError: logits that define no law.
         """
-        sides = tokenizer.scales
-        count = len(sides)
-        # n * n below is n * n * T where a place has T tokens, each with its slot.
-        sizes = [area_of(side) * getattr(tokenizer, "tokens_per_place", 1) for side in sides]
-        starts = [0, *accumulate(sizes)]
-        stages = list(model) if isinstance(model, Sequence) else [Stage(model, range(count))]
-        self._check(stages, tokenizer, law, batch_size)
-        runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
-        measure = self.config["measure"] and len(runs) > 1
-        keys = draw_keys(generator, batch_size)
-        maps: list[Tensor] = []  # what models were fed so far: all that one needs to go on from another
-        parts: list[Tensor] = []
+        stages = list(model) if isinstance(model, Sequence) else [Stage(model, range(len(tokenizer.scales)))]
+        request: dict[str, Any] = dict(law=law, generator=generator, batch_size=batch_size, callback=callback)
+        result = super().__call__(stages, condition, tokenizer=tokenizer, **request)
+        assert isinstance(result, ScaleResult)
+        return result
 
-        def prefill(run: list[Stage], served: list[Stage]) -> Any:
-            guided = draws_guided(served, law.guided)
-            stop = served[-1].scales.stop
-            return run[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
+    def num_slots(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
+        return first_slots(parts["tokenizer"])[-1]
 
-        watch = Stopwatch()
-        state = prefill(runs[0], stages if measure else runs[0])
-        reference = state if measure else None
-        device = state.logits.device
-        watch.lap("prefill", device)
-        noise = CounterNoise(keys, device)
-        checked = CheckedLaw(law, starts[-1], deferred=device.type == "cuda")
-        canvas = tokenizer.begin(batch_size, device, state.logits.dtype)
-        cache_bytes = []
-        moved = canvas.new_zeros(batch_size)
-        for run in runs:
-            network, first = run[0].model, run[0].scales.start
-            if run is not runs[0]:
-                state = None  # the cache of the model before: free it first
-                state = prefill(run, run)
-                watch.lap("prefill", device)
-            cache_bytes.append(state.cache_bytes)
-            for stage, scale in [(part, scale) for part in run for scale in part.scales]:
-                logits = state.logits if scale == first else network(state, maps[-1], scale)  # [R, n * n, V]
-                watch.lap("model", device)
-                ratio = scale / max(count - 1, 1)
-                checked.law = law_at_scale(stage.law or law, ratio if self.config["ramp"] else 1.0)
-                slots = torch.arange(starts[scale], starts[scale + 1], device=device).expand(batch_size, -1)
-                target = _stage_law(logits, slots, checked, stage)  # [B, n * n, V]
-                if self.config["smooth"]:
-                    gumbel = noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
-                    shares = mixture(target, gumbel, ratio)
-                    parts.append(shares.argmax(-1))
-                    codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook
-                    codes = codes.reshape(batch_size, area_of(sides[scale]), -1)  # [B, n * n, D]
-                    codes = codes.mT.unflatten(2, shape_of(sides[scale]))
-                    canvas = tokenizer.accumulate_codes(canvas, scale, codes)
-                else:
-                    parts.append(noise.categorical(target, slots, TOKEN))
-                    canvas = tokenizer.accumulate(canvas, scale, parts[-1])
-                watch.lap("verify", device)
-                if measure and run is not runs[0]:
-                    # A refiner that learned guided laws draws without guidance; what it stands in for is guided.
-                    guidance = (runs[0][-1].law or law).guidance_scale
-                    own = replace(stage.law or law, guidance_scale=guidance)
-                    checked.law = law_at_scale(own, ratio if self.config["ramp"] else 1.0)
-                    other = _stage_law(runs[0][0].model(reference, maps[-1], scale), slots, checked, stage)
-                    moved = moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
-                    watch.lap(MEASURE, device)
-                if scale + 1 < count:
-                    maps.append(tokenizer.next_map(canvas, scale + 1))
-                if callback is not None:
-                    callback(scale, canvas)
-        checked.finish()
-        seconds, phase_seconds = watch.read()
-        # A model with a compressed cache draws from a law of its own.
-        exact = len(runs) == 1 and getattr(runs[0][0].model, "lossless", True)
-        others = starts[-1] - starts[runs[0][-1].scales.stop]  # slots behind the first model's stages
-        trace = ScaleTrace(
-            sampler=type(self).__name__,
-            lossless=self.lossless and exact,
-            identical=self.identical and exact,
-            target_calls=torch.full((batch_size,), count),
-            commit_call=torch.arange(count).repeat_interleave(torch.tensor(sizes)).repeat(batch_size, 1),
-            seconds=seconds,
-            phase_seconds=phase_seconds,
-            peak_memory=watch.peak_memory(device),
-            divergence=float(moved.mean()) / others if measure else None,
-            moved_mass=moved.cpu() if measure else None,
-            model_calls=tuple(sum(len(stage.scales) for stage in run) for run in runs),
-            cache_bytes=tuple(cache_bytes),
+    def num_calls(self, run: Run) -> int:
+        return len(run.parts["tokenizer"].scales) - 1  # `prepare` draws the first
+
+    def prefill(
+        self, model: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> Any:
+        own = _of_one_model(model, 0)
+        served = model if self.config.measure else own  # a measuring model keeps its cache to the end
+        return _prefill(served, condition, law, batch_size, [])
+
+    def prepare(self, run: Run) -> ScaleDecodeState:
+        """Draw the first scale, which the prefill predicts."""
+        canvas = run.parts["tokenizer"].begin(run.batch_size, run.device, run.cache.logits.dtype)
+        state = ScaleDecodeState(
+            cache=run.cache,
+            canvas=canvas,
+            maps=[],
+            parts=[],
+            reference=run.cache if self.config.measure else None,
+            moved=canvas.new_zeros(run.batch_size),
+            cache_bytes=[run.cache.cache_bytes],
         )
-        return ScaleResult(torch.cat(parts, 1), trace, canvas)
+        self._draw(run, state, run.model[0], run.cache.logits)
+        return state
 
-    def _check(
-        self, stages: Sequence[Stage], tokenizer: ScaleTokenizer, law: TokenLaw, batch_size: int
-    ) -> None:
+    def step(self, run: Run, state: ScaleDecodeState) -> None:
+        """Draw the next scale."""
+        scale = state.round + 1
+        number = next(number for number, stage in enumerate(run.model) if scale in stage.scales)
+        stage = run.model[number]
+        if scale == stage.scales.start and stage.model is not run.model[number - 1].model:
+            state.cache = run.cache = None  # free the previous model's cache first
+            served = _of_one_model(run.model, number)
+            run.cache = _prefill(served, run.condition, run.law_given, run.batch_size, state.maps)
+            run.lap("prefill")
+            state.cache = run.cache
+            state.cache_bytes.append(run.cache.cache_bytes)
+            logits = run.cache.logits
+        else:
+            logits = stage.model(state.cache, state.maps[-1], scale)  # [R, n * n, V]
+            run.lap("model")
+        self._draw(run, state, stage, logits)
+
+    def _draw(self, run: Run, state: ScaleDecodeState, stage: Stage, logits: Tensor) -> None:
+        """Draw a scale from logits [R, n * n, V], add it to the canvas, and make the next scale's input map."""
+        tokenizer, given = run.parts["tokenizer"], run.law_given
+        count, starts = len(tokenizer.scales), first_slots(tokenizer)
+        scale = state.round = state.round + 1
+        ratio = scale / max(count - 1, 1)
+        grown = ratio if self.config.ramp else 1.0
+        run.law.law = law_at_scale(stage.law or given, grown)
+        slots = torch.arange(starts[scale], starts[scale + 1], device=run.device).expand(run.batch_size, -1)
+        target = _stage_law(logits, slots, run.law, stage)  # [B, n * n, V]
+        if self.config.smooth:
+            gumbel = run.noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
+            shares, side = mixture(target, gumbel, ratio), tokenizer.scales[scale]
+            state.parts.append(shares.argmax(-1))
+            codes = shares.to(tokenizer.codebook.dtype) @ tokenizer.codebook
+            codes = codes.reshape(run.batch_size, area_of(side), -1).mT  # [B, D, n * n]
+            state.canvas = tokenizer.accumulate_codes(state.canvas, scale, codes.unflatten(2, shape_of(side)))
+        else:
+            state.parts.append(run.noise.categorical(target, slots, TOKEN))
+            state.canvas = tokenizer.accumulate(state.canvas, scale, state.parts[-1])
+        run.lap("verify")
+        first = _of_one_model(run.model, 0)[-1]
+        if state.reference is not None and scale >= first.scales.stop:
+            # A refiner that learned guided laws draws without guidance, but the first model's law is guided.
+            own = replace(stage.law or given, guidance_scale=(first.law or given).guidance_scale)
+            run.law.law = law_at_scale(own, grown)
+            other = first.model(state.reference, state.maps[-1], scale)
+            other = _stage_law(other, slots, run.law, stage)
+            state.moved = state.moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
+            run.lap(MEASURE)
+        if scale + 1 < count:
+            state.maps.append(tokenizer.next_map(state.canvas, scale + 1))
+
+    def progress(self, run: Run, state: ScaleDecodeState) -> Tensor:
+        return state.canvas
+
+    def measure(
+        self, run: Run, state: ScaleDecodeState, tokens: Tensor
+    ) -> tuple[float | None, Tensor | None]:
+        own = _of_one_model(run.model, 0)
+        if state.reference is None or len(own) == len(run.model):
+            return None, None
+        starts = first_slots(run.parts["tokenizer"])
+        return float(state.moved.mean()) / (starts[-1] - starts[own[-1].scales.stop]), state.moved.cpu()
+
+    def result(
+        self, run: Run, state: ScaleDecodeState, tokens: Tensor, trace: dict[str, Any]
+    ) -> SampleResult:
+        runs = [list(stages) for _, stages in groupby(run.model, key=lambda stage: id(stage.model))]
+        # A model with a compressed cache draws from a different law.
+        exact = len(runs) == 1 and getattr(run.model[0].model, "lossless", True)
+        trace |= dict(lossless=self.lossless and exact, identical=self.identical and exact)
+        calls = tuple(sum(len(stage.scales) for stage in stages) for stages in runs)
+        found = ScaleTrace(**trace, model_calls=calls, cache_bytes=tuple(state.cache_bytes))
+        return ScaleResult(tokens, found, state.canvas)
+
+    def check(self, model: Sequence[Stage], law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        stages, tokenizer = model, parts["tokenizer"]
         check_batch_size(batch_size)
         bounds = [(stage.scales.start, stage.scales.stop) for stage in stages]
         ends = [0, *(stop for _, stop in bounds)]
@@ -338,8 +398,27 @@ class ScaleWiseSampler(SchedulerMixin, ConfigMixin):
             check_allowed(stage.law or law, stage.model.vocab_size)
 
 
+def first_slots(tokenizer: ScaleTokenizer) -> list[int]:
+    """Return the first slot of every scale, then the number of slots: n * n a scale, times the tokens of a place."""
+    places = getattr(tokenizer, "tokens_per_place", 1)
+    return [0, *accumulate(area_of(side) * places for side in tokenizer.scales)]
+
+
+def _of_one_model(stages: Sequence[Stage], number: int) -> list[Stage]:
+    """Return stage `number` and the following stages of the same model, which share its cache."""
+    return list(takewhile(lambda stage: stage.model is stages[number].model, stages[number:]))
+
+
+def _prefill(
+    served: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, maps: Sequence[Tensor]
+) -> Any:
+    """Prefill the model of these stages for all their scales."""
+    guided, stop = draws_guided(served, law.guided), served[-1].scales.stop
+    return served[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
+
+
 def _stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) -> Tensor:
-    """Log-probabilities [B, N, V] that a stage draws from, given logits [R, N, V]."""
+    """Return the log-probabilities [B, N, V] that a stage draws from, given logits [R, N, V]."""
     guided = checked.law.guided
     law = checked(logits if guided else logits[: len(slots)], slots, guided)
     return law if stage.late_temperature == 1 else (law / stage.late_temperature).log_softmax(-1)

@@ -1,13 +1,13 @@
 """Train the embedded LlamaGen and its caption encoder on tokens of `shapes`.
 
-Teacher-forced cross entropy over whole pictures; a tenth of the captions is replaced by the learned unconditional
+Teacher-forced cross entropy over whole pictures. A tenth of the captions is replaced by the learned unconditional
 embedding, so that classifier-free guidance works (Ho and Salimans 2022; LlamaGen section 3.2).
 
-In a picture most tokens follow from their neighbours, so the caption is heard in few places, and a model can learn
-for long without it. So until the last part of a run half of the pictures have input tokens hidden, and most of those
-have all of them hidden: one visible token of an object gives its colour away, and then no word is looked up for it.
-There tokens of objects weigh more than those of the background, which are many and soon learned; that skews the law
-of hidden pictures only, and nobody samples from it.
+Most tokens of a picture follow from their neighbours, so the caption matters in few places, and a model can learn for a
+long time without it. So until the last part of a run, half of the pictures have hidden input tokens, and most of those
+have all tokens hidden: one visible token of an object shows its colour, and then the model need not look up the word.
+In these pictures tokens of objects weigh more than those of the background, which are many and soon learned. This
+biases only the law of hidden pictures, which is never sampled from.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from visual_spec.data.shapes import (
     caption,
     sample_dataset,
 )
+from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen import CaptionEmbedding, LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
@@ -40,7 +42,7 @@ from visual_spec.training.tokenizer import to_signed
 
 @dataclass(frozen=True)
 class AutoregressiveTraining:
-    """Settings of a run. `bfloat16` computes the matrix products in it: faster on a GPU, and on CPUs that can."""
+    """Settings of a run. `bfloat16` computes the matrix products in it: faster on a GPU, and on CPUs with support."""
 
     steps: int = 3000
     batch_size: int = 16
@@ -59,7 +61,7 @@ class AutoregressiveTraining:
 
 
 def shapes_vocabulary() -> list[str]:
-    """Every word a `shapes` caption can hold."""
+    """Return every word that a `shapes` caption can hold."""
     words = [
         "a",
         "on",
@@ -87,14 +89,23 @@ def tokenize_dataset(
     side: int = 16,
     cache: Path | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Word ids `[N, T]` and tokens int16 `[N, side * side]` of fresh scenes.
+    """Return word ids `[N, T]` and tokens int16 `[N, side * side]` of fresh scenes.
 
-    They are kept in `cache`, a folder, if one is given. For a `side` below the tokenizer's own the pictures are made
-    smaller first, by averaging pixels.
+    `cache`, a folder, stores them if given. For a `side` below the tokenizer's own, pixels are averaged to shrink the
+    pictures first.
+
+    Raises:
+        ValueError: `cache` holds the tokens of another tokenizer, or the words of another vocabulary.
     """
     path = cache / f"tokens_{side}_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    owner = f"{fingerprint([vq_model])} {list(encoder.config['vocabulary'])} {encoder.max_words}"
     if path and path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = read_content(path)
+        if not isinstance(saved, dict) or saved.get("owner") != owner:
+            raise ValueError(
+                f"{path} holds tokens of another tokenizer or words of another encoder; pass another --out folder, or "
+                "remove it."
+            )
         return saved["words"], saved["tokens"]
     words, tokens = [], []
     for start in range(0, count, 500):
@@ -106,15 +117,15 @@ def tokenize_dataset(
     result = torch.cat(words), torch.cat(tokens)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"words": result[0], "tokens": result[1]}, path)
+        torch.save({"words": result[0], "tokens": result[1], "owner": owner}, path)
     return result
 
 
 def initialise(model: LlamaGenTransformer) -> None:
     """Start token embeddings and the caption projection at a scale of order one.
 
-    With the official standard deviation of 0.02 the residual stream starts so small that the blocks drown the words:
-    a model of this size then learnt no colour of an object in 2600 steps, and from this start in 500.
+    With the official standard deviation of 0.02 the residual stream starts so small that the blocks drown the words: a
+    model of this size then learnt no object colour in 2600 steps. From this start it learnt them in 500.
     """
     torch.nn.init.normal_(model.tok_embeddings.weight, std=0.3)
     assert isinstance(model.cls_embedding, CaptionEmbedding)
@@ -123,9 +134,9 @@ def initialise(model: LlamaGenTransformer) -> None:
 
 
 def object_tokens(words: Tensor, tokens: Tensor) -> Tensor:
-    """Which tokens `[N, L]` belong to objects: those that are not the usual ones of their slot for the background.
+    """Return which tokens `[N, L]` belong to objects: those other than the usual background tokens of their slot.
 
-    A caption ends in "<texture> <colour> background", so pictures `[N, T]` of equal words there share a background.
+    A caption ends in "<texture> <colour> background", so pictures `[N, T]` with equal last words share a background.
     """
     _, group = words[:, -3:-1].unique(dim=0, return_inverse=True)
     usual = torch.stack([tokens[group == number].mode(0).values for number in range(int(group.max()) + 1)])
@@ -141,10 +152,10 @@ def train_autoregressive(
     *,
     every: int = 200,
 ) -> dict:
-    """Train both networks in place, on the device they are on; save them in `out/transformer` and `out/text_encoder`;
-    return the record.
+    """Train both networks in place, on their device; save them in `out/transformer` and `out/text_encoder`; return the
+    record.
 
-    A run that was interrupted goes on from `out/resume.pt`; the finished run removes it.
+    An interrupted run resumes from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
     device = model.device
@@ -157,7 +168,9 @@ def train_autoregressive(
     trained = [p for p in modules.parameters() if p.requires_grad]
     optimisers = muon_and_adamw(model.layers, trained, settings.learning_rate, settings.weight_decay)
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, modules=modules, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[vq_model], modules=modules, descend=descend
+    )
 
     weights = 1.0 + (settings.object_weight - 1.0) * object_tokens(words, tokens)
 

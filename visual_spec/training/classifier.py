@@ -1,7 +1,7 @@
 """Train `ShapesFeatures` to read scenes of `shapes`.
 
-It learns only what is well defined by the picture. "A left of B" and "B right of A" are one picture, so there is no
-first object: which shapes, colours and sizes occur is learned as sets.
+It learns only what the picture determines. "A left of B" and "B right of A" are the same picture, so no object is
+first: the occurring shapes, colours and sizes are learned as sets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from visual_spec.training.loop import Checkpoint, Descent, write_json
 
 LAYOUTS = ("alone", "side by side", "stacked", "inside", "overlapping")
 
-# Heads by what their outputs are: one of several, a set, or numbers.
+# Heads by the kind of their outputs: one of several, a set, or numbers.
 ONE_OF = {"background": tuple(BACKGROUND_COLOURS), "texture": TEXTURES, "count": (1, 2, 3), "layout": LAYOUTS}
 SET_OF = {"shape": SHAPES, "colour": tuple(OBJECT_COLOURS), "size": tuple(SIZES)}
 NUMBERS = {"centre": ("x", "y")}
@@ -38,8 +38,8 @@ HEADS = {name: len(values) for name, values in {**ONE_OF, **SET_OF, **NUMBERS}.i
 
 @dataclass(frozen=True)
 class ClassifierTraining:
-    """Settings of a run. `noise`: standard deviation of what is added to pictures of 0 to 255, so that features answer
-    to what is shown rather than to the last bit of a pixel."""
+    """Settings of a run. `noise`: standard deviation of the noise added to pictures of 0 to 255, so that features
+    depend on the content rather than on the last bit of a pixel."""
 
     steps: int = 3000
     batch_size: int = 64
@@ -51,7 +51,7 @@ class ClassifierTraining:
 
 
 def layout(scene: Scene) -> str:
-    """How the objects of a scene lie; a group counts as its row or column."""
+    """Return the arrangement of a scene's objects; a group counts as its row or column."""
     if len(scene.objects) == 1:
         return "alone"
     if scene.relation in ("inside", "overlapping"):
@@ -61,7 +61,7 @@ def layout(scene: Scene) -> str:
 
 
 def labels(scenes: list[Scene]) -> dict[str, Tensor]:
-    """Targets of all heads: long [N] for one of several, float [N, count] for sets and for numbers, all 0 to 1."""
+    """Return the targets of all heads: long [N] for one of several, float [N, count] for sets and numbers, 0 to 1."""
     facts = {
         "background": [scene.background for scene in scenes],
         "texture": [scene.texture for scene in scenes],
@@ -84,7 +84,7 @@ def labels(scenes: list[Scene]) -> dict[str, Tensor]:
 
 
 def loss_of(outputs: dict[str, Tensor], wanted: dict[str, Tensor]) -> Tensor:
-    """Sum over heads: cross entropy, binary cross entropy, or squared error, weighted to learn at about one pace."""
+    """The sum over heads of cross entropy, binary cross entropy, or squared error, weighted to learn equally fast."""
     loss = torch.zeros(())
     for name, output in outputs.items():
         if name in ONE_OF:
@@ -101,7 +101,7 @@ def train_classifier(
 ) -> dict:
     """Train in place, standardise the features, save half-precision weights in `out`, return the record.
 
-    A run that was interrupted goes on from `out/resume.pt`; the finished run removes it.
+    An interrupted run resumes from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
     wanted, pictures = small_dataset(settings.scenes, settings.seed, model.config["image_size"])
@@ -109,14 +109,14 @@ def train_classifier(
         model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
     )
     descend = Descent([optimiser], settings.steps, settings.learning_rate, clip=None)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
+    checkpoint = Checkpoint(out / "resume.pt", every, asdict(settings), model=model, descend=descend)
     model.train()
     for step in range(checkpoint.resume(), settings.steps):
-        # One generator per step, so that a resumed run sees what it would have seen.
+        # One generator per step, so that a resumed run sees the same data.
         rng = np.random.default_rng((settings.seed, step))
         chosen = rng.integers(len(pictures), size=settings.batch_size)
         batch = pictures[chosen].float()
-        # Every second picture is noisy: both kinds must be read.
+        # Every second picture is noisy: the model must read both kinds.
         strength = settings.noise * (rng.random((settings.batch_size, 1, 1, 1)) < 0.5)
         noise = rng.standard_normal(batch.shape, dtype=np.float32) * strength.astype(np.float32)
         loss = loss_of(
@@ -127,7 +127,7 @@ def train_classifier(
     model.eval()
     standardise(model, pictures[:4000])
     model.half().save_pretrained(out)
-    model.float()  # judged as it will be loaded: rounded to half precision, computing in single precision
+    model.float()  # evaluated as loaded later: weights rounded to half precision, single-precision compute
     record = {
         "settings": asdict(settings),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -141,7 +141,7 @@ def train_classifier(
 
 
 def small_dataset(count: int, seed: int, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Labels of scenes and their pictures [N, 3, size, size] uint8, resampled as the network would, to save memory."""
+    """Labels of scenes and their pictures [N, 3, size, size] uint8, resampled like the network's, to save memory."""
     wanted, parts = [], []
     for start in range(0, count, 500):
         scenes, pictures = sample_dataset(min(500, count - start), seed * 100_003 + start)
@@ -161,7 +161,7 @@ def standardise(model: ShapesFeatures, pictures: Tensor) -> None:
 
 @torch.no_grad()
 def judge(model: ShapesFeatures, count: int = 1000) -> dict[str, float]:
-    """Accuracy of every head on held-out scenes: one of several, whole sets, and for `centre` the error in pixels."""
+    """Each head's accuracy on held-out scenes: one of several, whole sets, and for `centre` the error in pixels."""
     scenes, pictures = sample_dataset(count, 12345, held_out=True)
     wanted = labels(scenes)
     parts = [
@@ -182,5 +182,5 @@ def judge(model: ShapesFeatures, count: int = 1000) -> dict[str, float]:
 
 
 def to_planes(pictures: np.ndarray) -> Tensor:
-    """uint8 pictures [N, H, W, 3] as a tensor [N, 3, H, W]."""
+    """Return uint8 pictures [N, H, W, 3] as a tensor [N, 3, H, W]."""
     return torch.from_numpy(np.ascontiguousarray(pictures)).permute(0, 3, 1, 2)

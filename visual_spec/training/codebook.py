@@ -1,4 +1,4 @@
-"""Codes that follow what they code by exponential averages (van den Oord et al. 2017, appendix A.1)."""
+"""Codebooks that follow their vectors by exponential averages (van den Oord et al. 2017, appendix A.1)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class CodeAverages:
-    """Running sums that the codes of a codebook `[V, D]` are the quotients of."""
+    """Running sums whose quotients are the codes of a codebook `[V, D]`."""
 
     def __init__(self, codes: Tensor) -> None:
         self.count = torch.ones(len(codes), device=codes.device)
@@ -15,7 +15,7 @@ class CodeAverages:
         self.idle = torch.zeros(len(codes), device=codes.device)
 
     def restart(self, codes: Tensor) -> None:
-        """As new, for other codes."""
+        """Start again with other codes."""
         self.load_state_dict(CodeAverages(codes).state_dict())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -27,22 +27,22 @@ class CodeAverages:
 
     @torch.no_grad()
     def follow(self, codes: Tensor, vectors: Tensor, ids: Tensor, decay: float) -> None:
-        """Move each code towards the mean of the vectors `[N, D]` that it, `ids` `[N]`, served."""
+        """Move each code towards the mean of the vectors `[N, D]` that are coded by it; `ids` `[N]` are their codes."""
         count = torch.zeros_like(self.count).index_add_(0, ids, torch.ones_like(ids, dtype=self.count.dtype))
         total = torch.zeros_like(self.total).index_add_(0, ids, vectors)
         self.count.mul_(decay).add_(count, alpha=1 - decay)
         self.total.mul_(decay).add_(total, alpha=1 - decay)
-        # A code out of use keeps its place; its sums fade until dividing them would be noise.
+        # An unused code stays; its sums fade until dividing them would give noise.
         known = self.count > 1e-6
         codes[known] = self.total[known] / self.count[known, None]
         self.idle.add_(1).mul_(count == 0)
 
     @torch.no_grad()
     def revive(self, codes: Tensor, vectors: Tensor, ids: Tensor, idle_steps: int, noise: Tensor) -> None:
-        """Move codes that were idle for longer onto vectors drawn by squared error, at most 64; `noise` `[N]` is
-        uniform."""
+        """Move codes that were idle for longer than `idle_steps` onto at most 64 vectors, drawn by squared error;
+        `noise` `[N]` is uniform."""
         idle = (self.idle > idle_steps).nonzero()[:64, 0]
-        # The smallest of exponential races are draws without replacement.
+        # The smallest exponential race times are draws without replacement.
         error = (vectors - codes[ids]).square().sum(-1).clamp_min(1e-8)
         chosen = (-noise.clamp_min(1e-20).log() / error).argsort()[: len(idle)]
         idle = idle[: len(chosen)]

@@ -1,13 +1,13 @@
 """Train the embedded codec, a small EnCodec, on `tunes`.
 
-transformers' `EncodecModel` has no path for training: its quantiser gives no gradient and its codebooks are zeros. Here
-are the residual quantiser of SoundStream and EnCodec (Zeghidour et al. 2021, section III-C; Defossez et al. 2022,
-section 3.2) with straight-through gradients and a commitment loss, codebooks that follow what they code by exponential
-averages, and codes out of use moved onto vectors that are badly coded. It writes the codebooks of the model itself, so
-the result is a plain `EncodecModel`.
+transformers' `EncodecModel` cannot be trained: its quantiser gives no gradient and its codebooks are zeros. This module
+adds the residual quantiser of SoundStream and EnCodec (Zeghidour et al. 2021, section III-C; Defossez et al. 2022,
+section 3.2), with straight-through gradients and a commitment loss. Codebooks follow their vectors by exponential
+averages, and unused codes are moved onto badly coded vectors. The codebooks are those of the model itself, so the
+result is a plain `EncodecModel`.
 
-The losses are EnCodec's without its discriminators: absolute error of the wave, here relative to the wave's own level
-and with more weight, since the tunes are the same waves over and over; and mel spectrograms in several resolutions.
+The losses are EnCodec's without its discriminators: mel spectrograms in several resolutions, and the absolute error of
+the wave. The latter is relative to the wave's level and weighs more here, since tunes repeat the same waves.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from transformers import EncodecConfig, EncodecModel
 from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
 
-from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE, sample_dataset
+from visual_spec.data.tunes import FRAME, NUM_FRAMES, SAMPLE_RATE
 from visual_spec.data.tunes_parser import prompt_accuracy
+from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.data.waves import si_sdr, spectral_distance
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.loop import Checkpoint, Descent, write_json
 
 _WINDOWS = (128, 256, 512, 1024, 2048)  # samples, 8 to 128 ms
-_FLOOR = 3e-4  # amplitude, about -70 dB: quieter partials than that do not count
+_FLOOR = 3e-4  # amplitude, about -70 dB: quieter partials do not count
 
 
 @dataclass(frozen=True)
 class CodecTraining:
     """Settings of a run.
 
-    `crop` is in frames; the last `whole_clips` of the steps see whole clips, as many samples a step. The first
-    `continuous_steps` train an autoencoder without codes. From then until `revive_until` of the steps a code that
-    served nothing for `idle_steps` is moved. With probability `quantiser_dropout` a step uses only the first
-    codebooks, 1 to K of them. `bfloat16` computes the two networks in it, never the codes nor the losses.
+    `crop` is in frames. The last `whole_clips` of the steps use whole clips, with as many samples a step. The first
+    `continuous_steps` train an autoencoder without codes. From then until `revive_until` of the steps, a code that was
+    not used for `idle_steps` is moved. With probability `quantiser_dropout` a step uses only the first codebooks, 1 to
+    K of them. `bfloat16` computes the two networks in bfloat16, but never the codes or the losses.
     """
 
     steps: int = 12000
@@ -79,13 +82,13 @@ class CodecTraining:
 def codec_config(
     num_filters: int = 16, hidden_size: int = 64, codebook_size: int = 512, num_codebooks: int = 4
 ) -> EncodecConfig:
-    """An EnCodec for `tunes`: 16 kHz, 50 frames a second.
+    """Return the configuration of an EnCodec for `tunes`: 16 kHz, 50 frames a second.
 
-    As MusicGen's 32 kHz one it is not causal: a frame's samples stand around the middle of what it sees.
+    Like MusicGen's 32 kHz codec it is not causal: a frame's samples are around the middle of its receptive field.
 
     Args:
         num_filters: channels at the sampling rate; they double with every reduction of the rate.
-        hidden_size: numbers of a latent.
+        hidden_size: dimension of a latent.
         codebook_size: a power of two.
     """
     kilobits = num_codebooks * math.log2(codebook_size) * SAMPLE_RATE / FRAME / 1000
@@ -104,14 +107,15 @@ def codec_config(
 
 @torch.no_grad()
 def initialise(model: EncodecModel) -> None:
-    """Start the convolutions so that they keep the variance of what they are given, without offsets.
+    """Initialise the convolutions so that they keep the variance of their input, without offsets.
 
-    PyTorch's usual start takes two thirds of it in every layer: the latents of a fresh model then hardly change over
-    time, and 45 steps of one of six filters led nowhere (loss 5.4 to 5.4), with this start from 7.2 to 4.85.
+    PyTorch's default loses two thirds of it in every layer, so the latents of a fresh model hardly change over time. A
+    model of six filters then learned nothing in 45 steps (loss 5.4 to 5.4); from this start the loss fell from 7.2 to
+    4.85.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Conv1d | nn.ConvTranspose1d):
-            # Every output of a transposed convolution sums over kernel / stride places only.
+            # Every output of a transposed convolution sums over only kernel / stride places.
             places = layer.kernel_size[0] / (layer.stride[0] if isinstance(layer, nn.ConvTranspose1d) else 1)
             deviation = layer.weight.std() * (layer.in_channels * places) ** 0.5
             scale: Any = layer.parametrizations.weight.original0  # pyright: ignore[reportAttributeAccessIssue]
@@ -120,21 +124,21 @@ def initialise(model: EncodecModel) -> None:
             layer.bias.zero_()
 
 
-# -- what is compared --------------------------------------------------------------------------------------------------
+# -- spectra -----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=32)
 def mel_filters(window: int, device: torch.device) -> Tensor:
-    """Triangles of equal width in mel, `[window / 2 + 1, M]`, each with a sum of 1, for spectra of `SAMPLE_RATE`.
+    """Return triangles of equal width in mel, `[window / 2 + 1, M]`, each with sum 1, for spectra of `SAMPLE_RATE`.
 
     Slaney's mel scale (linear to 1 kHz, then logarithmic). M is 80, or what a window resolves: an eighth of it.
     """
     count = min(80, window // 8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of triangles between two bins: they are mended below
+        warnings.simplefilter("ignore", UserWarning)  # about triangles between two bins, repaired below
         filters = mel_filter_bank(window // 2 + 1, count, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE, None, "slaney")
     narrow = (filters.sum(0) == 0).nonzero()[0]
-    # A triangle between two bins takes the one nearest to its peak.
+    # A triangle between two bins gets the bin nearest to its peak.
     peaks = mel_to_hertz(np.linspace(0, hertz_to_mel(SAMPLE_RATE / 2, "slaney"), count + 2)[1:-1], "slaney")
     bins = np.linspace(0, SAMPLE_RATE / 2, window // 2 + 1)[:, None]
     filters[np.abs(bins - peaks).argmin(0)[narrow], narrow] = 1.0
@@ -142,7 +146,7 @@ def mel_filters(window: int, device: torch.device) -> Tensor:
 
 
 def mel_spectra(waves: Tensor, window: int) -> Tensor:
-    """Mel spectrogram `[B, M, T]` of waves `[B, N]`, as amplitudes of partials; hop is a quarter of the window."""
+    """Return the mel spectrogram `[B, M, T]` of waves `[B, N]`, as amplitudes of partials; hop is a quarter window."""
     hann = torch.hann_window(window, device=waves.device)
     padded = F.pad(waves, (window // 2, window // 2))
     spectra = torch.stft(padded, window, window // 4, window=hann, center=False, return_complex=True)
@@ -153,7 +157,7 @@ def mel_spectra(waves: Tensor, window: int) -> Tensor:
 
 
 def spectral_terms(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """How far mel spectra of waves `[B, N]` are apart, each the mean over all resolutions.
+    """Return the distances between mel spectra of waves `[B, N]`, each the mean over all resolutions.
 
     Returns:
         The absolute difference of their logarithms in nats, and of the amplitudes relative to the target's mean.
@@ -170,7 +174,7 @@ def spectral_terms(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ResidualCodes:
-    """Trains the codebooks of an `EncodecModel`: each codes what those before it left.
+    """Trains the codebooks of an `EncodecModel`: each codes the residual of those before it.
 
     Args:
         model: its quantiser's codebooks `embed` `[V, D]` are written in place.
@@ -189,10 +193,10 @@ class ResidualCodes:
 
     @torch.no_grad()
     def start(self, latents: Tensor, rng: np.random.Generator) -> None:
-        """Start each codebook as k-means of what is left of latents `[N, D]`."""
+        """Start each codebook by k-means of the residuals of latents `[N, D]`."""
         left = latents
         for number, book in enumerate(self.books):
-            book.embed.copy_(k_means(left, len(book.embed), rng))
+            book.embed.copy_(_first_codes(left, len(book.embed), rng))
             self.averages[number] = CodeAverages(book.embed)
             left = left - book.decode(book.encode(left))
 
@@ -202,11 +206,11 @@ class ResidualCodes:
         """Code latents `[B, D, T]` with the first `count` codebooks, None: all.
 
         Returns:
-            What the decoder reads `[B, D, T]`, with the gradient passed straight through; the commitment, the mean
-            squared distance of what each codebook was given and its codes; and of each codebook what it was given
-            `[N, D]` and the ids `[N]`.
+            The decoder's input `[B, D, T]`, with the gradient passed straight through; the commitment loss, the mean
+            squared distance between each codebook's input and its codes; and for each codebook its input `[N, D]` and
+            the ids `[N]`.
         """
-        left = latents.mT.flatten(0, 1)  # [N, D]
+        left = rearrange(latents, "b d t -> (b t) d")
         wanted, ids, distances = [], [], []
         for book in self.books[:count]:
             chosen = book.encode(left.detach())
@@ -216,54 +220,43 @@ class ResidualCodes:
             distances.append(F.mse_loss(left, codes))
             left = left - codes
         coded = latents - left.view_as(latents.mT).mT.detach()
-        # straight through: the value of the codes, the gradient of the latents
+        # Straight through: the value of the codes, the gradient of the latents.
         return coded, torch.stack(distances).mean(), wanted, ids
 
     def follow(self, wanted: list[Tensor], ids: list[Tensor], decay: float) -> None:
-        """Move codes towards what they served."""
+        """Move codes towards their vectors."""
         for book, average, vectors, chosen in zip(self.books, self.averages, wanted, ids, strict=False):
             average.follow(book.embed, vectors, chosen, decay)
 
     def revive(
         self, wanted: list[Tensor], ids: list[Tensor], idle_steps: int, rng: np.random.Generator
     ) -> None:
-        """Move codes that were out of use onto vectors that are badly coded."""
+        """Move unused codes onto badly coded vectors."""
         for book, average, vectors, chosen in zip(self.books, self.averages, wanted, ids, strict=False):
             noise = torch.from_numpy(rng.random(len(vectors), dtype=np.float32)).to(vectors.device)
             average.revive(book.embed, vectors, chosen, idle_steps, noise)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Leave the running sums in the model too, where EnCodec keeps them."""
+        """Write the running sums to the model, where EnCodec keeps them."""
         for book, average in zip(self.books, self.averages, strict=True):
             book.cluster_size.copy_(average.count)
             book.embed_avg.copy_(average.total)
 
 
-@torch.no_grad()
-def k_means(vectors: Tensor, count: int, rng: np.random.Generator, rounds: int = 10) -> Tensor:
-    """Centres `[count, D]` of vectors `[N, D]`.
-
-    Raises:
-        ValueError: fewer vectors than centres.
-    """
+def _first_codes(vectors: Tensor, count: int, rng: np.random.Generator) -> Tensor:
+    """Run k-means on vectors `[N, D]`, starting from `count` of them: codes `[count, D]`."""
     if len(vectors) < count:
         raise ValueError(f"{len(vectors)} latent vectors cannot start {count} codes; pass more clips.")
-    centres = vectors[torch.from_numpy(rng.permutation(len(vectors))[:count]).to(vectors.device)]
-    for _ in range(rounds):
-        closeness = [part @ centres.T - 0.5 * centres.square().sum(-1) for part in vectors.split(8192)]
-        nearest = torch.cat([part.argmax(-1) for part in closeness])
-        served = torch.bincount(nearest, minlength=count)
-        total = torch.zeros_like(centres).index_add_(0, nearest, vectors)
-        centres = torch.where(served[:, None] > 0, total / served[:, None].clamp_min(1), centres)
-    return centres
+    chosen = torch.from_numpy(rng.permutation(len(vectors))[:count]).to(vectors.device)
+    return k_means(vectors, vectors[chosen], 10)[0]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
 def tune_waves(count: int, seed: int) -> np.ndarray:
-    """Waves int16 `[count, NUM_SAMPLES]` of `tunes`: half the memory, and noise at -98 dB."""
+    """Return waves int16 `[count, NUM_SAMPLES]` of `tunes`: int16 halves the memory, with noise at -98 dB."""
     parts = []
     for start in range(0, count, 100):
         waves = sample_dataset(min(100, count - start), seed * 100_003 + start)[1]
@@ -272,18 +265,18 @@ def tune_waves(count: int, seed: int) -> np.ndarray:
 
 
 def to_waves(samples: np.ndarray, device: torch.device) -> Tensor:
-    """int16 `[B, N]` to floats `[B, 1, N]` in [-1, 1]."""
+    """Return int16 `[B, N]` as floats `[B, 1, N]` in [-1, 1]."""
     return torch.from_numpy(samples).to(device).float()[:, None] / 32767
 
 
 def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, every: int = 250) -> dict:
-    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+    """Train in place, save the weights in `out`, and return the record, which is also written to `out/training.json`.
 
-    It runs where the model is. A run that was interrupted goes on from `out/resume.pt` as if it had not been; the
-    finished run removes it.
+    Runs on the model's device. An interrupted run resumes from `out/resume.pt` with the same result; the finished run
+    removes it.
 
     Raises:
-        ValueError: a model of another rate or hop than `tunes` has, or fewer latent vectors than codes to start with.
+        ValueError: the model's rate or hop is not that of `tunes`, or there are fewer latent vectors than codes.
     """
     config = model.config
     if (config.sampling_rate, config.hop_length, config.audio_channels) != (SAMPLE_RATE, FRAME, 1):
@@ -298,10 +291,12 @@ def train_codec(model: EncodecModel, settings: CodecTraining, out: Path, *, ever
     parameters = list(model.parameters())
     optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.8, 0.99), weight_decay=0.0)
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend, codes=codes)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), model=model, descend=descend, codes=codes
+    )
     model.train()
     for step in range(checkpoint.resume(), settings.steps):
-        # One generator per step, so that a resumed run sees what it would have seen.
+        # One generator per step, so that a resumed run sees the same data.
         rng = np.random.default_rng((settings.seed, step))
         target = to_waves(_batch(samples, settings, step, rng), device)
         if step == settings.continuous_steps:
@@ -343,7 +338,7 @@ def forward(
     *,
     bfloat16: bool = False,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Waves `[B, 1, N]` through encoder, codes (None: none) and decoder; with the rest of `ResidualCodes.quantise`."""
+    """Run waves `[B, 1, N]` through encoder, codes (None: none) and decoder; for the rest see `ResidualCodes`."""
     half = torch.autocast(waves.device.type, torch.bfloat16, enabled=bfloat16)
     with half:
         latents = model.encoder(waves)
@@ -357,14 +352,14 @@ def forward(
 
 
 def codec_loss(output: Tensor, target: Tensor, settings: CodecTraining) -> Tensor:
-    """Loss of waves `[B, N]`: see the head of this file."""
+    """Return the loss of waves `[B, N]`; see the module docstring."""
     wave = (output - target).abs().mean() / target.abs().mean().clamp_min(1e-3)
     logarithmic, linear = spectral_terms(output, target)
     return settings.wave_weight * wave + settings.spectral_weight * (logarithmic + linear)
 
 
 def _batch(samples: np.ndarray, settings: CodecTraining, step: int, rng: np.random.Generator) -> np.ndarray:
-    """Crops int16 `[B, N]`, cut between frames, because notes begin there; in the end whole clips."""
+    """Return crops int16 `[B, N]`, cut between frames, because notes begin there; at the end of a run whole clips."""
     crop, count = settings.crop, settings.batch_size
     if step >= (1 - settings.whole_clips) * settings.steps:
         crop, count = NUM_FRAMES, max(1, settings.batch_size * settings.crop // NUM_FRAMES)
@@ -375,17 +370,17 @@ def _batch(samples: np.ndarray, settings: CodecTraining, step: int, rng: np.rand
 
 @torch.no_grad()
 def _latents(model: EncodecModel, samples: np.ndarray, bfloat16: bool) -> Tensor:
-    """Latent vectors `[N, D]` of whole clips."""
+    """Return latent vectors `[N, D]` of whole clips."""
     found = []
     for start in range(0, len(samples), 10):
         with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
             latents = model.encoder(to_waves(samples[start : start + 10], model.device))
-        found.append(latents.float().mT.flatten(0, 1))
+        found.append(rearrange(latents.float(), "b d t -> (b t) d"))
     return torch.cat(found)
 
 
 def _keep_padding_on_host(model: EncodecModel) -> None:
-    """Keep the sizes that convolutions pad by where Python reads them: each reading would stall a GPU."""
+    """Keep the padding sizes of convolutions in host memory: reading them from a GPU would stall it each time."""
     for module in model.modules():
         for name in ("stride", "kernel_size", "padding_total"):
             if name in module._buffers:
@@ -394,11 +389,11 @@ def _keep_padding_on_host(model: EncodecModel) -> None:
 
 @torch.no_grad()
 def judge(model: EncodecModel, count: int) -> dict:
-    """What held-out clips sound like after coding.
+    """Evaluate held-out clips after coding.
 
     Returns:
-        si_sdr_db: mean over clips. spectral_distance_db: the same of mel bands. heard: the share of clips of which
-        the parser reads each attribute, and all, as it was meant. codes_used and perplexity: of each codebook.
+        si_sdr_db: mean over clips. spectral_distance_db: the same for mel bands. heard: the share of clips whose
+        attributes the parser reads correctly, each and all. codes_used and perplexity: of each codebook.
     """
     tunes, waves = sample_dataset(count, 12345, held_out=True)
     ratios, distances, coded, used = [], [], [], []
@@ -409,7 +404,7 @@ def judge(model: EncodecModel, count: int) -> dict:
         ratios.append(si_sdr(output, target))
         distances.append(spectral_distance(output, target, sample_rate=SAMPLE_RATE))
         coded.append(output.clamp(-1, 1).cpu())
-        used.append(codes.transpose(0, 1).flatten(1).cpu())
+        used.append(rearrange(codes, "b k t -> k (b t)").cpu())
     shares = prompt_accuracy(torch.cat(coded).numpy(), tunes)
     counts = [torch.bincount(ids, minlength=model.config.codebook_size) for ids in torch.cat(used, 1)]
     laws = [number / number.sum() for number in counts]

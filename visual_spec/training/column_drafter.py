@@ -1,12 +1,12 @@
-"""Train a `ColumnEagleDrafter` for a trained MusicGen, on clips that the target plays itself.
+"""Train a `ColumnEagleDrafter` for a trained MusicGen, on clips that the target generates itself.
 
-Those it was trained on are there at once and do for a start, but its own are not quite like them: drafts that were kept
-in 45 % of the columns of true clips were kept in 33 % of those it played.
+The target's training clips are available at once and serve as a start, but its own clips differ from them: a drafter
+whose columns were kept in 45 % of cases on true clips had 33 % kept on generated ones.
 
-What counts is how often a drafted column is kept. The loss is the cross entropy between the target's laws, guided and
-at the temperature they are drawn with, and the drafter's; or, to finish with, the share of columns that are refused.
-The drafter is unrolled over several steps on its own features, as it will be used (EAGLE-3; see
-`ColumnEagleDrafter.unrolled`). The target stays as it is.
+The aim is that drafted columns are kept. The loss is the cross entropy between the drafter's laws and the target's,
+guided and at the sampling temperature; or, at the end, the share of refused columns. The drafter is unrolled over
+several steps on its own features, as in decoding (EAGLE-3; see `ColumnEagleDrafter.unrolled`). The target is not
+changed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -36,13 +37,13 @@ Draw = Callable[[list[str], int], Tensor]
 
 _HELD_OUT_SEED = 777
 _PART = 50  # clips whose features are computed together
-_SHARD = 100  # clips that are played together
+_SHARD = 100  # clips that are generated together
 
 
 @dataclass(frozen=True)
 class ColumnDrafterTraining:
-    """Settings of a run. Clip i of a batch counts under guidance `guidance_scales[i]`, cyclically. `drawn`: on clips
-    that the target plays, rather than on true ones. `objective` is one of `OBJECTIVES`.
+    """Settings of a run. Clip i of a batch uses guidance `guidance_scales[i]`, cyclically. `drawn`: train on clips that
+    the target generates, instead of true ones. `objective` is one of `OBJECTIVES`.
     """
 
     drawn: bool = True
@@ -74,12 +75,12 @@ class ColumnDrafterTraining:
 
 @dataclass
 class HeardClips:
-    """Clips, and all that the drafter's training needs to know of what the target made of them.
+    """Clips, with the target's outputs that training needs.
 
     Attributes:
         sequence: int16 [N, S, K], the steps of the pattern.
-        last: float16 [2, N, S, dim], what the target's heads read, conditional and unconditional; column s predicts
-            step s.
+        last: float16 [2, N, S, dim], the input of the target's heads, conditional and unconditional; position s
+            predicts step s.
         early: float16 [N, S, taps * dim], the tapped layers, conditional.
     """
 
@@ -88,7 +89,7 @@ class HeardClips:
     early: Tensor
 
     def batch(self, chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Those chosen, where they are to be used."""
+        """Return the chosen clips on the device."""
         parts = self.sequence[chosen].long(), self.last[:, chosen].float(), self.early[chosen].float()
         return parts[0].to(device), parts[1].to(device), parts[2].to(device)
 
@@ -103,13 +104,13 @@ def play(
     cache: Path | None = None,
     owner: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Word ids [N, T] of captions, and codes int16 [N, K, T] of what the target makes of them.
+    """Return word ids [N, T] of captions, and codes int16 [N, K, T] that the target generates for them.
 
-    They are kept in `cache`, a folder, shard by shard, if one is given.
+    `cache`, a folder, stores them shard by shard if given.
 
     Args:
         draw: (prompts, seed) to codes long [N, K, T].
-        owner: by which the cache knows the target and its law again.
+        owner: identifies the target and its law in the cache.
 
     Raises:
         ValueError: `cache` holds clips of another target, or under another law.
@@ -120,7 +121,7 @@ def play(
         prompts = [caption(tune, index % NUM_FORMS) for index, tune in enumerate(tunes)]
         path = cache / f"played_{seed}_{int(held_out)}_{start}_{len(tunes)}.pt" if cache else None
         if path and path.exists():
-            saved = torch.load(path, weights_only=True)
+            saved = read_content(path)
             if saved["owner"] != owner:
                 raise ValueError(
                     f"{path} holds clips that another model played, or under another law; pass another --out folder, "
@@ -147,7 +148,7 @@ def true_clips(
     held_out: bool = False,
     cache: Path | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `play`, of clips of `tunes`, each with one of the forms of its caption."""
+    """Return the same as `play` for true clips of `tunes`, each with one of the forms of its caption."""
     words, codes = tokenize_tunes(codec, encoder, count, seed, held_out=held_out, cache=cache)
     every = torch.arange(count)
     return words[every, every % NUM_FORMS], codes
@@ -162,7 +163,7 @@ def hear(
     taps: tuple[int, ...],
     bfloat16: bool = False,
 ) -> HeardClips:
-    """The target's features of whole clips.
+    """Return the target's features of whole clips.
 
     Args:
         words: word ids [N, T] of their captions.
@@ -190,11 +191,11 @@ def predictions(
     guidance: Tensor,
     steps: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Guided logits of steps 1 to S - 1, [B, S - 1, K, V] each: the target's, and the drafter's after 1, 2, ... drafts.
+    """Guided logits of steps 1 to S - 1, [B, S - 1, K, V]: the target's, and the drafter's after 1, 2, ... drafts.
 
     Args:
         sequence, last, early: a batch of `HeardClips`.
-        guidance: [B], scales; at 1 or below there is none.
+        guidance: [B], scales; 1 or below is no guidance.
     """
     dim, scale = last.shape[-1], guidance[:, None, None].clamp(min=1)
     layers: list[Tensor] = [last.flatten(0, 1)] * drafter.config["num_layers"]
@@ -209,8 +210,8 @@ def predictions(
 def drafter_loss(
     wanted: Tensor, drafted: list[Tensor], valid: Tensor, temperature: float, decay: float
 ) -> Tensor:
-    """Cross entropy to the target's laws, the mean over codes, of all steps that are unrolled, each weighed `decay`
-    times the one before.
+    """Return the cross entropy to the target's laws, the mean over codes and unrolled steps; each step weighs `decay`
+    times the previous one.
 
     Args:
         wanted, drafted: from `predictions`.
@@ -220,7 +221,7 @@ def drafter_loss(
     losses = []
     for step, logits in enumerate(drafted):
         entropy = -(law * (logits.float() / temperature).log_softmax(-1)).sum(-1)  # [B, S - 1, K]
-        there = counted[step:]  # the first columns cannot be that far from the target's last feature
+        there = counted[step:]  # the first columns cannot be so far from the target's last feature
         losses.append((entropy[:, step:] * there).sum() / (there.sum() * len(entropy)))
     return _decayed(losses, decay)
 
@@ -233,12 +234,12 @@ def kept_shares(
     generator: torch.Generator | None = None,
     draws: int = 8,
 ) -> list[Tensor]:
-    """Estimates of how often a column drafted after 1, 2, ... drafts is kept, [B, S - 1], [B, S - 2], ...
+    """Return estimates of how often a column drafted after 1, 2, ... drafts is kept, [B, S - 1], [B, S - 2], ...
 
-    It is 1 - TVD(P, Q) = E[min(1, Q(x) / P(x))] over columns x drawn from the target's law P, which has a gradient.
+    This is 1 - TVD(P, Q) = E[min(1, Q(x) / P(x))] over columns x drawn from the target's law P; it has a gradient.
 
     Args:
-        wanted, drafted, valid: as of `drafter_loss`.
+        wanted, drafted, valid: as in `drafter_loss`.
         draws: columns drawn from each law of the target.
     """
     law = (wanted.detach().float() / temperature).log_softmax(-1)  # [B, S - 1, K, V]
@@ -248,7 +249,7 @@ def kept_shares(
     for step, logits in enumerate(drafted):
         draft = (logits.float() / temperature).log_softmax(-1)
         ratio = (draft.gather(-1, drawn) - law.gather(-1, drawn)).masked_fill(~valid[1:, :, None], 0).sum(-2)
-        # The first columns cannot be that far from the target's last feature.
+        # The first columns cannot be so far from the target's last feature.
         shares.append(ratio[:, step:].clamp(max=0).exp().mean(-1))
     return shares
 
@@ -262,17 +263,17 @@ def refusal_loss(
     generator: torch.Generator | None = None,
     draws: int = 8,
 ) -> Tensor:
-    """The share of drafted columns that are refused, weighed as by `drafter_loss`. Arguments: also of `kept_shares`.
+    """The share of drafted columns that are refused, weighted as in `drafter_loss`; for arguments see `kept_shares`.
 
-    What is counted in the end, unlike the cross entropy: it spends nothing on columns that are kept anyway, or never
-    will be. So it is of use behind the cross entropy, not before.
+    This is the final measure. Unlike the cross entropy it ignores columns that are kept anyway, or never will be. So it
+    helps after training with the cross entropy, not before.
     """
     shares = kept_shares(wanted, drafted, valid, temperature, generator, draws)
     return _decayed([1 - share.mean() for share in shares], decay)
 
 
 def _decayed(losses: list[Tensor], decay: float) -> Tensor:
-    """Their mean, each weighed `decay` times the one before."""
+    """Return the mean of the losses, each weighted `decay` times the previous one."""
     weights = [decay**step for step in range(len(losses))]
     return sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights)  # pyright: ignore
 
@@ -285,8 +286,8 @@ def acceptance_rates(
     settings: ColumnDrafterTraining,
     depth: int,
 ) -> list[float]:
-    """Probability that a column drafted 1, 2, ... behind the last exact one is kept, given that those before it were:
-    the mean of `kept_shares` along the clips."""
+    """Return the probability that a column drafted 1, 2, ... columns after the last exact one is kept, given that those
+    before it were kept: the mean of `kept_shares` along the clips."""
     kept, count = [0.0] * depth, [0] * depth
     generator = torch.Generator(target.device).manual_seed(_HELD_OUT_SEED)
     valid = target.valid.to(target.device)
@@ -313,14 +314,14 @@ def train_column_drafter(
 ) -> dict:
     """Train the drafter in place, save it in `out/drafter`, return the record (also `out/drafter/training.json`).
 
-    A run that was interrupted goes on from the codes in `out` and from `out/resume.pt`; the finished run removes the
-    latter. The features of all clips are held in memory: 0.3 MB a clip of `tunes`.
+    An interrupted run resumes from the codes in `out` and from `out/resume.pt`; the finished run removes the latter.
+    The features of all clips are held in memory: 0.3 MB a clip of `tunes`.
 
     Args:
-        draw: (prompts, seed) to codes long [N, K, T], under the law that the drafter is to serve.
+        draw: (prompts, seed) to codes long [N, K, T], under the law that the drafter will serve.
 
     Raises:
-        ValueError: a drafter made for another target; `out` with codes of another codec, target or law.
+        ValueError: the drafter was made for another target, or `out` holds codes of another codec, target or law.
     """
     drafter.check_target(MusicgenColumnModel(model, NUM_FRAMES))
     if settings.drawn:
@@ -343,7 +344,9 @@ def train_column_drafter(
         drafter.blocks, list(drafter.parameters()), settings.learning_rate, settings.weight_decay
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate, warmup=50)
-    checkpoint = Checkpoint(out / "resume.pt", every, drafter=drafter, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[model, encoder], drafter=drafter, descend=descend
+    )
     scales = torch.tensor(settings.guidance_scales, device=target.device)
     guidance = scales[torch.arange(settings.batch_size, device=target.device) % len(scales)]
     valid = target.valid.to(target.device)

@@ -1,9 +1,9 @@
-"""Train an `EagleDrafter` for a trained target, on pictures that the target draws itself.
+"""Train an `EagleDrafter` for a trained target, on pictures that the target generates itself.
 
-What counts is how much of the target's law the drafter's law covers, so the loss is the cross entropy between the two,
-under the guidance that the picture was drawn with; a term on the features steadies it (EAGLE, section 3.3). The
-drafter is unrolled over several steps on its own features, as it will be used (EAGLE-3, HASS; see
-`EagleDrafter.unrolled`). The target stays as it is.
+The aim is that the drafter's law covers much of the target's law. So the loss is the cross entropy between the two,
+under the guidance with which the picture was drawn; a term on the features stabilises it (EAGLE, section 3.3). The
+drafter is unrolled over several steps on its own features, as in decoding (EAGLE-3, HASS; see `EagleDrafter.unrolled`).
+The target is not changed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, sample_scene
+from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.training.loop import Checkpoint, Descent, write_json
@@ -56,12 +57,12 @@ class DrafterTraining:
 
 @dataclass
 class DrawnPictures:
-    """Pictures that the target drew, and all that the drafter's training needs to know of them.
+    """Pictures that the target drew, with the data that training needs.
 
     Attributes:
         tokens: long [N, L].
         features: float16 [2, N, L, dim], the target's features of every slot, conditional and unconditional.
-        guidance: [N], the scale each was drawn with.
+        guidance: [N], the guidance scale of each picture.
     """
 
     tokens: Tensor
@@ -70,7 +71,7 @@ class DrawnPictures:
 
 
 def prompts_of_shard(shard: int, count: int, seed: int) -> list[str]:
-    """Captions of scenes outside the held-out tenth."""
+    """Return captions of scenes outside the held-out tenth."""
     rng = np.random.default_rng((seed, shard))
     prompts: list[str] = []
     while len(prompts) < count:
@@ -82,7 +83,7 @@ def prompts_of_shard(shard: int, count: int, seed: int) -> list[str]:
 
 @torch.no_grad()
 def target_features(target: LlamaGenTransformer, condition: TextCondition, tokens: Tensor) -> Tensor:
-    """What the target's head reads to predict every slot of tokens [B, L]: [2, B, L, dim], unconditional rows last."""
+    """The input of the target's head for every slot of tokens [B, L]: [2, B, L, dim], unconditional rows last."""
     batch_size, length = tokens.shape
     state = target.prefill(condition, batch_size=batch_size, guided=True, window=max(1, length - 1))
     features = [state.features]
@@ -101,7 +102,7 @@ def draw_pictures(
     folder: Path,
     seed: int,
 ) -> DrawnPictures:
-    """Draw one shard of pictures for each list of prompts, or read it from `folder` where it was drawn before."""
+    """Draw one shard of pictures for each list of prompts, or read it from `folder` if it was drawn before."""
     tokens, features, scales = [], [], []
     for shard, (texts, scale) in enumerate(zip(prompts, guidance, strict=True)):
         path = folder / f"{shard:05d}.pt"
@@ -110,7 +111,7 @@ def draw_pictures(
             drawn = draw(texts, scale, seed + shard)
             torch.save({"tokens": drawn.cpu(), "prompts": texts, "guidance": scale}, path.with_suffix(".tmp"))
             os.replace(path.with_suffix(".tmp"), path)
-        saved = torch.load(path, weights_only=True)
+        saved = read_content(path)
         if saved["prompts"] != texts or saved["guidance"] != scale:
             raise ValueError(
                 f"{path} holds pictures of other prompts or guidance; pass another --out folder, or remove it."
@@ -125,7 +126,7 @@ def draw_pictures(
 def _batch(
     pictures: DrawnPictures, chosen: Tensor, target: LlamaGenTransformer
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, features and guidance of the chosen pictures, where the target is."""
+    """Return tokens, features and guidance of the chosen pictures, on the target's device."""
     features = pictures.features[:, chosen].to(target.device, target.dtype)
     return pictures.tokens[chosen].to(target.device), features, pictures.guidance[chosen].to(target.device)
 
@@ -135,9 +136,9 @@ def _chunks(items: list[str], size: int) -> list[list[str]]:
 
 
 def guided_logits(target: LlamaGenTransformer, features: Tensor, guidance: Tensor) -> Tensor:
-    """Logits [B, N, V] of both branches' features [2, B, N, dim] under each picture's guidance [B]."""
+    """Return logits [B, N, V] of both branches' features [2, B, N, dim] under each picture's guidance [B]."""
     conditional, unconditional = logits_of(target, features)
-    scale = guidance[:, None, None].clamp(min=1)  # at 1 or below there is no guidance
+    scale = guidance[:, None, None].clamp(min=1)  # 1 or below is no guidance
     return unconditional + scale * (conditional - unconditional)
 
 
@@ -149,7 +150,7 @@ def drafter_loss(
     guidance: Tensor,
     settings: DrafterTraining,
 ) -> Tensor:
-    """Cross entropy to the target's guided law, and smooth L1 to its features, over the unrolled steps.
+    """Return the cross entropy to the target's guided law plus smooth L1 to its features, over the unrolled steps.
 
     Args:
         tokens: long [B, L].
@@ -160,7 +161,7 @@ def drafter_loss(
     law = guided_logits(target, wanted, guidance).softmax(-1)
     loss, total = torch.zeros((), device=law.device), 0.0
     for step, predicted in enumerate(unroll(drafter, target, tokens, features, settings.unroll)):
-        # The first slots cannot be that far from the target's last feature.
+        # The first slots cannot be so far from the target's last feature.
         reached = predicted[:, :, step:]
         log_probs = guided_logits(target, reached, guidance).log_softmax(-1)
         cross_entropy = -(law[:, step:] * log_probs).sum(-1).mean()
@@ -174,7 +175,7 @@ def drafter_loss(
 def unroll(
     drafter: EagleDrafter, target: LlamaGenTransformer, tokens: Tensor, features: Tensor, steps: int
 ) -> list[Tensor]:
-    """`EagleDrafter.unrolled` on both branches of whole pictures: [2, B, L - 1, dim] for each step."""
+    """Run `EagleDrafter.unrolled` on both branches of whole pictures: [2, B, L - 1, dim] for each step."""
     fed = tokens[:, :-1].repeat(2, 1)
     rows = drafter.unrolled(target, fed, features[:, :, :-1].flatten(0, 1), steps)
     return [row.unflatten(0, (2, len(tokens))) for row in rows]
@@ -184,9 +185,9 @@ def unroll(
 def acceptance_rates(
     drafter: EagleDrafter, target: LlamaGenTransformer, pictures: DrawnPictures, depth: int
 ) -> list[float]:
-    """Probability that an exact sampler keeps the draft of depth 1, 2, ..., given that it keeps those before it.
+    """The probability that an exact sampler keeps the draft of depth 1, 2, ..., given that it keeps earlier ones.
 
-    It is the mean overlap of the two laws, the sum over tokens of min(target, draft), along pictures of the target.
+    This is the mean overlap of the two laws, the sum over tokens of min(target, draft), on pictures of the target.
     """
     total, slots = [0.0] * depth, [0] * depth
     for chosen in torch.arange(len(pictures.tokens)).split(16):
@@ -212,15 +213,15 @@ def train_drafter(
 ) -> dict:
     """Train the drafter in place, save it in `out/drafter`, return the record (also `out/drafter/training.json`).
 
-    A run that was interrupted goes on from the shards in `out/pictures` and from `out/resume.pt`; the finished run
-    removes the latter.
+    An interrupted run resumes from the shards in `out/pictures` and from `out/resume.pt`; the finished run removes the
+    latter.
 
     Args:
         draw: (prompts, guidance, seed) to tokens long [N, L] drawn from the target.
         encode: prompts to the target's condition.
 
     Raises:
-        ValueError: a drafter made for another target, shards of another run in `out`.
+        ValueError: the drafter was made for another target, or `out` holds shards of another run.
     """
     drafter.check_target(target)
     target.eval().requires_grad_(False)
@@ -242,7 +243,9 @@ def train_drafter(
     ]
     optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
     descend = Descent([optimiser], settings.steps, settings.learning_rate, warmup=50)
-    checkpoint = Checkpoint(out / "resume.pt", every, drafter=drafter, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[target], drafter=drafter, descend=descend
+    )
     for step in range(checkpoint.resume(), settings.steps):
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(drawn.tokens), size=settings.batch_size))

@@ -1,4 +1,4 @@
-"""What every trainer shares: optimisers under a cosine rate, a resumable checkpoint, the record beside the weights."""
+"""The parts that all trainers share: optimisers with a cosine rate, a resumable checkpoint, and the record."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.fingerprint import fingerprint
+
+_ANEW = "remove the file to start anew, or choose another folder"
+
 
 def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
-    """Learning rate at `step`: linear warm-up, then a cosine down to 2 % of `peak`."""
+    """Return the learning rate at `step`: linear warm-up, then a cosine down to 2 % of `peak`."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -23,7 +28,7 @@ def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
 
 
 def write_json(path: Path, document: dict) -> None:
-    """Write a JSON document under a temporary name and rename it, so that no reader sees half of it."""
+    """Write a JSON document under a temporary name and rename it, so that no reader sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
@@ -33,10 +38,10 @@ def write_json(path: Path, document: dict) -> None:
 def muon_and_adamw(
     blocks: nn.Module, parameters: Iterable[nn.Parameter], rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al., 2024) for the matrices of `blocks`, AdamW without decay for all other `parameters`.
+    """Return Muon (Jordan et al., 2024) for the matrices of `blocks`, AdamW without decay for all other `parameters`.
 
-    From one set of weights of the embedded transformer, at a held-out loss of 0.69, 400 steps led to 0.575, and 400 of
-    AdamW alone to 0.602.
+    From the same weights of the embedded transformer, at a held-out loss of 0.69, 400 steps reached 0.575, and 400 of
+    AdamW alone 0.602.
     """
     matrices = [p for p in blocks.parameters() if p.ndim == 2]
     known = set(map(id, matrices))
@@ -51,10 +56,10 @@ class Descent:
     """The steps of optimisers under one cosine rate (`cosine_rate`).
 
     Args:
-        optimisers: of disjoint parameters.
+        optimisers: optimisers of disjoint parameters.
         total: steps of the run.
         peak, warmup: of the rate.
-        clip: the largest norm of all gradients together; None: any.
+        clip: largest norm of all gradients together; None: no limit.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Descent:
         self._groups = [group for optimiser in self.optimisers for group in optimiser.param_groups]
 
     def __call__(self, loss: Tensor, step: int) -> None:
-        """Go down from `loss`, at a step."""
+        """Make one optimisation step on `loss`."""
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -88,21 +93,32 @@ class Descent:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for optimiser, state in zip(self.optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(state)
-        # Loading replaces the groups.
+        # Loading replaces the parameter groups.
         self._groups = [group for optimiser in self.optimisers for group in optimiser.param_groups]
 
 
 class Checkpoint:
-    """Resumable state of a run: its parts, the step, the loss curve and the seconds spent, in one file.
+    """Resumable state of a run in one file: its parts, the step, the loss curve and the seconds spent.
 
     Args:
-        path: of the file.
-        every: steps between two of its versions.
-        parts: what has a `state_dict` and a `load_state_dict`.
+        path: path of the file.
+        every: steps between two saves.
+        settings: plain values by name. A run resumes only with the same settings.
+        reads: models that the run reads and does not change: a tokenizer, a teacher.
+        parts: objects with `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, path: Path, every: int, **parts: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        every: int,
+        settings: Mapping[str, Any],
+        *,
+        reads: Iterable[nn.Module] = (),
+        **parts: Any,
+    ) -> None:
         self.path, self.every, self.parts = path, every, parts
+        self.settings = {**settings, "weights of the models that are read": fingerprint(reads)}
         self.started = time.monotonic()
         self.seconds_before = 0.0
         self.curve: list[tuple[int, float]] = []
@@ -113,20 +129,46 @@ class Checkpoint:
         return self.seconds_before + time.monotonic() - self.started
 
     def resume(self) -> int:
-        """Bring the parts to where an interrupted run left them; the step to go on with, 0 where there was none.
+        """Restore the parts from an interrupted run. Returns the step to continue with, 0 if there was no such run.
 
-        What was saved on any device is loaded.
+        State saved on any device can be loaded.
+
+        Raises:
+            ValueError: the file is damaged, or is from a run with other settings or model sizes; the message names
+                them.
         """
         if not self.path.exists():
             return 0
-        saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        saved = read_content(self.path)
+        wanted = {"settings", "curve", "seconds", "step", *self.parts}
+        if not isinstance(saved, dict) or not wanted <= saved.keys():
+            raise ValueError(f"{self.path} is no interrupted run of this trainer; {_ANEW}.")
+        self._refuse_other_settings(saved["settings"])
+        try:
+            for name, part in self.parts.items():
+                part.load_state_dict(saved[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{self.path} is of a run with a model of another size ({reason}); {_ANEW}."
+            ) from error
         self.curve, self.seconds_before = saved["curve"], saved["seconds"]
-        for name, part in self.parts.items():
-            part.load_state_dict(saved[name])
         return saved["step"]
 
+    def _refuse_other_settings(self, before: Mapping[str, Any]) -> None:
+        nothing = object()
+        changed = [
+            f"{name}={before.get(name, 'nothing')!r} (now {self.settings.get(name, 'nothing')!r})"
+            for name in {**before, **self.settings}
+            if before.get(name, nothing) != self.settings.get(name, nothing)
+        ]
+        if changed:
+            raise ValueError(
+                f"{self.path} is of a run with {', '.join(changed)}; pass the same to go on, or {_ANEW}."
+            )
+
     def after(self, step: int, total: int, loss: Tensor, *, curve_every: int = 20, digits: int = 4) -> None:
-        """Note the loss of a step now and then, and save, and tell, where that is due."""
+        """Record the loss of a step, save, and print, each at its own interval."""
         if step % curve_every == 0:
             self.curve.append((step, round(loss.item(), digits)))
         if (step + 1) % self.every == 0:
@@ -138,9 +180,10 @@ class Checkpoint:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".tmp")
         state = {name: part.state_dict() for name, part in self.parts.items()}
-        torch.save({**state, "curve": self.curve, "seconds": self.seconds, "step": step}, temporary)
+        record = {"settings": self.settings, "curve": self.curve, "seconds": self.seconds, "step": step}
+        torch.save({**state, **record}, temporary)
         os.replace(temporary, self.path)
 
     def remove(self) -> None:
-        """The run is done."""
+        """Remove the file; the run is done."""
         self.path.unlink(missing_ok=True)

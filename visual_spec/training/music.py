@@ -3,14 +3,14 @@
 Two models of one architecture, transformers' `MusicgenForCausalLM`:
 
 * autoregressive, as MusicGen (Copet et al. 2023): teacher-forced cross entropy over all codebooks in a delay pattern;
-* masked, as MAGNeT (Ziv et al. 2024, section 3): of one codebook, drawn anew for every clip, spans of three frames are
-  hidden and predicted, those before it are known, and those behind it hidden. The share that is hidden is
-  cos(pi u / 2) of a uniform u, as the decoder's schedule, and the loss is that of what is hidden in this codebook.
+* masked, as MAGNeT (Ziv et al. 2024, section 3): for every clip one codebook is drawn. Spans of three of its frames are
+  hidden and predicted; earlier codebooks are known, later ones hidden. The hidden share is cos(pi u / 2) of a uniform
+  u, as in the decoder's schedule, and the loss counts the hidden codes of this codebook.
 
-A tenth of the captions is left out, so that classifier-free guidance works (MusicGen section 2.3).
+A tenth of the captions is dropped, so that classifier-free guidance works (MusicGen section 2.3).
 
-As in `visual_spec.training.ar`, most codes follow from those before them and the caption is heard in few places, so
-until the last part of an autoregressive run a share of the clips has input steps hidden, most of those all of them.
+As in `visual_spec.training.ar`, most codes follow from earlier ones and the caption matters in few places. So until the
+last part of an autoregressive run, a share of the clips has hidden input steps, most of them all steps.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from visual_spec.data.tunes import (
     VOCABULARY,
     Tune,
     caption,
-    sample_dataset,
 )
+from visual_spec.data.tunes_synth import sample_dataset
 from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
@@ -52,9 +53,9 @@ SPAN = 3  # frames that MAGNeT hides together, 60 ms
 class MusicTraining:
     """Settings of a run.
 
-    `kind` is one of `KINDS`. `hidden_clips`, `wholly_hidden` and `hidden_until` are the shares of clips with hidden
-    steps, of those with all steps hidden, and of the run until which there are any; masked models hide in their own
-    way. `bfloat16` computes the matrix products in it.
+    `kind` is one of `KINDS`. `hidden_clips` is the share of clips with hidden steps, `wholly_hidden` the share of those
+    with all steps hidden, and `hidden_until` the share of the run until which steps are hidden; masked models use their
+    own masks. `bfloat16` computes the matrix products in bfloat16.
     """
 
     kind: str = "autoregressive"
@@ -88,7 +89,7 @@ class MusicTraining:
 def music_config(
     vocab_size: int, num_codebooks: int, dim: int = 192, num_layers: int = 4, num_heads: int = 4
 ) -> MusicgenDecoderConfig:
-    """MusicGen's decoder at a small size. Without dropout: a procedural data set is as large as one likes."""
+    """Return MusicGen's decoder at a small size, without dropout: a procedural data set has no limit in size."""
     return MusicgenDecoderConfig(
         vocab_size=vocab_size,
         num_codebooks=num_codebooks,
@@ -106,7 +107,7 @@ def music_config(
 
 
 def initialise(model: MusicgenForCausalLM) -> None:
-    """Start code embeddings, and what reads the caption, at a scale of order one.
+    """Initialise code embeddings and the caption projections at a scale of order one.
 
     With the usual standard deviation of 0.02 the blocks drown the words (see `visual_spec.training.ar.initialise`).
     """
@@ -122,7 +123,7 @@ def initialise(model: MusicgenForCausalLM) -> None:
 
 
 def tunes_vocabulary() -> list[str]:
-    """Every word a `tunes` caption can hold, in any of its forms."""
+    """Return every word that a `tunes` caption can hold, in any of its forms."""
     words: Any = {name: VOCABULARY[name][0] for name in ATTRIBUTES}
     first = Tune(**words, unit=1, notes=())
     tunes = [replace(first, **{name: value}) for name in ATTRIBUTES for value in VOCABULARY[name]]
@@ -140,9 +141,9 @@ def tokenize_tunes(
     held_out: bool = False,
     cache: Path | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Word ids `[N, F, T]` of all forms of the captions, and codes int16 `[N, K, NUM_FRAMES]`, of fresh clips.
+    """Return word ids `[N, F, T]` of all caption forms, and codes int16 `[N, K, NUM_FRAMES]`, of fresh clips.
 
-    They are kept in `cache`, a folder, if one is given.
+    `cache`, a folder, stores them if given.
 
     Raises:
         ValueError: `cache` holds the codes of another codec.
@@ -150,7 +151,7 @@ def tokenize_tunes(
     books = torch.stack([layer.codebook.embed.cpu() for layer in codec.quantizer.layers])  # pyright: ignore
     path = cache / f"codes_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = read_content(path)
         if not torch.equal(saved["codebooks"], books):
             raise ValueError(f"{path} holds codes of another codec; pass another --out folder, or remove it.")
         return saved["words"], saved["codes"]
@@ -173,13 +174,13 @@ def tokenize_tunes(
 
 @lru_cache(maxsize=8)
 def span_counts(num_frames: int, span: int = SPAN) -> tuple[int, ...]:
-    """How many spans hide 0, 1, ..., 100 percent of the frames on average.
+    """Return how many spans hide 0, 1, ..., 100 percent of the frames on average.
 
-    u spans that start at different frames, drawn uniformly, overlap and leave a frame alone with probability
+    u spans with different uniformly drawn start frames may overlap. They leave a frame visible with probability
     C(T - span, u) / C(T, u) (MAGNeT, appendix C).
 
     Raises:
-        ValueError: a clip that is not longer than a span.
+        ValueError: the clip is not longer than a span.
     """
     if num_frames <= span:
         raise ValueError(f"{num_frames} frames hold no spans of {span}; pass longer clips.")
@@ -191,7 +192,7 @@ def span_counts(num_frames: int, span: int = SPAN) -> tuple[int, ...]:
 
 
 def span_mask(shares: np.ndarray, num_frames: int, rng: np.random.Generator, span: int = SPAN) -> np.ndarray:
-    """Which frames to hide, bool `[B, T]`: overlapping spans, at least one, in about these shares `[B]` of the frames.
+    """Which frames to hide, bool `[B, T]`: overlapping spans, at least one, of about these shares `[B]` of frames.
 
     A span that starts near the end is cut off.
     """
@@ -204,7 +205,7 @@ def span_mask(shares: np.ndarray, num_frames: int, rng: np.random.Generator, spa
 
 
 def hidden_codes(stages: Tensor, mask: Tensor, num_codebooks: int) -> Tensor:
-    """Which codes are hidden, bool `[B, K, T]`: those of `mask` `[B, T]` at `stages`, long `[B]`, and all behind."""
+    """Which codes are hidden, bool `[B, K, T]`: those of `mask` `[B, T]` at `stages`, long `[B]`, and all later."""
     books = torch.arange(num_codebooks, device=stages.device)[None, :, None]
     at = stages[:, None, None]
     return (books > at) | ((books == at) & mask[:, None])
@@ -216,7 +217,7 @@ def hidden_codes(stages: Tensor, mask: Tensor, num_codebooks: int) -> Tensor:
 def autoregressive_losses(
     model: MusicgenColumnModel, condition: TextCondition, codes: Tensor, dropped: Tensor, hidden_steps: Tensor
 ) -> Tensor:
-    """Cross entropy `[B, K, T]` of every code."""
+    """Return the cross entropy `[B, K, T]` of every code."""
     logits = model.teacher_forced(codes, condition, dropped, hidden_steps)  # [B, K, T, V]
     return F.cross_entropy(logits.permute(0, 3, 1, 2), codes, reduction="none")
 
@@ -224,7 +225,7 @@ def autoregressive_losses(
 def masked_losses(
     model: MagnetModel, condition: TextCondition, codes: Tensor, dropped: Tensor, stages: Tensor, mask: Tensor
 ) -> Tensor:
-    """Cross entropy `[B, T]` of the codebooks `stages`; what counts are the frames of `mask` `[B, T]`."""
+    """Return the cross entropy `[B, T]` of the codebooks `stages`; only the frames of `mask` `[B, T]` count."""
     hidden = hidden_codes(stages, mask, model.num_codebooks)
     logits = model.logits(
         codes.masked_fill(hidden, model.special_id), condition, stages, dropped
@@ -242,13 +243,13 @@ def train_music(
     *,
     every: int = 200,
 ) -> dict:
-    """Train model and encoder in place, on the device they are on; save them in `out/transformer` and
-    `out/text_encoder`; return the record that is also written to `out/training.json`.
+    """Train model and encoder in place, on their device; save them in `out/transformer` and `out/text_encoder`; return
+    the record, which is also written to `out/training.json`.
 
-    A run that was interrupted goes on from `out/resume.pt` as if it had not been; the finished run removes it.
+    An interrupted run resumes from `out/resume.pt` with the same result; the finished run removes it.
 
     Raises:
-        ValueError: networks that do not fit each other; `out` with codes of another codec.
+        ValueError: the networks do not fit each other, or `out` holds codes of another codec.
     """
     _check_fit(model, encoder, codec)
     torch.manual_seed(settings.seed)
@@ -261,12 +262,14 @@ def train_music(
         model.model.decoder.layers, trained, settings.learning_rate, settings.weight_decay
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, modules=modules, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[codec], modules=modules, descend=descend
+    )
     loss_of = _loss(model, encoder, settings)
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
     draw = _draw_masked if settings.kind == "masked" else _draw_autoregressive
     for step in range(checkpoint.resume(), settings.steps):
-        # One generator per step, so that a resumed run sees what it would have seen.
+        # One generator per step, so that a resumed run sees the same data.
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(codes), size=settings.batch_size))
         forms = torch.from_numpy(rng.integers(NUM_FORMS, size=settings.batch_size))
@@ -293,7 +296,8 @@ def train_music(
 def _loss(
     model: MusicgenForCausalLM, encoder: CaptionEncoder, settings: MusicTraining
 ) -> Callable[..., Tensor]:
-    """The loss of a batch: words, codes, dropped captions, and what `_draw_masked` or `_draw_autoregressive` drew."""
+    """Return the loss as a function of words, codes, dropped captions, and the output of `_draw_masked` or
+    `_draw_autoregressive`."""
     columns = MusicgenColumnModel(model, NUM_FRAMES)
     magnet = MagnetModel(model, reach=settings.reach)
     device = model.device.type
@@ -313,7 +317,7 @@ def _loss(
 def _draw_autoregressive(
     model: MusicgenForCausalLM, settings: MusicTraining, step: int, rng: np.random.Generator
 ) -> tuple[Tensor]:
-    """Input steps to hide, bool `[B, S - 1]`."""
+    """Draw input steps to hide, bool `[B, S - 1]`."""
     count = NUM_FRAMES + model.config.num_codebooks - 2
     size = (settings.batch_size, 1)
     hide = rng.random(size) < settings.hidden_clips * (step < settings.hidden_until * settings.steps)
@@ -325,7 +329,7 @@ def _draw_autoregressive(
 def _draw_masked(
     model: MusicgenForCausalLM, settings: MusicTraining, step: int, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Stages, long `[B]`, and frames to hide, bool `[B, T]`."""
+    """Draw stages, long `[B]`, and frames to hide, bool `[B, T]`."""
     stages = rng.integers(model.config.num_codebooks, size=settings.batch_size)
     shares = np.cos(0.5 * math.pi * rng.random(settings.batch_size))
     return torch.from_numpy(stages), torch.from_numpy(span_mask(shares, NUM_FRAMES, rng))
@@ -335,9 +339,9 @@ def _draw_masked(
 def held_out_losses(
     model: MusicgenForCausalLM, encoder: CaptionEncoder, codec: EncodecModel, settings: MusicTraining
 ) -> dict:
-    """Cross entropy in nats a code on held-out clips: `held_out_loss`, the mean of `held_out_loss_by_codebook`.
+    """Return the cross entropy in nats a code on held-out clips: `held_out_loss`, mean of `held_out_loss_by_codebook`.
 
-    Of a masked model, of what is hidden at the shares of its schedule.
+    For a masked model, only the hidden codes count, at the shares of its schedule.
     """
     words, codes = tokenize_tunes(codec, encoder, settings.held_out_clips, 777, held_out=True)
     columns = MusicgenColumnModel(model, NUM_FRAMES)

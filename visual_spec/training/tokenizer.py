@@ -1,9 +1,9 @@
 """Train the embedded VQ tokenizer on `shapes`.
 
 LlamaGen's quantiser (unit-sphere codes of 8 numbers, straight-through gradients, commitment loss) with two changes
-that suit a short run without a discriminator: the codebook follows its latents by exponential averages (van den Oord
-et al. 2017, appendix A.1), starting from k-means on a briefly trained autoencoder, and codes that fall out of use are
-moved onto latents that are badly served.
+that suit a short run without a discriminator. The codebook follows its latents by exponential averages (van den Oord
+et al. 2017, appendix A.1), starting from k-means on a briefly trained autoencoder. Unused codes are moved onto badly
+coded latents.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.data.shapes import CELL, Scene, sample_dataset
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.loop import Checkpoint, Descent, write_json
@@ -27,7 +29,7 @@ class TokenizerTraining:
     """Settings of a run.
 
     `crop` is in pixels: small crops give more steps per second, and a local network hardly notices. The last
-    `whole_pictures` of the steps see whole pictures, as many pixels a step.
+    `whole_pictures` of the steps use whole pictures, with as many pixels a step.
     """
 
     steps: int = 9000
@@ -43,12 +45,12 @@ class TokenizerTraining:
 
 
 def to_signed(pictures: np.ndarray | Tensor) -> Tensor:
-    """uint8 pictures `[B, H, W, 3]` to floats `[B, 3, H, W]` in [-1, 1]."""
-    return torch.as_tensor(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    """Return uint8 pictures `[B, H, W, 3]` as floats `[B, 3, H, W]` in [-1, 1]."""
+    return rearrange(torch.as_tensor(pictures), "b h w c -> b c h w").float() / 127.5 - 1.0
 
 
 def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Absolute error at three scales, squared error, and absolute error of first differences, each a mean.
+    """Return the absolute error at three scales, squared error, and absolute error of first differences, each a mean.
 
     The coarse scales carry the colours of whole tokens, the differences keep edges sharp.
     """
@@ -62,9 +64,9 @@ def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, every: int = 250) -> dict:
-    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+    """Train in place, save the weights in `out`, and return the record, which is also written to `out/training.json`.
 
-    A run that was interrupted goes on from `out/resume.pt`; the finished run removes it.
+    An interrupted run resumes from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
     scenes, pictures = sample_dataset(settings.scenes, settings.seed)
@@ -73,10 +75,12 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend, averages=averages)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), model=model, descend=descend, averages=averages
+    )
     model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     for step in range(checkpoint.resume(), settings.steps):
-        # One generator per step, so that a resumed run sees what it would have seen.
+        # One generator per step, so that a resumed run sees the same data.
         rng = np.random.default_rng((settings.seed, step))
         chosen = rng.integers(len(pictures), size=settings.batch_size)
         if step < (1 - settings.whole_pictures) * settings.steps:
@@ -88,7 +92,7 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
         target = to_signed(batch).contiguous(memory_format=torch.channels_last)
 
         unit = F.normalize(model.encode_latents(target), dim=1)  # [B, D, h, w]
-        flat = unit.detach().permute(0, 2, 3, 1).flatten(0, 2)  # [B*h*w, D]
+        flat = rearrange(unit.detach(), "b d h w -> (b h w) d")
         if step < settings.continuous_steps:
             codes, commitment = unit, torch.zeros(())
         else:
@@ -119,7 +123,7 @@ def train_tokenizer(model: VQModel, settings: TokenizerTraining, out: Path, *, e
 
 
 def _crop(picture: np.ndarray, scene: Scene, size: int, rng: np.random.Generator) -> np.ndarray:
-    """A window `[size, size, 3]` aligned to tokens; three in four hold an object, the rest lie anywhere."""
+    """Return a crop `[size, size, 3]` aligned to tokens; three in four hold an object, the rest may be anywhere."""
     last = len(picture) - size
     corner = rng.integers(last // CELL + 1, size=2) * CELL
     if rng.random() < 0.75:
@@ -134,21 +138,17 @@ def _crop(picture: np.ndarray, scene: Scene, size: int, rng: np.random.Generator
 def _initialise_codebook(
     model: VQModel, pictures: np.ndarray, averages: CodeAverages, settings: TokenizerTraining
 ) -> None:
-    """k-means on the unit sphere over latents of a few hundred pictures."""
+    """Run k-means on the unit sphere over latents of a few hundred pictures."""
     codebook = model.quantize.embedding.weight
     batches = [to_signed(pictures[i : i + 50]) for i in range(0, min(500, len(pictures)), 50)]
     latents = torch.cat(
-        [F.normalize(model.encode_latents(b), dim=1).permute(0, 2, 3, 1).flatten(0, 2) for b in batches]
+        [rearrange(F.normalize(model.encode_latents(b), dim=1), "b d h w -> (b h w) d") for b in batches]
     )
-    # Distinct starting points: latents of plain background outnumber all others, so farther ones are preferred.
+    # Distinct starting points: latents of plain background outnumber all others, so distant ones are preferred.
     centre = F.normalize(latents.mean(0), dim=-1)
     weight = (1.0 - latents @ centre).clamp_min(1e-4)
-    codebook.copy_(latents[torch.multinomial(weight, len(codebook))])
-    for _ in range(8):
-        nearest = torch.cat([(part @ codebook.T).argmax(-1) for part in latents.split(8192)])
-        total = torch.zeros_like(codebook).index_add_(0, nearest, latents)
-        used = total.norm(dim=-1) > 0
-        codebook[used] = F.normalize(total[used], dim=-1)
+    start = latents[torch.multinomial(weight, len(codebook))]
+    codebook.copy_(k_means(latents, start, 8, unit=True)[0])
     averages.restart(codebook)
 
 
@@ -156,7 +156,7 @@ def _initialise_codebook(
 def _follow_latents(
     codebook: Tensor, latents: Tensor, ids: Tensor, averages: CodeAverages, decay: float, revive: bool
 ) -> None:
-    """Move each code towards the latents it served; move idle codes onto the worst-served latents of this batch."""
+    """Move each code towards its latents; move idle codes onto the worst-coded latents of this batch."""
     count = torch.zeros(len(codebook)).index_add_(0, ids, torch.ones(len(ids)))
     total = torch.zeros_like(codebook).index_add_(0, ids, latents)
     averages.count.mul_(decay).add_(count, alpha=1 - decay)
@@ -178,7 +178,7 @@ def _follow_latents(
 
 @torch.no_grad()
 def judge(model: VQModel, count: int = 200) -> dict:
-    """Peak signal-to-noise ratio in dB and codes in use over held-out scenes."""
+    """Return peak signal-to-noise ratio in dB and the number of used codes on held-out scenes."""
     _, pictures = sample_dataset(count, 12345, held_out=True)
     errors, used = [], set()
     for part in to_signed(pictures).split(20):

@@ -38,7 +38,7 @@ def train_upsampler(
 ) -> dict:
     """Train in place and return the record. `encoder` only reads the words of scenes, which are not used.
 
-    An interrupted run goes on from `out/resume.pt`; the finished run removes it.
+    An interrupted run resumes from `out/resume.pt`; the finished run removes it.
     """
     torch.manual_seed(settings.seed)
     low_side = model.config["low_side"]
@@ -51,7 +51,9 @@ def train_upsampler(
     )
     optimiser = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95))
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[vq_model], model=model, descend=descend
+    )
     model.train()
     for step in range(checkpoint.resume(), settings.steps):
         rng = np.random.default_rng((settings.seed, step))

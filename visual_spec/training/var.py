@@ -1,14 +1,14 @@
 """Train the embedded VAR on the token maps of `shapes`, and fine-tune pairs for collaborative decoding.
 
-Cross entropy of all tokens of all scales under teacher forcing; a tenth of the classes is replaced by the null class,
+Cross entropy of all tokens of all scales under teacher forcing. A tenth of the classes is replaced by the null class,
 so that guidance works (Tian et al. 2024, section 4; Ho and Salimans 2022).
 
 The pictures and their classes are those of `visual_spec.data.shapes_classes`.
 
-For CoDe (Chen et al. 2025, section 3.3) a drafter goes on with the scales below N only, by cross entropy, and a refiner
-learns the large model's laws: first those of all scales, then more and more those from N on only. With
-`teacher_guidance` it learns the laws that guidance makes of them (Meng et al. 2023, section 3.1, for one scale of
-guidance), and draws without guidance afterwards: half of the rows.
+For CoDe (Chen et al. 2025, section 3.3) a drafter is trained further on the scales below N only, by cross entropy. A
+refiner learns the large model's laws, first those of all scales, then increasingly those from N on. With
+`teacher_guidance` it learns the guided laws (Meng et al. 2023, section 3.1, for one guidance scale), and afterwards
+draws without guidance, with half of the rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from visual_spec.data.shapes import render
 from visual_spec.data.shapes_classes import CLASSES, class_of, object_slots, sample_one_object_scenes
+from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
@@ -36,15 +37,15 @@ class VarTraining:
     """Settings of a run.
 
     Attributes:
-        object_weight: weight in the loss of slots that show part of the object; the others have 1.
+        object_weight: weight in the loss of slots that show part of the object; other slots have 1.
         scales_from: the first scale that counts in the loss to the end.
         scales_until: the first scale that is neither fed nor trained; None: all are.
         earlier_weight: weight of the scales before `scales_from` at the first step; it falls linearly to 0 at half of
             the steps. CoDe's refiner has 1.
-        teacher_guidance: the scale that guidance of the teacher grows to from none at the first scale, as the sampler's
-            ramp; 1: its laws are learned as they are. Other than 1, they are computed once and kept in memory, those of
-            the scales from `scales_from` on: two bytes for each code of each slot of each scene.
-        bfloat16: compute the matrix products in it: faster on a GPU, and on CPUs that can.
+        teacher_guidance: the teacher's guidance scale at the last scale; it grows from none at the first, like the
+            sampler's ramp. 1: its laws are learned unguided. Otherwise they are computed once for the scales from
+            `scales_from` on and kept in memory: two bytes for each code of each slot of each scene.
+        bfloat16: compute the matrix products in bfloat16: faster on a GPU, and on CPUs with support.
     """
 
     steps: int = 6000
@@ -84,7 +85,7 @@ class VarTraining:
             )
 
     def trained_scales(self, count: int) -> int:
-        """How many of a model's `count` scales are fed and trained."""
+        """Return how many of a model's `count` scales are fed and trained."""
         return count if self.scales_until is None else self.scales_until
 
 
@@ -100,7 +101,7 @@ def tokenize_classes(
     held_out: bool = False,
     cache: Path | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Classes, long `[N]`, and tokens, int32 `[N, L]`, of scenes of one object, kept in `cache`, a folder, if given.
+    """Return classes, long `[N]`, and tokens, int32 `[N, L]`, of scenes of one object. `cache`, a folder, stores them.
 
     Raises:
         ValueError: `cache` holds the tokens of another tokenizer.
@@ -108,7 +109,7 @@ def tokenize_classes(
     codebook = vq_model.quantize.embedding.weight.detach().cpu()
     path = cache / f"tokens_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = read_content(path)
         if not torch.equal(saved["codebook"], codebook) or saved["tokens"].shape[1] != vq_model.num_tokens:
             raise ValueError(
                 f"{path} holds tokens of another tokenizer; pass another --out folder, or remove it."
@@ -131,10 +132,10 @@ def tokenize_classes(
 
 
 def initialise(model: VARTransformer) -> None:
-    """Start the embeddings at a scale of order one.
+    """Initialise the embeddings at a scale of order one.
 
-    The official start is small everywhere, for a long training: AdaLN gets a class of 0.02, and passes on the square of
-    that. A short training of a small model never hears such a condition (docs/LOG.md).
+    The official initialisation is small everywhere, for long training: AdaLN gets a class of size 0.02, and passes on
+    its square. A short training of a small model never learns to use such a condition (docs/LOG.md).
     """
     torch.nn.init.normal_(model.class_emb.weight)
     torch.nn.init.normal_(model.word_embed.weight, std=model.code_dim**-0.5)
@@ -143,10 +144,10 @@ def initialise(model: VARTransformer) -> None:
 
 
 def deepened(model: VARTransformer, num_layers: int) -> VARTransformer:
-    """A model of more layers that computes the same: the gains of the new ones, which come last, are 0.
+    """Return a deeper model that computes the same: the new layers come last, and their gains are 0.
 
     Raises:
-        ValueError: no more layers than the model has, or an AdaLN that layers share.
+        ValueError: the model already has that many layers, or its layers share an AdaLN.
     """
     config = {name: value for name, value in model.config.items() if not name.startswith("_")}
     if num_layers <= config["num_layers"] or config["shared_adaln"]:
@@ -163,7 +164,7 @@ def deepened(model: VARTransformer, num_layers: int) -> VARTransformer:
 
 
 def slot_weights(scales: tuple[int, ...], settings: VarTraining, step: int) -> Tensor:
-    """Weight in the loss of every slot that is trained, `[L]`, those of all scales one behind the other."""
+    """Return the loss weight of every trained slot, `[L]`, scale after scale."""
     fading = settings.earlier_weight * max(0.0, 1.0 - 2.0 * step / settings.steps)
     parts = [
         torch.full((side * side,), 1.0 if scale >= settings.scales_from else fading)
@@ -180,7 +181,7 @@ def guided_laws(
     tokens: Tensor,
     settings: VarTraining,
 ) -> Tensor:
-    """The teacher's log-probabilities, float16 `[N, l, V]` on the CPU, at the slots of scales `scales_from` on.
+    """Return the teacher's log-probabilities, float16 `[N, l, V]` on the CPU, at the slots of scales `scales_from` on.
 
     Guidance grows from none at the first scale to `teacher_guidance` at the last.
     """
@@ -204,9 +205,9 @@ def guided_laws(
 
 
 def slot_losses(logits: Tensor, tokens: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
-    """Loss `[B, L]` of every slot: cross entropy of the tokens, or the divergence KL(teacher, model) of the laws.
+    """Return the loss `[B, L]` of every slot: cross entropy of the tokens, or the divergence KL(teacher, model).
 
-    Where the teacher's are fewer, `[B, l, V]`, they are those of the last slots; the others have loss 0.
+    If the teacher's logits are fewer, `[B, l, V]`, they are those of the last slots; the others have loss 0.
     """
     if teacher_logits is None:
         return F.cross_entropy(logits.mT, tokens, reduction="none")
@@ -224,17 +225,17 @@ def train_var(
     teacher: VARTransformer | None = None,
     every: int = 250,
 ) -> dict:
-    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+    """Train in place, save the weights in `out`, and return the record, which is also written to `out/training.json`.
 
-    It runs where the model is, from the weights that the model has: call `initialise` first for a new one. A run that
-    was interrupted goes on from `out/resume.pt` as if it had not been; the finished run removes it.
+    Runs on the model's device and starts from its weights: call `initialise` first for a new model. An interrupted run
+    resumes from `out/resume.pt` with the same result; the finished run removes it.
 
     Args:
         teacher: a model over the same tokenizer, whose laws are learned in place of the tokens. It is not changed.
 
     Raises:
-        ValueError: models and a tokenizer of different scales, codebooks or classes; `scales_from` or `scales_until`
-            behind the last scale; `out` with tokens of another tokenizer.
+        ValueError: models and tokenizer differ in scales, codebooks or classes; `scales_from` or `scales_until` is
+            after the last scale; or `out` holds tokens of another tokenizer.
     """
     _check_fit(model, vq_model, settings, teacher)
     device = model.device
@@ -252,7 +253,14 @@ def train_var(
     parameters = list(model.parameters())
     optimisers = muon_and_adamw(model.blocks, parameters, settings.learning_rate, settings.weight_decay)
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt",
+        every,
+        asdict(settings),
+        reads=[vq_model, *([] if teacher is None else [teacher])],
+        model=model,
+        descend=descend,
+    )
 
     def loss_of(
         maps: list[Tensor],
@@ -269,7 +277,7 @@ def train_var(
 
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
     for step in range(checkpoint.resume(), settings.steps):
-        # One generator per step, so that a resumed run sees what it would have seen.
+        # One generator per step, so that a resumed run sees the same data.
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
         dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.label_dropout).to(device)
@@ -304,7 +312,7 @@ def train_var(
 
 @torch.no_grad()
 def held_out_losses(model: VARTransformer, vq_model: MultiscaleVQModel, count: int = 400) -> dict:
-    """Cross entropy in nats a token on held-out scenes: `held_out_loss` of all, `held_out_loss_by_scale` of each."""
+    """Return the cross entropy in nats a token on held-out scenes: `held_out_loss`, and `held_out_loss_by_scale`."""
     labels, tokens = tokenize_classes(vq_model, count, 777, held_out=True)
     found = []
     for label_ids, token_ids in zip(labels.split(20), tokens.split(20), strict=True):

@@ -1,14 +1,14 @@
 """Train the embedded multi-scale tokenizer on `shapes`.
 
 The objective is VAR's (Tian et al. 2024, section 3.2): reconstruction through a straight-through canvas, and at every
-scale the distance between the canvas and the latents, which moves the smoothing convolutions and, weighted less, the
+scale the distance between the canvas and the latents, which moves the smoothing convolutions and, with less weight, the
 encoder. Its adversarial and perceptual terms need other networks and are left out. Two changes suit a short run, as in
-`visual_spec.training.tokenizer`: codes follow what they code by exponential averages (van den Oord et al. 2017,
-appendix A.1), from k-means on a briefly trained autoencoder, and codes out of use are moved to what is badly coded.
-One term is added: the spread of the latents is held at 1. The distances alone shrink it, faster than codes follow.
+`visual_spec.training.tokenizer`: codes follow their vectors by exponential averages (van den Oord et al. 2017, appendix
+A.1), from k-means on a briefly trained autoencoder, and unused codes are moved onto badly coded vectors. One term is
+added: it holds the spread of the latents at 1. The distances alone shrink the spread faster than codes can follow.
 
-From scratch the short run does not start: nothing makes the first latents differ from each other (docs/LOG.md). It goes
-on from the networks of a `VQModel`, whose latents a unit sphere kept apart.
+A short run from scratch does not work: nothing makes the first latents differ from each other (docs/LOG.md). Training
+starts from the networks of a `VQModel`, whose latents a unit sphere kept apart.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.data.shapes import caption, sample_dataset
 from visual_spec.data.shapes_parser import all_correct, score
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.training.codebook import CodeAverages
@@ -35,8 +37,8 @@ from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 class VarTokenizerTraining:
     """Settings of a run.
 
-    The first `continuous_steps` train an autoencoder without codes. From then until `revive_until` of the steps a code
-    that served nothing for `idle_steps` is moved. `bfloat16` computes the two networks in it, never the codes.
+    The first `continuous_steps` train an autoencoder without codes. From then until `revive_until` of the steps, a code
+    that was not used for `idle_steps` is moved. `bfloat16` computes the two networks in bfloat16, but never the codes.
     """
 
     steps: int = 9000
@@ -54,7 +56,7 @@ class VarTokenizerTraining:
 
 
 def initialise(model: MultiscaleVQModel) -> None:
-    """Start the smoothing convolutions as the identity, so that a coarse map is drawn as it is."""
+    """Initialise the smoothing convolutions as the identity, so that a coarse map is drawn unchanged."""
     _as_identity(*model.quantize.quant_resi.qresi_ls)
 
 
@@ -62,11 +64,11 @@ def initialise(model: MultiscaleVQModel) -> None:
 def start_from(model: MultiscaleVQModel, trained: VQModel) -> None:
     """Give the model the two networks of a trained LlamaGen tokenizer.
 
-    The projections around that one's codes are folded into the convolutions beside them, with a shift and a scale that
-    bring the latents to a mean of 0 and a spread of 1. That those latents were normalised each is left to training.
+    The projections around its codes are folded into the adjacent convolutions, with a shift and a scale that give the
+    latents mean 0 and spread 1. The normalisation of each of those latents cannot be folded; training makes up for it.
 
     Raises:
-        ValueError: tokenizers of different widths or norms.
+        ValueError: the tokenizers have different widths or norms.
     """
     names = ("base_channels", "channel_multipliers", "blocks_per_level", "norm_groups")
     given = {name: trained.config[name] for name in names} | {"code_dim": trained.config["codebook_dim"]}
@@ -119,13 +121,13 @@ def _as_identity(*layers: Any) -> None:
 def train_var_tokenizer(
     model: MultiscaleVQModel, settings: VarTokenizerTraining, out: Path, *, every: int = 250
 ) -> dict:
-    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+    """Train in place, save the weights in `out`, and return the record, which is also written to `out/training.json`.
 
-    It runs where the model is. A run that was interrupted goes on from `out/resume.pt` as if it had not been; the
-    finished run removes it.
+    Runs on the model's device. An interrupted run resumes from `out/resume.pt` with the same result; the finished run
+    removes it.
 
     Raises:
-        ValueError: a model for pictures of another size than those of `shapes`.
+        ValueError: the model is for pictures of another size than those of `shapes`.
     """
     scenes, pictures = sample_dataset(settings.scenes, settings.seed)
     if model.image_size != pictures.shape[1]:
@@ -140,10 +142,12 @@ def train_var_tokenizer(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4)
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend, averages=averages)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), model=model, descend=descend, averages=averages
+    )
     model.train().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     for step in range(checkpoint.resume(), settings.steps):
-        # One generator per step, so that a resumed run sees what it would have seen.
+        # One generator per step, so that a resumed run sees the same data.
         rng = np.random.default_rng((settings.seed, step))
         batch = pictures[rng.integers(len(pictures), size=settings.batch_size)]
         target = to_signed(torch.from_numpy(batch).to(device)).contiguous(memory_format=torch.channels_last)
@@ -176,7 +180,7 @@ def train_var_tokenizer(
 def _losses(
     model: MultiscaleVQModel, target: Tensor, settings: VarTokenizerTraining, quantised: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reconstruction loss, the terms on latents and canvases, all vectors to code `[N, D]` and their codes `[N]`."""
+    """Return the reconstruction loss, the terms on latents and canvases, all vectors `[N, D]` and their codes `[N]`."""
     half = torch.autocast(target.device.type, torch.bfloat16, enabled=settings.bfloat16)
     with half:
         latents = model.encode_latents(target)
@@ -197,7 +201,7 @@ def _losses(
         )
         codes = latents + (canvases[-1] - latents).detach()
         vectors, ids = (
-            torch.cat([part.flatten(2).mT.flatten(0, 1) for part in wanted]),
+            torch.cat([rearrange(part, "b d h w -> (b h w) d") for part in wanted]),
             torch.cat([part.flatten() for part in tokens]),
         )
     else:
@@ -212,7 +216,7 @@ def _losses(
 def _first_codes(
     model: MultiscaleVQModel, pictures: np.ndarray, count: int, rng: np.random.Generator
 ) -> Tensor:
-    """k-means of what the scales would be left to code if each coded its map exactly: codes `[count, D]`."""
+    """Run k-means on the residuals of all scales if each coded its map exactly: codes `[count, D]`."""
     found = []
     for part in np.array_split(pictures[:500], -(-len(pictures[:500]) // 50)):
         latents = model.encode_latents(to_signed(torch.from_numpy(part).to(model.device)))
@@ -220,30 +224,24 @@ def _first_codes(
         for scale, side in enumerate(model.scales):
             wanted = F.interpolate(latents - canvas, size=(side, side), mode="area")
             canvas = model.accumulate_codes(canvas, scale, wanted)
-            found.append(wanted.flatten(2).mT.flatten(0, 1))
+            found.append(rearrange(wanted, "b d h w -> (b h w) d"))
     vectors = torch.cat(found)  # [N, D]
-    # Long vectors first: what fine scales are left with is mostly close to nothing, and would fill the codebook.
+    # Long vectors first: the residuals of fine scales are mostly close to zero, and would fill the codebook.
     weight = vectors.square().sum(-1).clamp_min(1e-8)
     noise = torch.from_numpy(rng.random(len(vectors), dtype=np.float32)).to(vectors.device)
     codes = vectors[(-noise.clamp_min(1e-20).log() / weight).argsort()[:count]]
     if len(codes) < count:
         raise ValueError(f"{len(vectors)} latent vectors cannot start {count} codes; pass more scenes.")
-    for _ in range(8):
-        length = 0.5 * codes.square().sum(-1)
-        nearest = torch.cat([(part @ codes.T - length).argmax(-1) for part in vectors.split(8192)])
-        served = torch.bincount(nearest, minlength=count)
-        total = torch.zeros_like(codes).index_add_(0, nearest, vectors)
-        codes = torch.where(served[:, None] > 0, total / served[:, None].clamp_min(1), codes)
-    return codes
+    return k_means(vectors, codes, 8)[0]
 
 
 @torch.no_grad()
 def judge(model: MultiscaleVQModel, count: int = 200) -> dict:
-    """What held-out scenes look like after reconstruction.
+    """Evaluate held-out scenes after reconstruction.
 
     Returns:
-        psnr_db: mean peak signal-to-noise ratio in dB. all_attributes_right: share of pictures of which the parser
-        reads all that the caption says. codes_used: in all scales together. held_out_pictures: how many were judged.
+        psnr_db: mean peak signal-to-noise ratio in dB. all_attributes_right: share of pictures whose caption the parser
+        confirms completely. codes_used: in all scales together. held_out_pictures: number of evaluated pictures.
     """
     scenes, pictures = sample_dataset(count, 12345, held_out=True)
     errors, right, used = [], [], set()
@@ -264,13 +262,6 @@ def judge(model: MultiscaleVQModel, count: int = 200) -> dict:
 
 
 def to_pixels(pictures: Tensor) -> np.ndarray:
-    """Pictures `[B, 3, H, W]` in [-1, 1] as uint8 `[B, H, W, 3]`: the inverse of `to_signed`."""
-    return (
-        ((pictures.float() + 1.0) * 127.5)
-        .round()
-        .clamp(0, 255)
-        .to(torch.uint8)
-        .permute(0, 2, 3, 1)
-        .cpu()
-        .numpy()
-    )
+    """Return pictures `[B, 3, H, W]` in [-1, 1] as uint8 `[B, H, W, 3]`: the inverse of `to_signed`."""
+    pixels = ((pictures.float() + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return rearrange(pixels, "b c h w -> b h w c").cpu().numpy()

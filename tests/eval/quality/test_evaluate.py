@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ import torch
 from PIL import Image
 
 from tests.tiny import tiny_pipeline
-from visual_spec.eval.quality import evaluate as module
-from visual_spec.eval.quality import figures
-from visual_spec.eval.quality.evaluate import Task, evaluate
+from visual_spec.eval.draws import draw
+from visual_spec.eval.media import pictures_of
+from visual_spec.eval.quality import command, figures, tasks
+from visual_spec.eval.quality.evaluate import evaluate
 from visual_spec.eval.quality.figures import clock_figures, quality_table
 from visual_spec.eval.quality.metrics import frechet_distance
-from visual_spec.eval.quality.samples import Judge, draw, parse_setting, pictures_of
+from visual_spec.eval.quality.samples import Judge
+from visual_spec.eval.quality.tasks import Task
+from visual_spec.eval.settings import parse_setting
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -89,7 +93,7 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(whole, tmp_pa
         pipe = pipe if len(calls) != 6 else Interrupted(pipe)
         return draw(pipe, setting, prompts, first)
 
-    monkeypatch.setattr("visual_spec.eval.quality.samples.draw", stopping)
+    monkeypatch.setattr("visual_spec.eval.draws.draw", stopping)
     with pytest.raises(Stop):
         run(tmp_path)
     assert (
@@ -104,6 +108,41 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(whole, tmp_pa
     calls.clear()
     calls += ["counted"] * 100
     assert timeless(run(tmp_path)) == timeless(whole[1]) and len(calls) == 100
+
+
+def test_damaged_files_are_named_set_aside_and_made_again(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    draws, judged = (sorted(tmp_path.glob(f"speculative-jacobi*/{kind}-*")) for kind in ("draws", "judged"))
+    one, two, three = draws[0], draws[1], draws[4]
+    one.write_bytes(b"")
+    two.write_bytes(two.read_bytes()[:-100])
+    with np.load(three) as file:
+        np.savez(three, **{name: file[name] for name in file.files if name != "calls"})
+    content = bytearray(judged[0].read_bytes())
+    content[len(content) // 2] ^= 255
+    judged[0].write_bytes(content)
+    (tmp_path / "alone.json").write_text("{")
+    drawn = []
+
+    def counting(pipe, setting, prompts, first):
+        drawn.append(first)
+        return draw(pipe, setting, prompts, first)
+
+    monkeypatch.setattr("visual_spec.eval.draws.draw", counting)
+    with pytest.warns(UserWarning) as found:
+        assert timeless(run(tmp_path)) == timeless(whole[1])
+    said = " ".join(str(warning.message) for warning in found)
+    assert all(f"{path} is damaged" in said for path in (one, two, three, judged[0]))
+    assert "it lacks calls" in said and len(drawn) == 3
+    aside = sorted(tmp_path.glob("*/*.damaged"))
+    assert aside == sorted(path.with_name(f"{path.name}.damaged") for path in (one, two, three, judged[0]))
+
+
+def test_damaged_settings_are_named(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "autoregressive" / "settings.json").write_text('{"model"')
+    with pytest.raises(ValueError, match="settings.json is damaged .* pass another folder"):
+        run(tmp_path)
 
 
 class Interrupted:
@@ -266,7 +305,7 @@ def test_bad_input_is_refused_before_a_folder_is_made(tmp_path, changes, message
 def test_the_command(tmp_path, monkeypatch, capsys):
     model = tmp_path / "tiny"
     tiny_pipeline().save_pretrained(model)
-    monkeypatch.setattr(module, "shapes_task", lambda count, size: make_task(count))
+    monkeypatch.setattr(tasks, "shapes_task", lambda count, size: make_task(count))
     monkeypatch.setattr("visual_spec.data.shapes_parser.score", score)
     monkeypatch.setattr(
         "visual_spec.eval.quality.features.load_shapes_features", lambda: make_judge().extractors["shapes"]
@@ -274,12 +313,12 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     arguments = ["--model", str(model), "--out", str(tmp_path / "out"), "--device", "cpu", "--alone", "0"]
     arguments += ["--samplers", *ROWS[2:], ROWS[0], "--controls", ROWS[1], "--guidance-scale", "2"]
     arguments += ["--batch-size", "3", "--samples", "7"]
-    assert module.main([*arguments, "--rank", "0", "--shards", "2"]) == 0
+    assert command.main([*arguments, "--rank", "0", "--shards", "2"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "" and "other processes have samples to draw" in captured.err
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert module.main(arguments) == 0
+    assert command.main(arguments) == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out.splitlines()[-1])
     assert document == json.loads((tmp_path / "out" / "results.json").read_text())
@@ -289,13 +328,13 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert timeless(document)["rows"] == timeless(expected)["rows"]
     assert "block 1 of 1" in captured.err and "| autoregressive " in captured.out
     with pytest.raises(ValueError, match="unknown sampler 'jacobi'"):
-        module.main([*arguments, "--samplers", "jacobi"])
+        command.main([*arguments, "--samplers", "jacobi"])
 
 
 def test_the_task_is_the_held_out_prompts_and_their_scenes():
     from visual_spec.data import shapes, shapes_parser
 
-    task = module.shapes_task(3, 128)
+    task = tasks.shapes_task(3, 128)
     assert task.prompts == shapes.held_out_prompts(3)
     for prompt, picture in zip(task.prompts, task.pictures, strict=True):
         assert all(shapes_parser.score(prompt, picture).values())

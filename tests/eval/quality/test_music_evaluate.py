@@ -13,17 +13,21 @@ from tests.eval.speed.test_music_bench import LAW, MASKED, MASKED_LAW, PROMPTS, 
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_audio import HOP, RATE, tiny_audio_pipeline, tiny_codec
 from visual_spec.data import tunes, tunes_parser
-from visual_spec.eval.quality import evaluate as module
-from visual_spec.eval.quality import figures
+from visual_spec.eval.defaults import settings_of_model
+from visual_spec.eval.draws import draw
+from visual_spec.eval.intervals import Z_95
+from visual_spec.eval.media import clips_of, codes_of
+from visual_spec.eval.pair import MusicPair
+from visual_spec.eval.quality import command, figures, tasks
 from visual_spec.eval.quality.audio import kernel_audio_distance, kernel_figure
-from visual_spec.eval.quality.evaluate import Task, evaluate, task_of
-from visual_spec.eval.quality.figures import quality_table
-from visual_spec.eval.quality.intervals import Z_95
+from visual_spec.eval.quality.evaluate import evaluate
+from visual_spec.eval.quality.features import MelStatistics
+from visual_spec.eval.quality.figures import quality_table, thumbnails
 from visual_spec.eval.quality.metrics import frechet_distance
-from visual_spec.eval.quality.music import MelStatistics, MusicPair, clips_of, codes_of, mel_thumbnails
-from visual_spec.eval.quality.samples import Judge, draw, parse_setting
+from visual_spec.eval.quality.samples import Judge
+from visual_spec.eval.quality.tasks import Task, task_of
 from visual_spec.eval.report import frontier
-from visual_spec.eval.rows import rows_of_model
+from visual_spec.eval.settings import parse_setting
 from visual_spec.models.columns.encodec import encode_waves
 
 ASKED = (PROMPTS * 3)[:10]
@@ -74,14 +78,14 @@ def whole(tmp_path_factory):
 def test_clips_are_those_of_the_pipeline_and_codes_those_of_its_codec():
     pipe = tiny_audio_pipeline()
     arrays = draw(pipe, parse_setting("column-jacobi:window=4", LAW, 40), ASKED[2:5], 2)
-    assert arrays["tokens"].shape == (3, 3, 20) and arrays["columns"] == 22
+    assert arrays["tokens"].shape == (3, 3, 20) and arrays["length"] == 22
     for place, prompt in enumerate(ASKED[2:5]):
         output = pipe(prompt, generator=seeded(42 + place), guidance_scale=2.0, top_k=6)
         assert np.array_equal(output.codes[0].numpy(), arrays["tokens"][place])
         assert np.array_equal(clips_of(pipe, arrays["tokens"][place : place + 1]), output.audios[:, 0])
     waves = true_clips(2)
     assert codes_of(pipe, waves).equal(encode_waves(pipe.codec, torch.from_numpy(waves)[:, None]))
-    assert mel_thumbnails(waves, RATE, 16).shape == (2, 16, 16, 3)
+    assert thumbnails(pipe, waves, 16).shape == (2, 16, 16, 3)
 
 
 def test_mel_statistics_by_hand():
@@ -212,8 +216,8 @@ def test_the_table_and_the_page_speak_of_clips(whole, tmp_path):
 def test_the_rows_of_a_model_follow_from_what_it_is(tmp_path):
     tiny_audio_pipeline(default_guidance_scale=2.0, default_temperature=0.8).save_pretrained(tmp_path / "a")
     masked_pipeline().save_pretrained(tmp_path / "m")
-    rows, masked = rows_of_model(str(tmp_path / "a")), rows_of_model(str(tmp_path / "m"))
-    assert rows.plays and not rows.masked and not rows.by_scales and rows.plain == "columns"
+    rows, masked = settings_of_model(str(tmp_path / "a")), settings_of_model(str(tmp_path / "m"))
+    assert rows.facts.unit == "columns" and not rows.masked and rows.plain == "columns"
     assert rows.controls == ("columns:temperature=0.72", "columns:seed=1000000")
     assert rows.law == {"guidance_scale": 2.0, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
     found = [parse_setting(text, LAW, 0) for text in rows.others]
@@ -275,7 +279,7 @@ def _shorter(pipe):
 
 
 def test_the_task_is_the_held_out_captions_and_their_tunes(monkeypatch):
-    task = module.tunes_task(2)
+    task = tasks.tunes_task(2)
     assert task.prompts == tunes.held_out_prompts(2)
     for prompt, wave in zip(task.prompts, task.pictures, strict=True):
         assert sum(tunes_parser.score(prompt, wave).values()) >= 6
@@ -285,7 +289,7 @@ def test_the_task_is_the_held_out_captions_and_their_tunes(monkeypatch):
         task_of(tiny_audio_pipeline(), 2)
     monkeypatch.setattr(tunes, "SAMPLE_RATE", RATE)
     monkeypatch.setattr(tunes, "NUM_SAMPLES", 80)
-    monkeypatch.setattr(module, "tunes_task", lambda count: Task(ASKED[:count], true_clips(count)))
+    monkeypatch.setattr(tasks, "tunes_task", lambda count: Task(ASKED[:count], true_clips(count)))
     task, scorer = task_of(tiny_audio_pipeline(), 2)
     assert task.prompts == ASKED[:2] and scorer is tunes_parser.score
 
@@ -295,12 +299,12 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     masked_pipeline().save_pretrained(tmp_path / "m")
     monkeypatch.setattr(tunes, "SAMPLE_RATE", RATE)
     monkeypatch.setattr(tunes, "NUM_SAMPLES", 80)
-    monkeypatch.setattr(module, "tunes_task", lambda count: Task(ASKED[:count], true_clips(count)))
+    monkeypatch.setattr(tasks, "tunes_task", lambda count: Task(ASKED[:count], true_clips(count)))
     monkeypatch.setattr(tunes_parser, "score", score)
     arguments = ["--model", str(tmp_path / "a"), "--masked", str(tmp_path / "m"), "--device", "cpu"]
     arguments += ["--out", str(tmp_path / "out"), "--samples", "7", "--batch-size", "4", "--alone", "0"]
     arguments += ["--controls", ROWS[1], "--samplers", *ROWS[2:4]]
-    assert module.main(arguments) == 0
+    assert command.main(arguments) == 0
     captured = capsys.readouterr().out
     document = json.loads(captured.splitlines()[-1])
     assert [row["name"] for row in document["rows"]] == list(ROWS)
@@ -312,6 +316,6 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "features: mel" in captured and " columns/call " in captured
     tiny_pipeline().save_pretrained(tmp_path / "pictures")
     with pytest.raises(ValueError, match="it takes a masked model of music, beside one of columns"):
-        module.main([*arguments, "--model", str(tmp_path / "pictures")])
+        command.main([*arguments, "--model", str(tmp_path / "pictures")])
     with pytest.raises(ValueError, match="masked: sampler is MaskedSampler"):
-        module.main([*arguments[:2], *arguments[4:], "--samplers", "masked"])
+        command.main([*arguments[:2], *arguments[4:], "--samplers", "masked"])

@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from tests.tiny import seeded, tiny_pipeline
-from visual_spec.eval.quality.evaluate import check_samplers
-from visual_spec.eval.quality.samples import (
-    Judge,
-    SampleFolder,
-    draw,
-    encode,
-    judge_draws,
-    parse_setting,
-    pictures_of,
-    small_tokens,
-)
+from visual_spec.eval.draws import draw, encode, small_tokens
+from visual_spec.eval.media import pictures_of
+from visual_spec.eval.quality.samples import Judge, SampleFolder, judge_draws
+from visual_spec.eval.settings import check_samplers, parse_setting
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.pipelines.scale_plan import ScalePlan
@@ -49,7 +42,7 @@ def test_a_row_as_it_is_written():
 def test_values_of_all_kinds(monkeypatch):
     found = {}
     monkeypatch.setattr(
-        "visual_spec.eval.quality.samples.make_row",
+        "visual_spec.eval.settings.make_row",
         lambda name, **settings: (found.update(settings), ScalePlan()),
     )
     parse_setting("x:a=3,b=-0.5,c=true,d=None,e=word,f=4/2/2,g=4/,h=1e-3,i=a/2.5", LAW, 0)
@@ -196,7 +189,7 @@ def test_a_folder_gives_back_what_was_written(tmp_path):
         and found.moved_mass.tolist() == [0, 0.1, 0.2, 0.3, 0.4]
     )
     assert found.batch_divergence == [0, 0.5]
-    pictures = pictures_of(pipe, found.tokens)
+    pictures = pictures_of(pipe, found.stored)
     expected = judge(PROMPTS[:5], pictures)
     assert found.hits == json.loads(str(expected["hits"])) and len(found.hits) == 5
     assert torch.allclose(found.features["net"], torch.from_numpy(expected["net"]), atol=1e-5)

@@ -9,16 +9,20 @@ import torch
 
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_scales import SIDES, tiny_scale_pipeline
-from visual_spec.eval.quality import evaluate as module
-from visual_spec.eval.quality import figures
-from visual_spec.eval.quality.evaluate import Task, check_samplers, classes_task, evaluate, task_of
+from visual_spec.eval.defaults import scale_settings, settings_of_model
+from visual_spec.eval.draws import draw
+from visual_spec.eval.media import pictures_of
+from visual_spec.eval.quality import command, figures, tasks
+from visual_spec.eval.quality.evaluate import evaluate, folder_name
 from visual_spec.eval.quality.figures import quality_table
-from visual_spec.eval.quality.samples import Judge, draw, parse_setting, pictures_of
+from visual_spec.eval.quality.samples import Judge
+from visual_spec.eval.quality.tasks import Task, classes_task, task_of
 from visual_spec.eval.report import frontier
-from visual_spec.eval.rows import rows_of_model, scale_rows
+from visual_spec.eval.settings import check_samplers, parse_setting
 from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.scales import ScaleWiseSampler
 
 LABELS = ["0", "1", "2", "3", "4"] * 2
 LAW = TokenLaw(guidance_scale=2.5, top_k=9)
@@ -116,6 +120,23 @@ def test_what_is_drawn_is_what_the_pipeline_draws():
     assert not arrays["lossless"] and pipe.config["num_draft_scales"] is None
 
 
+def test_smooth_pictures_are_kept_as_canvases(tmp_path):
+    """Their ids do not tell them."""
+    smooth = f"{PLAIN},smooth=true"
+    document = run(tmp_path, [PLAIN, smooth], samples=4, batch_size=2)
+    assert document is not None and [row["kind"] for row in document["rows"]] == ["plain", "lossy"]
+    pipe = tiny_scale_pipeline(sampler=ScaleWiseSampler(smooth=True))
+    for first in (0, 2):
+        kept = np.load(tmp_path / folder_name(smooth) / f"draws-00000{first}-00000{first + 2}.npz")
+        assert "tokens" not in kept and kept["canvas"].dtype == np.float32 and int(kept["length"]) == 30
+        want = pipe(
+            LABELS[first : first + 2], generator=seeded(first, first + 1), num_draft_scales=4,
+            guidance_scale=2.5, top_k=9, top_p=1.0,
+        ).images  # fmt: skip
+        assert np.array_equal(pictures_of(tiny_scale_pipeline(), kept["canvas"]), np.stack(want))
+        assert "tokens" in np.load(tmp_path / folder_name(PLAIN) / f"draws-00000{first}-00000{first + 2}.npz")
+
+
 def test_a_run_goes_on_and_rows_are_added(whole, tmp_path):
     run(tmp_path, ROWS[:2], samples=4)
     grown = run(tmp_path, ROWS[:4])
@@ -163,36 +184,36 @@ def test_the_charts_have_cache_and_speed_against_quality(whole, tmp_path):
 def test_the_rows_of_a_model_follow_from_what_it_has(tmp_path):
     pipe = tiny_scale_pipeline(default_guidance_scale=2.0, default_top_k=5)
     pipe.save_pretrained(tmp_path / "pair")
-    rows = rows_of_model(str(tmp_path / "pair"))
-    assert rows.by_scales and rows.plain == PLAIN
+    rows = settings_of_model(str(tmp_path / "pair"))
+    assert rows.facts.unit == "scales" and rows.plain == PLAIN
     assert rows.controls == (f"{PLAIN},temperature=0.9", f"{PLAIN},seed=1000000")
     assert rows.law == {"guidance_scale": 2.0, "top_k": 5, "top_p": 0.96}
     # Shares below 9 of 14 tokens do not hold the observation window.
     splits = [f"scale-wise:num_draft_scales={split}" for split in (0, 1, 2, 3)]
     both = [f"{split},cache_share=1.0" for split in splits[2:]]
     assert rows.others == (*splits, f"{PLAIN},cache_share=1.0", *both)
-    alone = scale_rows(tiny_scale_pipeline(pair=False).config, (1, 2, 3, 4, 6, 8, 12, 16))
+    sides = (1, 2, 3, 4, 6, 8, 12, 16)
+    alone = scale_settings(pipe.facts, tiny_scale_pipeline(pair=False).config, sides)
     assert alone.others == tuple(f"{PLAIN},cache_share={share}" for share in (0.1, 0.2, 0.5, 1.0))
-    paired = scale_rows({"refiner": ["a", "b"]}, (1, 2, 3, 4, 6, 8, 12, 16)).others
+    paired = scale_settings(pipe.facts, {"refiner": ["a", "b"]}, sides).others
     assert paired[:5] == tuple(f"scale-wise:num_draft_scales={split}" for split in (0, 4, 5, 6, 7))
     assert paired[-2:] == tuple(f"scale-wise:num_draft_scales={split},cache_share=0.1" for split in (5, 6))
-    compressed = {**pipe.config, "budget": {"scales": SIDES}}
-    assert scale_rows(compressed, SIDES).plain == f"{PLAIN},cache_share=off"
+    compressed = pipe.facts_of({**pipe.config, "budget": {"scales": SIDES}}, {})
+    assert scale_settings(compressed, pipe.config, SIDES).plain == f"{PLAIN},cache_share=off"
     tiny_pipeline().save_pretrained(tmp_path / "next")
-    other = rows_of_model(str(tmp_path / "next"))
-    assert (other.plain, other.others) == ("autoregressive", ("speculative-jacobi",)) and not other.by_scales
+    other = settings_of_model(str(tmp_path / "next"))
+    exact = [f"coupling={one},acceptance=exact" for one in ("gumbel", "maximal", "independent")]
+    assert other.plain == "autoregressive" and other.facts.unit == "tokens"
+    assert other.others == ("speculative-jacobi", *(f"speculative-jacobi:{text}" for text in exact))
     assert other.controls == ("autoregressive:temperature=0.9", "autoregressive:seed=1000000")
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(
-        ValueError, match="holds a FluxPipeline, which is not measured here; pass a ImagePipeline"
-    ):
-        rows_of_model(str(tmp_path))
+    with pytest.raises(ValueError, match="holds a FluxPipeline"):
+        settings_of_model(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("scale-wise:smooth=true", "pictures are kept as tokens, which do not tell smooth ones"),
         ("scale-wise:guidance_until=3", "guidance of a next-scale model grows from scale to scale"),
         (
             "autoregressive",
@@ -231,7 +252,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("visual_spec.data.shapes_classes.CLASS_NAMES", tuple(names))
     pictures = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
     monkeypatch.setattr(
-        module, "classes_task", lambda count, size: Task((names * 2)[:count], pictures[:count])
+        tasks, "classes_task", lambda count, size: Task((names * 2)[:count], pictures[:count])
     )
     monkeypatch.setattr(
         "visual_spec.data.shapes_classes.score_class", lambda name, one: score(names.index(name), one)
@@ -242,10 +263,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu"]
     arguments += ["--batch-size", "5", "--samples", "5", "--alone", "0", "--controls"]
     arguments += ["--top-k", "9", "--top-p", "1"]
-    assert module.main(arguments) == 0
+    assert command.main(arguments) == 0
     captured = capsys.readouterr().out
     document = json.loads(captured.splitlines()[-1])
-    rows = rows_of_model(str(tmp_path / "model"))
+    rows = settings_of_model(str(tmp_path / "model"))
     assert [row["name"] for row in document["rows"]] == [rows.plain, *rows.others]
     assert document["settings"]["law"]["guidance_scale"] == 2.5 and document["settings"]["law"]["top_k"] == 9
     again = run(tmp_path / "again", rows=[PLAIN, "scale-wise:num_draft_scales=2"], samples=5, batch_size=5)

@@ -1,6 +1,5 @@
 """The page and the charts of an evaluation: rows are drawn where their figures say, and the page stands alone."""
 
-import base64
 import copy
 import json
 import re
@@ -151,7 +150,8 @@ def test_the_page_stands_alone(document, tmp_path):
     assert frontier.main([*arguments, "--chart", str(tmp_path / "chart.svg")]) == 0
     page = out.read_text()
     links = re.findall(r"""(?:src|href)=["']([^"']*)""", page)
-    assert len(links) == 2 and links[0].startswith("data:image/svg") and links[1].startswith("data:image/png")
+    (sheet,) = (link for link in links if not link.startswith("#"))
+    assert sheet.startswith("data:image/png")
     assert "<script" not in page and "&lt;grouped&gt;" in page and "<h1>A &amp; B</h1>" in page
     for text in (
         "0.0123",
@@ -163,10 +163,37 @@ def test_the_page_stands_alone(document, tmp_path):
         "6.54x",
     ):
         assert text in page
-    # The charts, drawn twice, are the same to the last byte.
-    assert base64.b64decode(links[0].partition(",")[2]) == (tmp_path / "chart.svg").read_bytes()
+    again = ["--out", str(tmp_path / "again.html"), "--title", "A & B"]
+    assert frontier.main([arguments[0], *again]) == 0
+    assert (tmp_path / "again.html").read_text() == page  # to the last byte
+    assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
     with pytest.raises(FileExistsError, match="--overwrite"):
         frontier.main(arguments)
+
+
+def test_charts_are_in_the_page_with_the_colours_of_the_page(document, tmp_path):
+    other = copy.deepcopy(document)
+    other["settings"]["seed"] = 1
+    paths = [str(written(tmp_path, one, f"{index}.json")) for index, one in enumerate((document, other))]
+    assert frontier.main([*paths, "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(charts) == 2
+    for chart in charts:
+        assert set(re.findall(r"#[0-9a-f]{6}\b", chart)) == set()  # nothing is of one colour, light and dark
+        used = set(re.findall(r"var\((--[a-z]+)\)", chart))
+        assert {"--ink", "--muted", "--good", "--lossy", "--card", "--axis", "--band"} == used
+        assert all(page.count(f"{name}:") >= 2 for name in used)  # light and dark
+        root = chart[: chart.index(">")]
+        assert "viewBox" in root and not re.search(r"\s(width|height)=", root)
+        named = set(re.findall(r' id="([^"]*)"', chart))
+        assert (
+            set(re.findall(r'href="#([^"]*)"', chart)) | set(re.findall(r"url\(#([^)]*)\)", chart)) <= named
+        )
+    one, two = (set(re.findall(r' id="([^"]*)"', chart)) for chart in charts)
+    assert one and not one & two
+    tables = re.findall(r"(\S+\s*)<table", page)
+    assert tables and all('class="scroll">' in before for before in tables)
 
 
 def test_results_of_one_setting_are_joined(document, tmp_path):
@@ -191,3 +218,32 @@ def test_bad_input_is_refused(document, tmp_path):
         frontier.main([str(written(tmp_path, document)), "--chart", "chart.pdf"])
     with pytest.raises(FileNotFoundError):
         frontier.main([str(tmp_path / "absent.json")])
+
+
+def places(part, path=()):
+    """The path of every entry of a document."""
+    entries = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    for name, value in entries:
+        yield (*path, name)
+        yield from places(value, (*path, name))
+
+
+def test_results_with_missing_parts_are_refused_in_one_line(document, tmp_path):
+    refused = []
+    for path in [*places(document)]:
+        damaged = copy.deepcopy(document)
+        *above, name = path
+        part = damaged
+        for step in above:
+            part = part[step]
+        del part[name]
+        try:
+            frontier.read_results([written(tmp_path, damaged)])
+        except ValueError as error:
+            assert str(tmp_path / "results.json") in str(error) and "\n" not in str(error)
+            refused.append(path)
+    assert {("rows",), ("settings",), ("environment",), ("references",), ("rows", 2, "features")} <= {
+        *refused
+    }
+    with pytest.raises(ValueError, match="is incomplete: it lacks 'rows'; evaluate again"):
+        frontier.main([str(written(tmp_path, {"kind": "quality"})), "--out", str(tmp_path / "page.html")])

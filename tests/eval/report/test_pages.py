@@ -12,7 +12,8 @@ from PIL import Image, ImageChops
 
 from tests.tiny import tiny_pipeline
 from visual_spec.eval import files
-from visual_spec.eval.report.drawing import MAP_GROUND, PAPER, RUN_COLOURS
+from visual_spec.eval.report import drawing
+from visual_spec.eval.report.drawing import MAP_GROUND, PAPER, RUN_COLOURS, text_width
 from visual_spec.eval.report.pages import (
     ComparisonRow,
     ScaleComparisonRow,
@@ -39,6 +40,23 @@ def row(prompt="a red circle", runs=(1, 4, 1, 1, 9), size=8, **changes) -> Compa
         grid=TokenGrid(4, 4), plain_calls=16, fast_calls=len(runs), plain_seconds=2.0, fast_seconds=0.5
     )
     return ComparisonRow(prompt=prompt, **{**settings, "identical": True, **changes})
+
+
+def test_long_words_are_cut_to_the_width_without_measuring_every_length(monkeypatch):
+    measured: list[str] = []
+
+    def count(text: str, size: int) -> int:
+        measured.append(text)
+        return text_width(text, size)
+
+    monkeypatch.setattr(drawing, "text_width", count)
+    word = "abcdefgh" * 10_000
+    (line,) = drawing.wrap_text(word, 18, 208)
+    kept = line.removesuffix("...")
+    assert word.startswith(kept) and line != kept
+    assert text_width(line, 18) <= 208 < text_width(word[: len(kept) + 1] + "...", 18)
+    assert sum(map(len, measured)) < 20_000
+    assert len(drawing.wrap_text("word " * 100_000, 18, 208)) == 5
 
 
 # -- which slots are paid ---------------------------------------------------------------------------------------------

@@ -12,16 +12,22 @@ import torch
 
 from tests.tiny import tiny_pipeline, tiny_transformer
 from visual_spec.data import shapes
-from visual_spec.eval import files
-from visual_spec.eval.speed import bench, curve, measure, timing
+from visual_spec.eval import draws, files, machine
+from visual_spec.eval.intervals import quantiles, ratio_with_error
+from visual_spec.eval.settings import parse_setting
+from visual_spec.eval.speed import bench, measure, timing, token_bench
+from visual_spec.eval.speed.official_sizes import described
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
+from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.registry import by_name
 
 PROMPTS = ["a red circle", "a blue square", "a red square on blue"]
-METHODS = ["gumbel+identical", "independent+exact"]
+IDENTICAL, INDEPENDENT = "speculative-jacobi", "speculative-jacobi:coupling=independent,acceptance=exact"
+MAXIMAL = "speculative-jacobi:coupling=maximal,acceptance=exact"
 CPU = torch.device("cpu")
 
 
@@ -35,12 +41,13 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_prompts(monkeypatch):
     monkeypatch.setattr(shapes, "held_out_prompts", lambda count: [PROMPTS[i % 3] for i in range(count)])
-    monkeypatch.setattr(bench, "held_out_prompts", shapes.held_out_prompts)
+    monkeypatch.setattr(token_bench, "held_out_prompts", shapes.held_out_prompts)
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(measure, "matmul_peak", lambda device, dtype: 2e10)
 
 
 shared_pipeline = cache(tiny_pipeline)
+LAW = shared_pipeline().make_law()
 
 
 def decode_alone(sampler, prompt, seed, law):
@@ -49,6 +56,11 @@ def decode_alone(sampler, prompt, seed, law):
     generator = torch.Generator().manual_seed(seed)
     result = sampler(pipe.transformer, pipe.encode_prompt([prompt]), law=law, generator=[generator])
     return result.tokens[0], int(result.trace.target_calls[0])
+
+
+def settings_of(law, *texts, seed=0):
+    """Plain decoding, and what else is written."""
+    return [parse_setting(text, law, seed) for text in ("autoregressive", *texts)]
 
 
 def run(capsys, model, *arguments):
@@ -64,6 +76,7 @@ def run(capsys, model, *arguments):
 def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     out = tmp_path / "results" / "bench.json"
     arguments = ["--batch-sizes", "1", "2", "--windows", "4", "--guidance-scales", "2", "--prompts", "3"]
+    arguments += ["--samplers", IDENTICAL, MAXIMAL]
     document, table = run(capsys, model, *arguments, "--out", str(out))
     assert json.loads(out.read_text()) == document
     assert list(out.parent.iterdir()) == [out]
@@ -83,7 +96,7 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
         plain = group[0]
         assert plain["name"] == "autoregressive"
         batch, seconds, calls = row["batch_size"], row["seconds"], row["calls_per_sample"]
-        assert len(seconds) == len(calls) == (1 if row["name"] == timing.NO_CACHE else 5)
+        assert len(seconds) == len(calls) == (1 if row["name"] == token_bench.NO_CACHE else 5)
         assert all(len(counts) == batch for counts in calls)
         flat = [count for counts in calls for count in counts]
         assert shown["calls"] == f"{statistics.mean(flat):.1f}"
@@ -93,35 +106,34 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
         assert shown["ms/image p50"] == f"{p50:.0f}" and shown["p20 - p80"] == f"{p20:.0f} - {p80:.0f}"
         per_call = [s / max(c) * 1000 for s, c in zip(seconds, calls, strict=True)]
         assert shown["ms/call"] == f"{statistics.median(per_call):.2f}"
-        if row["name"] != timing.NO_CACHE:
+        if row["name"] != token_bench.NO_CACHE:
             ratios = [p / s for p, s in zip(plain["seconds"], seconds, strict=True)]
             assert shown["speed-up"] == f"{statistics.median(ratios):.2f}x"
             floor = (row["weight_bytes"] + row["cache_bytes"]) / 1e9 * 1000
             assert row["floor_ms_per_call"] == pytest.approx(floor)
-    identical = [shown["same as plain"] for shown in table if shown["sampler"] == "jacobi gumbel+identical"]
+    identical = [shown["same as plain"] for shown in table if shown["sampler"] == IDENTICAL]
     assert identical == ["5 of 5", "10 of 10"]
-    assert [shown["same as plain"] for shown in table if shown["sampler"] == timing.NO_CACHE] == ["1 of 1"]
+    assert [shown["same as plain"] for shown in table if shown["sampler"] == token_bench.NO_CACHE] == [
+        "1 of 1"
+    ]
     assert all(shown["same as plain"] == "-" for shown in table if "exact" in shown["sampler"])
 
 
 def test_a_round_decodes_its_own_prompts_and_seeds_with_every_sampler():
     law = TokenLaw(guidance_scale=2.0)
-    samplers = timing.make_samplers(["independent+exact"], [3])
-    rows = timing.bench(
-        tiny_pipeline(), samplers, law, PROMPTS,
-        batch_size=2, runs=5, warmup=0, seed=70, no_cache=False,
-    )  # fmt: skip
-    for row, sampler in zip(
-        rows, [AutoregressiveSampler(), *(entry.sampler for entry in samplers)], strict=True
-    ):
-        expected = [decode_alone(sampler, PROMPTS[i % 3], 70 + i, law)[1] for i in range(10)]
+    settings = settings_of(law, f"{INDEPENDENT},window=3", seed=70)
+    rows = token_bench.time_settings(
+        tiny_pipeline(), settings, PROMPTS, batch_size=2, runs=5, warmup=0, no_cache=False
+    )
+    for row, setting in zip(rows, settings, strict=True):
+        expected = [decode_alone(setting.sampler, PROMPTS[i % 3], 70 + i, law)[1] for i in range(10)]
         assert [count for counts in row["calls_per_sample"] for count in counts] == expected
     assert rows[0]["calls"] == 16 and rows[1]["calls"] <= 16
 
 
 def test_rounds_are_interleaved_and_every_second_one_runs_backwards(monkeypatch):
     order = []
-    samplers = timing.make_samplers(["maximal+exact"], [2, 3])
+    settings = settings_of(TokenLaw(), f"{MAXIMAL},window=2", f"{MAXIMAL},window=3")
     for label, cls in (("plain", AutoregressiveSampler), ("fast", SpeculativeJacobiSampler)):
         call = cls.__call__
 
@@ -130,10 +142,9 @@ def test_rounds_are_interleaved_and_every_second_one_runs_backwards(monkeypatch)
             return call(self, *args, **kwargs)
 
         monkeypatch.setattr(cls, "__call__", recording)
-    timing.bench(
-        tiny_pipeline(), samplers, TokenLaw(), PROMPTS,
-        batch_size=1, runs=5, warmup=1, seed=0, no_cache=False,
-    )  # fmt: skip
+    token_bench.time_settings(
+        tiny_pipeline(), settings, PROMPTS, batch_size=1, runs=5, warmup=1, no_cache=False
+    )
     assert order == [0, 2, 3] + [0, 2, 3, 3, 2, 0] * 2 + [0, 2, 3]
 
 
@@ -148,7 +159,7 @@ def test_speed_up_pairs_the_rounds():
 def test_decoding_without_a_cache_gives_the_plain_tokens():
     pipe, law = tiny_pipeline(), TokenLaw(guidance_scale=2.0, top_k=5)
     generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
-    tokens, calls = timing.decode_without_cache(
+    tokens, calls = token_bench.decode_without_cache(
         pipe.transformer, pipe.encode_prompt(PROMPTS[:2]), law=law, generator=generators, batch_size=2
     )
     assert calls.tolist() == [16, 16]
@@ -166,7 +177,7 @@ def test_fused_projections_draw_the_same_in_fewer_products(model, capsys, monkey
     counts = []
     for flag in ([], ["--fuse-projections"]):
         products.clear()
-        rows = ["--methods", "gumbel+identical", "--windows", "4", "--batch-sizes", "1", "--warmup", "0"]
+        rows = ["--samplers", IDENTICAL, "--windows", "4", "--batch-sizes", "1", "--warmup", "0"]
         document, _ = run(capsys, model, *rows, "--dtype", "float64", "--without-no-cache", *flag)
         assert document["settings"]["fuse_projections"] is bool(flag)
         assert [row["identical_samples"] for row in document["rows"]] == [None, 5]
@@ -177,30 +188,52 @@ def test_fused_projections_draw_the_same_in_fewer_products(model, capsys, monkey
 
 def test_the_curve_counts_what_single_samples_take(model, capsys):
     arguments = ["--curve", "--prompts", "3", "--batch-sizes", "2", "--seed", "9", "--windows", "2", "5"]
-    document, table = run(capsys, model, *arguments, "--guidance-scales", "1", "2", "--methods", *METHODS)
+    document, table = run(
+        capsys, model, *arguments, "--guidance-scales", "1", "2", "--samplers", IDENTICAL, INDEPENDENT
+    )
     assert document["kind"] == "curve" and len(document["rows"]) == 2 * 2 * 2
     for row in document["rows"]:
-        coupling, acceptance = row["name"].split("+")
-        sampler = SpeculativeJacobiSampler(row["window"], coupling, acceptance)
+        exact = {} if row["name"] == IDENTICAL else {"coupling": "independent", "acceptance": "exact"}
+        sampler = SpeculativeJacobiSampler(row["window"], **exact)
         law = TokenLaw(guidance_scale=row["guidance_scale"])
         calls = [decode_alone(sampler, PROMPTS[i % 3], 9 + i, law)[1] for i in range(3)]
         assert row["calls_per_sample"] == calls
         assert row["tokens_per_call"] == pytest.approx(3 * 16 / sum(calls))
-        assert row["identical_samples"] == (3 if acceptance == "identical" else None)
+        assert row["identical_samples"] == (None if exact else 3)
     assert len(table) == 2 * 2
     first = document["rows"][0]
     assert table[0]["W=2"] == f"{first['tokens_per_call']:.2f} +- {first['standard_error']:.2f}"
     assert table[0]["same as plain"] == "6 of 6"
 
 
+def test_a_curve_has_samplers_with_and_without_windows(model, capsys):
+    arguments = ["--curve", "--prompts", "2", "--windows", "3", "12", "--guidance-scales", "1"]
+    asked = [IDENTICAL, "parallel-jacobi", "speculative-jacobi:window=5,coupling=maximal,acceptance=exact"]
+    document, table = run(capsys, model, *arguments, "--samplers", *asked)
+    windows = [row["window"] for row in document["rows"]]
+    assert windows == [3, 12, None, 5]
+    assert list(table[0]) == [
+        "guidance",
+        "tokens per call",
+        "W=3",
+        "W=5",
+        "W=12",
+        "no window",
+        "same as plain",
+    ]
+    measured = [[name for name, cell in line.items() if "+-" in cell] for line in table]
+    assert measured == [["W=3", "W=12"], ["no window"], ["W=5"]]
+    assert [line["same as plain"] for line in table] == ["4 of 4", "-", "-"]
+
+
 def test_the_standard_error_of_tokens_per_call_agrees_with_the_jackknife():
     calls = [60, 75, 81, 66, 70, 90, 59, 77, 68, 73]
-    rate, error = timing.ratio_with_error(calls, 256)
+    rate, error = ratio_with_error([256] * 10, calls)
     assert rate == pytest.approx(10 * 256 / sum(calls))
     left_out = [9 * 256 / (sum(calls) - value) for value in calls]
     jackknife = math.sqrt(9 / 10 * sum((value - statistics.mean(left_out)) ** 2 for value in left_out))
     assert error == pytest.approx(jackknife, rel=0.02)
-    assert timing.ratio_with_error([64], 256) == (4.0, 0.0)
+    assert ratio_with_error([256], [64]) == (4.0, 0.0)
 
 
 # -- what is read off the machine -------------------------------------------------------------------------------------
@@ -208,9 +241,11 @@ def test_the_standard_error_of_tokens_per_call_agrees_with_the_jackknife():
 
 @pytest.mark.parametrize("guided", [False, True])
 def test_bytes_of_a_call_are_weights_and_half_the_cache(guided):
-    transformer, pipe = tiny_transformer(), tiny_pipeline()
-    condition = pipe.encode_prompt(PROMPTS)
-    weights, cache = measure.bytes_per_call(transformer, condition, batch_size=3, guided=guided)
+    transformer = tiny_transformer()
+    official = described(transformer)
+    assert official is not None
+    with torch.no_grad():
+        weights, cache = official.call_bytes(batch_size=3, guided=guided)
     skipped = ("tok_embeddings", "cls_embedding")
     assert weights == 4 * sum(
         p.numel() for n, p in transformer.named_parameters() if not n.startswith(skipped)
@@ -220,9 +255,60 @@ def test_bytes_of_a_call_are_weights_and_half_the_cache(guided):
     assert not any(module._forward_pre_hooks for module in transformer.modules())
 
 
-def test_a_model_without_weights_or_cache_has_a_floor_of_nothing():
-    model = TabularModel(TokenGrid(2, 2), 3)
-    assert measure.bytes_per_call(model, None, batch_size=1, guided=False) == (0, 0)
+def test_the_floor_of_a_model_of_someone_else_is_left_out(model, capsys, monkeypatch):
+    """A model that keeps the contract and says nothing of its layers is timed all the same."""
+
+    class Foreign(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.dtype, self.device = (
+                TabularModel(TokenGrid(4, 4), 12, order=2),
+                torch.float32,
+                CPU,
+            )
+            self.grid, self.vocab_size = self.inner.grid, self.inner.vocab_size
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def prefill(self, condition, **options):
+            return self.inner.prefill(None, **options)
+
+        def forward(self, state, tokens, slots):
+            return self.inner(state, tokens, slots)
+
+    pipe = tiny_pipeline()
+    monkeypatch.setattr(type(pipe), "check_sampler", lambda self: None)
+    pipe.transformer = Foreign()
+    pipe.set_progress_bar_config(disable=True)
+    monkeypatch.setattr(token_bench, "load", lambda *_: pipe)
+    arguments = ["--samplers", IDENTICAL, "--windows", "4", "--batch-sizes", "1", "--guidance-scales", "1"]
+    document, table = run(capsys, model, *arguments)
+    assert len(document["rows"]) == 3 and [line["floor"] for line in table] == ["-"] * 3
+    for row in document["rows"]:
+        assert (
+            row["weight_bytes"]
+            is row["floor_ms_per_call"]
+            is row["floor_share"]
+            is row["flops_per_call"]
+            is None
+        )
+        assert len(row["seconds"]) and math.isfinite(row["ms_per_call"])
+    assert document["rows"][2]["identical_samples"] == 5
+
+
+def test_any_registered_sampler_can_be_named(model, capsys, tmp_path):
+    EagleDrafter.for_target(shared_pipeline().transformer).save_pretrained(tmp_path / "head")
+    asked = ["zipar:window=2", f"tree:drafter={tmp_path / 'head'},depth=2,width=2", "speculative-jacobi"]
+    arguments = ["--samplers", *asked, "--batch-sizes", "2", "--without-no-cache", "--windows", "5"]
+    document, table = run(capsys, model, *arguments)
+    rows = document["rows"]
+    # `--windows` is for samplers that are not told one.
+    assert [row["window"] for row in rows] == [None, 2, None, 5]
+    assert [row["name"] for row in rows] == ["autoregressive", "zipar", asked[1], "speculative-jacobi"]
+    assert rows[1]["calls"] < 16 and not rows[1]["lossless"] and rows[2]["lossless"]
+    assert [line["sampler"] for line in table] == [row["name"] for row in rows]
+    for row, text in zip(rows[1:], [*asked[:2], "speculative-jacobi:window=5"], strict=True):
+        drawn = draws.draw(shared_pipeline(), parse_setting(text, LAW, 0), PROMPTS[:2], 0)
+        assert row["calls_per_sample"][0] == drawn["calls"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -231,12 +317,12 @@ def test_a_model_without_weights_or_cache_has_a_floor_of_nothing():
 def test_quantiles_are_those_of_torch(values):
     tensor = torch.tensor(values, dtype=torch.float64)
     expected = {f"p{round(100 * q)}": float(tensor.quantile(q)) for q in (0.2, 0.5, 0.8)}
-    assert measure.quantiles(values) == pytest.approx(expected)
+    assert quantiles(values) == pytest.approx(expected)
 
 
 def test_no_values_have_no_quantile():
     with pytest.raises(ValueError, match="at least one"):
-        measure.quantiles([])
+        quantiles([])
 
 
 def test_the_copy_bandwidth_counts_reads_and_writes(monkeypatch):
@@ -256,15 +342,15 @@ def test_seconds_memory_and_environment():
         )
         assert peak == pytest.approx(mark * 1024, rel=0.05)
     assert 2**24 < peak < 2**40
-    facts = json.loads(json.dumps(measure.environment(CPU, torch.bfloat16)))
+    facts = json.loads(json.dumps(machine.environment(CPU, torch.bfloat16)))
     assert (
         facts["dtype"] == "bfloat16" and facts["device_name"] and facts["threads"] == torch.get_num_threads()
     )
 
 
 def test_a_copy_outside_of_its_checkout_names_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "__file__", str(tmp_path / "measure.py"))
-    assert measure.git_commit() is None
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    assert machine.git_commit() is None
 
 
 # -- bad input and interruption ---------------------------------------------------------------------------------------
@@ -278,14 +364,23 @@ def test_a_copy_outside_of_its_checkout_names_no_commit(tmp_path, monkeypatch):
         (["--warmup", "-1"], "--warmup -1 given"),
         (["--batch-sizes", "0"], "at least 1 sample"),
         (["--threads", "0"], "--threads 0 given"),
-        (["--methods", "maximal+identical"], "allowed are gumbel.identical, gumbel.exact"),
+        (["--samplers", "speculative-jacobi:coupling=maximal"], "acceptance='identical' compares"),
+        (
+            ["--samplers", "jacobi"],
+            "unknown sampler 'jacobi'; pass one of autoregressive, speculative-jacobi",
+        ),
+        (
+            ["--samplers", "autoregressive", "--windows", "4"],
+            "none of the samplers that are measured has a window",
+        ),
+        (["--fuse-projections", "--model", "tunes"], "--fuse-projections is for next-token models"),
         (["--windows", "0"], "window=0"),
-        (["--initial-draft", "down"], "initial_draft='down'"),
+        (["--samplers", "speculative-jacobi:initial_draft=down"], "initial_draft='down'"),
         (["--temperature", "-1"], "temperature"),
     ],
 )
 def test_bad_options_are_refused_before_a_model_is_loaded(arguments, message, monkeypatch):
-    monkeypatch.setattr(bench, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(token_bench, "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=message):
         bench.main(arguments)
 
@@ -301,12 +396,12 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
         "--prompts",
         "1",
         "--curve",
-        "--methods",
-        "gumbel+identical",
+        "--samplers",
+        IDENTICAL,
     ]
     arguments += ["--guidance-scales", "1", "--out", str(out)]
     with monkeypatch.context() as patch:
-        patch.setattr(bench, "load", lambda *_: pytest.fail("loaded"))
+        patch.setattr(token_bench, "load", lambda *_: pytest.fail("loaded"))
         with pytest.raises(FileExistsError, match="--overwrite"):
             bench.main(arguments)
         with pytest.raises(IsADirectoryError, match="is a folder"):
@@ -315,7 +410,7 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    for place, name in ((curve, "curve"), (files.os, "fsync"), (files.os, "replace")):
+    for place, name in ((token_bench, "curve"), (files.os, "fsync"), (files.os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupt if name != "curve" else lambda *_, **__: interrupt())
             with pytest.raises(KeyboardInterrupt):
@@ -325,16 +420,24 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
     assert json.loads(out.read_text()) == document
 
 
-def test_the_defaults_of_the_curve_are_the_published_sweep(monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "windows"),
+    [(["--curve"], (4, 8, 16, 32, 64)), ([], (16, 32, 64)), (["--windows", "7"], (7,))],
+)
+def test_what_is_measured_where_nothing_is_named_comes_from_the_registry(
+    arguments, windows, model, monkeypatch
+):
     seen = {}
 
-    def stop(*_):
+    def stop(pipe, settings):
+        seen["settings"] = settings
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(timing, "make_samplers", lambda *args: seen.update(methods=args[0], windows=args[1]))
-    monkeypatch.setattr(timing, "make_law", lambda scale, **_: seen.setdefault("scales", []).append(scale))
-    monkeypatch.setattr(bench, "load", stop)
+    monkeypatch.setattr(token_bench, "check_samplers", stop)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["--curve"])
-    assert seen["windows"] == [4, 8, 16, 32, 64] and seen["scales"] == [1, 3, 5]
-    assert set(seen["methods"]) == {"gumbel+identical", "gumbel+exact", "maximal+exact", "independent+exact"}
+        bench.main(["--model", str(model), "--device", "cpu", *arguments])
+    plain, *others = seen["settings"]
+    assert plain.text == "autoregressive"
+    names = [f"speculative-jacobi:{text}".rstrip(":") for text in by_name("speculative-jacobi").settings]
+    assert [(one.name, one.window) for one in others] == [(name, w) for name in names for w in windows]
+    assert {one.law.guidance_scale for one in seen["settings"]} == {LAW.guidance_scale}  # the model's own

@@ -1,17 +1,25 @@
 """What a call is said to spend its time on, what a machine is said to reach, and what a device computes in."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.tiny import tiny_pipeline
-from visual_spec.eval.speed import bench, measure, timing
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.eval import machine
+from visual_spec.eval.defaults import with_setting
+from visual_spec.eval.settings import parse_setting
+from visual_spec.eval.speed import bench, measure, official_bench, token_bench
+from visual_spec.models.core.protocol import DecodeState
+from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LAW = TokenLaw()
+SETTINGS = [parse_setting(text, LAW, 0) for text in ("autoregressive", "speculative-jacobi:window=4")]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -37,6 +45,30 @@ def test_phases_and_gap_add_up_to_a_call_on_a_processor():
     assert measure.phase_figures(seconds, phases, calls, device=CPU)["gap_ms_per_call"] == pytest.approx(10.0)
 
 
+def test_the_prefill_is_in_no_call_and_in_no_gap():
+    """Of every round, with raw seconds by hand: 10 calls behind a prefill of 100 s, and a gap of 1 s a call."""
+    laps = {"prefill": 100.0, "model": 20.0, "verify": 5.0}
+    trace = SimpleNamespace(seconds=135.0, phase_seconds=laps, target_calls=torch.tensor([7, 11]))
+    setting: Any = SimpleNamespace(text="row", law=None, on=lambda pipe: nullcontext())
+    decoder: Any = SimpleNamespace(
+        traces={"row": 5 * [trace]}, pipe=SimpleNamespace(device=CPU), condition=lambda first: None
+    )
+    expected = {"phase_ms_per_call": {"model": 2000.0, "verify": 500.0}, "gap_ms_per_call": 1000.0}
+    assert token_bench._Decoder.phases(decoder, setting, 3) == expected
+
+    def sampler(model, condition, *, callback, **options):
+        for call in range(11):
+            callback(call, torch.zeros(2))
+        return SimpleNamespace(trace=trace)
+
+    setting.sampler = sampler
+    middle: Any = SimpleNamespace(device=CPU)
+    found = official_bench.time_sampler(setting, middle, None, batch_size=2, runs=3, warmup=1)
+    assert found["seconds"] == 3 * [35.0] and found["prefill_ms"] == 100_000
+    assert {name: found[name] for name in expected} == expected
+    assert laps["prefill"] == 100  # the trace is left as it is
+
+
 def test_on_a_gpu_the_gap_is_the_time_without_work():
     seconds, phases, calls = [1.0, 2.0, 3.0], [{"model": 0.9}, {"model": 1.9}, {"model": 2.9}], [10, 10, 10]
     found = measure.phase_figures(seconds, phases, calls, device=GPU, busy_ms=150.0)
@@ -51,7 +83,7 @@ def test_busy_time_is_that_of_the_device_behind_the_prefill(monkeypatch):
 
     class Event:
         def __init__(self, kind: Any, start: float, end: float, is_user_annotation: bool = False) -> None:
-            self.device_type, self.is_user_annotation = kind, is_user_annotation
+            self.name, self.device_type, self.is_user_annotation = "kernel", kind, is_user_annotation
             self.time_range = type("Range", (), {"start": start, "end": end})
 
     kinds: Any = vars(torch.autograd)["DeviceType"]
@@ -94,9 +126,23 @@ def test_the_matmul_peak_counts_two_operations_a_product(monkeypatch):
     assert measure.matmul_peak(CPU, torch.float32, size=32, repeats=3) == 2 * 32**3 / 0.25
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_processor_computes_in_all_dtypes_that_can_be_asked_for(dtype):
-    measure.refuse_dtype(CPU, dtype)
+def test_a_processor_computes_in_the_dtypes_whose_products_are_right(monkeypatch):
+    asked = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    assert all(measure._computes_in(CPU, dtype) for dtype in asked)
+    measure.refuse_dtype(CPU, torch.float16)
+    everything = "float32, bfloat16, float16, float64"
+    with pytest.raises(
+        ValueError, match=f"does not compute in bool; pass --dtype with one of {everything}[.]"
+    ):
+        measure.refuse_dtype(CPU, torch.bool)
+    ones = torch.ones
+    right = torch.float64
+    monkeypatch.setattr(
+        torch, "ones", lambda *size, dtype, device: ones(size, dtype=dtype, device=device) * (dtype == right)
+    )
+    measure.refuse_dtype(CPU, right)
+    with pytest.raises(ValueError, match="does not compute in float32; pass --dtype with one of float64[.]"):
+        measure.refuse_dtype(CPU, torch.float32)
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
@@ -111,7 +157,7 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
     ):
         measure.refuse_dtype(GPU, torch.bfloat16)
     with pytest.raises(ValueError, match="does not compute in bfloat16"):
-        monkeypatch.setattr(bench, "choose_device", lambda name: GPU)
+        monkeypatch.setattr(machine, "choose_device", lambda name: GPU)
         bench.main(["--random-weights", "--model", "llamagen-b", "--dtype", "bfloat16"])
 
 
@@ -121,39 +167,48 @@ def test_a_dtype_that_the_device_lacks_is_refused_by_name(monkeypatch):
 )
 def test_devices_that_are_not_there_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        bench.choose_device(name)
+        machine.choose_device(name)
 
 
 # -- rows with and without a recorded graph ----------------------------------------------------------------------------
 
 
 def test_on_cuda_every_sampler_has_a_row_without_and_with_a_graph():
-    entries = [
-        timing.Entry("autoregressive", AutoregressiveSampler(), 1),
-        timing.Entry("jacobi", SpeculativeJacobiSampler(window=7, coupling="maximal", acceptance="exact"), 7),
+    texts = [
+        "autoregressive",
+        "speculative-jacobi:window=7,coupling=maximal,acceptance=exact",
+        "zipar:window=2",  # records nothing
+        "speculative-jacobi:graph=true",  # says itself
     ]
-    found = timing.with_graphs(entries, GPU, recordable=True)
-    assert [(entry.name, entry.window, entry.sampler.config["graph"]) for entry in found] == [
-        ("autoregressive, eager", 1, False),
-        ("autoregressive, graph", 1, True),
-        ("jacobi, eager", 7, False),
-        ("jacobi, graph", 7, True),
+    settings = [parse_setting(text, LAW, 3) for text in texts]
+    found = token_bench.with_graphs(settings, GPU, recordable=True)
+    assert [(one.text, one.window, one.sampler.config.get("graph")) for one in found] == [
+        ("autoregressive:graph=false", None, False),
+        ("autoregressive:graph=true", None, True),
+        (f"{texts[1]},graph=false", 7, False),
+        (f"{texts[1]},graph=true", 7, True),
+        ("zipar:window=2", 2, None),
+        ("speculative-jacobi:graph=true", 32, True),
     ]
-    for entry in found[2:]:
-        assert (entry.sampler.config["coupling"], entry.sampler.config["acceptance"]) == ("maximal", "exact")
-    assert [entry.name for entry in timing.with_graphs(entries, GPU, recordable=False)] == [
-        "autoregressive, eager",
-        "jacobi, eager",
-    ]
-    assert timing.with_graphs(entries, CPU, recordable=True) == entries
+    # They are what their text says.
+    assert [parse_setting(one.text, LAW, 3).describe() for one in found] == [one.describe() for one in found]
+    alone = token_bench.with_graphs(settings[:2], GPU, recordable=False)
+    assert [one.text for one in alone] == ["autoregressive:graph=false", f"{texts[1]},graph=false"]
+    assert token_bench.with_graphs(settings, CPU, recordable=True) == settings
+
+
+def test_only_states_that_name_their_buffers_are_recorded():
+    pipe = tiny_pipeline()
+    state = pipe.transformer.prefill(pipe.encode_prompt("a"), batch_size=1, guided=False, window=1)
+    assert can_record(state)
+    assert not can_record(DecodeState(logits=torch.zeros(1, 3), guided=False, window=1))
 
 
 def test_phases_of_embedded_rows_are_those_of_their_decodes(monkeypatch):
     monkeypatch.setattr(measure, "phase_figures", lambda *given, device, busy_ms: {"given": given})
-    rows = timing.bench(
-        tiny_pipeline(), timing.make_samplers(["gumbel+identical"], [4]), TokenLaw(), ["a red circle"],
-        batch_size=2, runs=5, warmup=1, seed=0, no_cache=False,
-    )  # fmt: skip
+    rows = token_bench.time_settings(
+        tiny_pipeline(), SETTINGS, ["a red circle"], batch_size=2, runs=5, warmup=1, no_cache=False
+    )
     for row in rows:
         seconds, phases, calls = row["given"]
         assert len(seconds) == len(phases) == 5
@@ -167,25 +222,24 @@ def test_the_rows_of_a_gpu_are_measured_twice_where_its_model_can_be_recorded(mo
     """The pairing itself, on a processor: graph rows decode as "auto" there."""
     asked = []
 
-    def pairs(entries, device, *, recordable):
+    def pairs(settings, device, *, recordable):
         asked.append(recordable)
         return [
-            timing.Entry(f"{entry.name}, {suffix}", entry.sampler, entry.window)
-            for entry in entries
-            for suffix in ("eager", "graph")
+            replace(one, text=with_setting(one.text, f"graph={word}"))
+            for one in settings
+            for word in ("false", "true")
         ]
 
-    monkeypatch.setattr(timing, "with_graphs", pairs)
-    rows = timing.bench(
-        tiny_pipeline(), timing.make_samplers(["gumbel+identical"], [4]), TokenLaw(), ["a red circle"],
-        batch_size=1, runs=5, warmup=0, seed=0, no_cache=True,
-    )  # fmt: skip
+    monkeypatch.setattr(token_bench, "with_graphs", pairs)
+    rows = token_bench.time_settings(
+        tiny_pipeline(), SETTINGS, ["a red circle"], batch_size=1, runs=5, warmup=0, no_cache=True
+    )
     assert asked == [True] and [row["name"] for row in rows] == [
-        "autoregressive, eager",
-        timing.NO_CACHE,
-        "autoregressive, graph",
-        "jacobi gumbel+identical, eager",
-        "jacobi gumbel+identical, graph",
+        "autoregressive:graph=false",
+        token_bench.NO_CACHE,
+        "autoregressive:graph=true",
+        "speculative-jacobi:graph=false",
+        "speculative-jacobi:graph=true",
     ]
     plain = [rows[0]["seconds"], rows[2]["seconds"]]
     best = min(plain, key=lambda seconds: sorted(seconds)[2])

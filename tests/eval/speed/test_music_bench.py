@@ -9,11 +9,15 @@ import torch
 
 from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline
-from visual_spec.eval.quality.music import MusicPair
-from visual_spec.eval.quality.samples import parse_setting
-from visual_spec.eval.speed import bench, measure, music_bench
+from visual_spec.eval import draws
+from visual_spec.eval.defaults import settings_of_model
+from visual_spec.eval.pair import MusicPair
+from visual_spec.eval.settings import parse_setting
+from visual_spec.eval.speed import bench, groups, measure, music_bench, timing
+from visual_spec.eval.speed.curve import curve
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.registry import by_name
 
 PROMPTS = ["a slow sad organ", "melody", "organ in minor", "a melody"]
 LAW = TokenLaw(guidance_scale=2.0, top_k=6)
@@ -21,6 +25,7 @@ MASKED_LAW = TokenLaw(guidance_scale=2.0, temperature=1.7)
 COLUMNS, FRAMES = 22, 20  # three codebooks of 20 frames in the delay pattern; a masked model has no delay
 IDENTICAL = "column-jacobi:window=4,coupling=gumbel,acceptance=identical"
 MAXIMAL = "column-jacobi:window=4,coupling=maximal,acceptance=exact,unit=codebook"
+INDEPENDENT = "column-jacobi:coupling=independent,acceptance=exact"
 MASKED = "masked:steps=4/2/2,clock=magnet,span=3,temperature=falling,guidance=falling"
 
 
@@ -59,7 +64,9 @@ def test_rows_are_counted_clip_by_clip():
     before = pipe.sampler, masked.sampler
     laws = {"columns": LAW, IDENTICAL: LAW, MAXIMAL: LAW, MASKED: MASKED_LAW}
     settings = [parse_setting(text, law, 40) for text, law in laws.items()]
-    rows = music_bench.time_rows(MusicPair(pipe, masked), settings, PROMPTS, batch_size=2, runs=3, warmup=0)
+    rows = music_bench.time_settings(
+        MusicPair(pipe, masked), settings, PROMPTS, batch_size=2, runs=3, warmup=0
+    )
     assert (pipe.sampler, masked.sampler) == before
     calls = {}
     for text, law in laws.items():
@@ -79,13 +86,13 @@ def test_rows_are_counted_clip_by_clip():
     assert calls["columns"] == [COLUMNS] * 6 and calls[MASKED] == [8] * 6
     assert rows[3]["columns_per_call"] == 2.5 and rows[3]["deviation"] == 0
     assert len(set(calls[MAXIMAL])) > 1  # so that the deviation says something
-    assert [row["name"] for row in rows] == ["columns", "gumbel+identical", "codebook+maximal+exact", MASKED]
+    assert [row["name"] for row in rows] == [text.replace("window=4,", "") for text in laws]
 
 
 def test_samples_that_differ_are_not_called_the_same(monkeypatch):
     """A sampler that promises the plain codes and breaks the promise shows."""
     pipe = tiny_audio_pipeline()
-    decode = music_bench.draw
+    decode = draws.draw
 
     def broken(pipe, setting, prompts, first):
         arrays = decode(pipe, setting, prompts, first)
@@ -93,25 +100,25 @@ def test_samples_that_differ_are_not_called_the_same(monkeypatch):
             arrays["tokens"][1, 2, 19] ^= 1
         return arrays
 
-    monkeypatch.setattr(music_bench, "draw", broken)
+    monkeypatch.setattr(draws, "draw", broken)
     settings = [parse_setting(text, LAW, 0) for text in ("columns", IDENTICAL)]
-    rows = music_bench.time_rows(pipe, settings, PROMPTS, batch_size=2, runs=2, warmup=0)
+    rows = music_bench.time_settings(pipe, settings, PROMPTS, batch_size=2, runs=2, warmup=0)
     assert rows[1]["identical_samples"] == 3
-    (row,) = music_bench.curve(pipe, settings, PROMPTS, batch_size=2)
+    (row,) = curve(pipe, settings, PROMPTS, batch_size=2)
     assert row["identical_samples"] == 3
     other = parse_setting(f"{IDENTICAL},temperature=0.5", LAW, 0)
-    assert not music_bench.promises_plain(other, settings[0])
+    assert not timing.promises_plain(other, settings[0])
 
 
 def test_a_relaxed_row_tells_its_divergence():
     pipe = tiny_audio_pipeline()
     text = "column-jacobi:window=4,coupling=maximal,acceptance=lantern,unit=codebook,neighbours=4"
     settings = [parse_setting(one, LAW, 0) for one in ("columns", text)]
-    rows = music_bench.time_rows(pipe, settings, PROMPTS, batch_size=1, runs=3, warmup=0)
+    rows = music_bench.time_settings(pipe, settings, PROMPTS, batch_size=1, runs=3, warmup=0)
     found: list[Any] = [alone(pipe, text, LAW, PROMPTS[i], i).trace.divergence for i in range(3)]
     assert rows[1]["divergence"] == pytest.approx(sum(found) / 3) and rows[1]["divergence"] > 0
     assert rows[0]["divergence"] is None and not rows[1]["lossless"]
-    assert rows[1]["name"] == "codebook+maximal+lantern,neighbours=4"
+    assert rows[1]["name"] == text.replace("window=4,", "")
 
 
 def run(capsys, *arguments):
@@ -123,9 +130,9 @@ def run(capsys, *arguments):
 
 def test_the_table_follows_from_the_raw_numbers(models, capsys, tmp_path):
     columns, masked = models
-    methods = ["gumbel+identical", "column+independent+exact", "masked:steps=2"]
+    samplers = ["column-jacobi", INDEPENDENT, "masked:steps=2"]
     document, table, first = run(
-        capsys, "--model", columns, "--masked", masked, "--methods", *methods, "--windows", 2, 4,
+        capsys, "--model", columns, "--masked", masked, "--samplers", *samplers, "--windows", 2, 4,
         "--batch-sizes", 1, 2, "--warmup", 0, "--out", tmp_path / "bench.json",
     )  # fmt: skip
     assert json.loads((tmp_path / "bench.json").read_text()) == document
@@ -134,8 +141,8 @@ def test_the_table_follows_from_the_raw_numbers(models, capsys, tmp_path):
     assert len(rows) == len(table) == 2 * 7
     assert [row["name"] for row in rows[:7]] == [
         "columns",
-        *["gumbel+identical"] * 2,
-        *["column+independent+exact"] * 2,
+        *["column-jacobi"] * 2,
+        *[INDEPENDENT] * 2,
         "masked:steps=2",
         MASKED,
     ]
@@ -163,7 +170,7 @@ def test_the_table_follows_from_the_raw_numbers(models, capsys, tmp_path):
 
 
 def test_the_curve_counts_calls(models, capsys):
-    methods = ["gumbel+identical", "column+maximal+exact"]
+    samplers = ["column-jacobi", INDEPENDENT]
     arguments = [
         "--model",
         models[0],
@@ -176,7 +183,7 @@ def test_the_curve_counts_calls(models, capsys):
         1,
         2,
     ]
-    document, table, _ = run(capsys, *arguments, "--methods", *methods, "--windows", 2, 5)
+    document, table, _ = run(capsys, *arguments, "--samplers", *samplers, "--windows", 2, 5)
     assert document["kind"] == "music-curve" and len(document["rows"]) == 2 * 2 * 2
     pipe = tiny_audio_pipeline()
     for row in document["rows"]:
@@ -188,54 +195,38 @@ def test_the_curve_counts_calls(models, capsys):
         assert row["calls_per_sample"] == calls
         assert row["columns_per_call"] == pytest.approx(3 * COLUMNS / sum(calls))
         assert row["deviation"] == pytest.approx(statistics.stdev([COLUMNS / count for count in calls]))
-        assert row["identical_samples"] == (3 if row["name"] == methods[0] else None)
+        assert row["identical_samples"] == (3 if row["name"] == samplers[0] else None)
     cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in document["rows"]}
-    assert [line["columns per call"] for line in table] == methods * 2
-    assert table[3]["W=5"].startswith(f"{cells[2.0, methods[1], 5]['columns_per_call']:.2f} +- ")
+    assert [line["columns per call"] for line in table] == samplers * 2
+    assert table[3]["W=5"].startswith(f"{cells[2.0, samplers[1], 5]['columns_per_call']:.2f} +- ")
 
 
-def test_the_rows_of_a_model_that_names_none(models, capsys):
-    from visual_spec.eval.rows import rows_of_model
-
+def test_what_is_measured_where_nothing_is_named(models, capsys):
     parser = bench.argparse.ArgumentParser()
     bench.add_arguments(parser)
-    rows, beside = (rows_of_model(str(model)) for model in models)
-    (group,) = music_bench.read_groups(parser.parse_args(["--model", str(models[0])]), rows, beside)
-    names = [(music_bench.short_name(one), one.sampler.config.get("window")) for one in group]
-    assert names[0] == ("columns", None) and names[-2:] == [
-        (MASKED, None),
-        (MASKED.replace("4/2/2", "2/1/1"), None),
-    ]
-    exact = [
-        f"{unit}+{coupling}+exact"
-        for unit in ("column", "codebook")
-        for coupling in ("gumbel", "maximal", "independent")
-    ]
-    assert names[1:-2] == [(name, w) for name in ["gumbel+identical", *exact] for w in (8, 16, 32)]
+    known, beside = (settings_of_model(str(model)) for model in models)
+    (group,) = groups.read_groups(parser.parse_args(["--model", str(models[0])]), known, beside)
+    names = [(one.name, one.window) for one in group]
+    half = MASKED.replace("4/2/2", "2/1/1")
+    assert names[0] == ("columns", None) and names[-2:] == [(MASKED, None), (half, None)]
+    registered = [f"column-jacobi:{text}".rstrip(":") for text in by_name("column-jacobi").settings]
+    assert names[1:-2] == [(name, window) for name in registered for window in (8, 16, 32)]
     document, _, _ = run(capsys, "--model", models[1], "--batch-sizes", 1, "--warmup", 0)
     assert [row["name"] for row in document["rows"]] == [MASKED, MASKED.replace("4/2/2", "2/1/1")]
     assert [row["speed_up_calls"] for row in document["rows"]] == [1, 2]
 
 
-def test_methods_as_they_are_written():
-    made = music_bench.method_row
-    assert made("maximal+exact", 8) == "column-jacobi:window=8,coupling=maximal,acceptance=exact"
-    assert made("codebook+gumbel+exact", 8, "uniform") == (
-        "column-jacobi:window=8,coupling=gumbel,acceptance=exact,unit=codebook,initial_draft=uniform"
-    )
-    # Under identical acceptance the unit makes no difference, and there is one row of it.
-    assert made("codebook+gumbel+identical", 8) == made("gumbel+identical", 8)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "row+gumbel+exact"], r"--methods row.gumbel.exact given; pass coupling.acceptance"),
-        (["--methods", "a+b+c+d"], r"pass coupling.acceptance"),
-        (["--methods", "maximal+identical"], "acceptance='identical' compares"),
-        (["--methods", "column+gumbel+lantern"], "pass unit='codebook'"),
-        (["--methods", "autoregressive"], "autoregressive: sampler is AutoregressiveSampler, which does not"),
-        (["--methods", "masked"], "masked: sampler is MaskedSampler, which does not decode several"),
+        (["--samplers", "column+gumbel"], "unknown sampler 'column.gumbel'; pass one of autoregressive"),
+        (["--samplers", "column-jacobi:coupling=maximal"], "acceptance='identical' compares"),
+        (["--samplers", "column-jacobi:acceptance=lantern"], "pass unit='codebook'"),
+        (
+            ["--samplers", "autoregressive"],
+            "autoregressive: sampler is AutoregressiveSampler, which does not",
+        ),
+        (["--samplers", "masked"], "masked: sampler is MaskedSampler, which does not decode several"),
         (["--count-only"], "--count-only is for next-scale"),
         (["--windows", "0"], "window=0; pass an integer of at least 1"),
         (["--masked", "MODEL"], "it takes a masked model of music, beside one of columns"),
@@ -249,7 +240,9 @@ def test_options_that_do_not_fit(models, arguments, message):
 
 
 def test_a_masked_model_has_no_windows_and_pictures_no_masked_model(models, tmp_path):
-    with pytest.raises(ValueError, match="--windows or --initial-draft given, which column decoding has"):
+    with pytest.raises(
+        ValueError, match="--windows given, and none of the samplers that are measured has a window"
+    ):
         bench.main(["--model", str(models[1]), "--device", "cpu", "--windows", "8"])
     tiny_pipeline().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="it takes a masked model of music, beside one of columns"):

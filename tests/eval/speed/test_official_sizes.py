@@ -7,8 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.next_token import tiny_transformers
-from tests.official import add_tiny_presets
-from visual_spec.eval.speed import measure, official_sizes
+from visual_spec.eval.speed import official_sizes
 from visual_spec.eval.speed.official_sizes import official_model
 from visual_spec.models import catalogue
 
@@ -141,13 +140,6 @@ def test_bytes_of_a_call_are_the_weights_it_reads_and_half_the_cache(family, not
     assert (
         cache == 4 * 6 * (prefix + length // 2) * 2 * 2 * 16
     )  # rows, places, layers, keys and values, channels
-
-
-def test_bytes_of_a_llamagen_call_are_those_of_the_general_count(monkeypatch):
-    add_tiny_presets(monkeypatch)
-    official = official_sizes.fill(official_model("llamagen-tiny-t2i", 64), dtype=torch.float32, device=CPU)
-    found = official.call_bytes(batch_size=2, guided=True)
-    assert found == measure.bytes_per_call(official.model, official.condition(2), batch_size=2, guided=True)
 
 
 @pytest.mark.parametrize("family", ["janus", "emu3"])

@@ -212,7 +212,7 @@ def test_bytes_are_those_of_the_arithmetic():
     assert model.prefill(condition, batch_size=3, guided=False, stop=1).cache_bytes == 0
     model = model.bfloat16()
     cache: Any = model.prefill(condition, batch_size=3, guided=False).cache
-    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    assert cache.held.keys.dtype == cache.held.values.dtype == torch.bfloat16
     wide = tiny_infinity(scales=WIDE)
     assert wide.offsets == (0, 1, 3, 9, 24)
     assert cache_bytes(wide.config, None, 1, False, torch.float32).held == row * 9
@@ -433,6 +433,36 @@ def test_every_wrong_key_is_named():
     assert "1 missing: blocks.13.ffn.fc1.bias" in text
     assert "1 unexpected: blocks.8.ca_gamma" in text
     assert "1 of another shape: blocks.31.sa.zero_k_bias [512] instead of [2048]" in text
+
+
+def test_a_missing_layer_is_noticed_be_it_the_last_one():
+    for chunk, layer in ((7, 3), (2, 1), (0, 3)):
+        weights = official("2b")
+        for key in [key for key in weights if key.startswith(f"block_chunks.{chunk}.module.{layer}.")]:
+            del weights[key]
+        with pytest.raises(
+            ValueError, match=rf"the state dict lacks layers: .*{chunk}: 3.* all have as many"
+        ):
+            load_infinity_checkpoint(weights)
+    weights = {key: value for key, value in official("2b").items() if not key.startswith("block_chunks.3.")}
+    with pytest.raises(ValueError, match="the state dict lacks layers"):
+        load_infinity_checkpoint(weights)
+
+
+def test_biases_that_should_be_zero_are_looked_at(tmp_path):
+    weights = tiny_infinity(dtype=torch.float32).state_dict()
+    zeros = torch.zeros(weights["word_embed.bias"].shape)
+    for key in ("blocks.0.sa.zero_k_bias", "text_proj_for_sos.ca.zero_k_bias"):
+        load_infinity_checkpoint({**weights, key: zeros}, scales=SIDES)
+        with pytest.raises(ValueError, match=f"the state dict: {key} is a constant, and has other values"):
+            load_infinity_checkpoint({**weights, key: zeros + 1e-3}, scales=SIDES)
+
+
+def test_an_index_that_names_no_shards_is_refused(tmp_path):
+    for text in ("[]", "{", '{"weight_map": 3}', "null", '{"weight_map": {"a": 3}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match="model.safetensors.index.json is no index of shards"):
+            load_infinity_checkpoint(tmp_path)
 
 
 def test_other_files_are_refused():

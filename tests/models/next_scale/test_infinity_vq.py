@@ -160,7 +160,7 @@ def test_bits_canvases_and_inputs_equal_plain_loops(changes):
     assert [part.shape[1] for part in tokens] == [area_of(side) * model.code_dim for side in model.scales]
     maps = model.maps_of(torch.cat(tokens, 1))
     for row in range(2):
-        bits, inputs, drawn = coded(latents[row], model.scales, cell)
+        bits, inputs, drawn = coded(latents[row], tuple(model.scales), cell)
         assert [part[row].tolist() for part in tokens] == bits
         for got, want in zip(canvases, drawn, strict=True):
             assert (got[row] - want).abs().max() < 1e-12
@@ -213,10 +213,10 @@ def test_configuration_survives_saving(tmp_path):
 def test_what_does_not_fit_is_refused():
     model = tiny_bits()
     with pytest.raises(
-        ValueError, match=r"tokens of shape \(1, 89\) given; .* of 3 bits a place have \[B, 90\]"
+        ValueError, match=r"tokens of shape \(1, 89\) given; .*of 3 tokens a place have \[B, 90\]"
     ):
         model.decode_tokens(torch.zeros(1, 89, dtype=torch.long))
-    with pytest.raises(ValueError, match="tokens from 0 to 2 given; allowed are the bits 0 and 1"):
+    with pytest.raises(ValueError, match="tokens from 0 to 2 given; allowed are 0 to 1"):
         model.decode_tokens(torch.arange(90)[None] % 3)
     with pytest.raises(ValueError, match=r"scale 1 has \[B, 12\]: 3 bits for each of 4 places"):
         model.accumulate(model.begin(1), 1, torch.zeros(1, 4, dtype=torch.long))
@@ -364,3 +364,14 @@ def test_every_wrong_key_is_named():
     assert "1 of another shape: quantize.lfq.mask [31] instead of [32]" in text
     with pytest.raises(ValueError, match="is no tokenizer of Infinity: it lacks encoder.conv_in.weight"):
         load_infinity_vq_checkpoint({"quantize.embedding.weight": torch.zeros(3, 2)})
+
+
+def test_powers_of_two_are_looked_at():
+    model = tiny_bits(dtype=torch.float32, norm_groups=2)
+    weights, settings = model.state_dict(), dict[str, Any](scales=SIDES, norm_groups=2)
+    rising = 2 ** torch.arange(model.bits)
+    for powers in (rising, rising.flip(0), rising.float()):
+        load_infinity_vq_checkpoint({**weights, "quantize.lfq.mask": powers}, **settings)
+    for powers in (rising + 1, rising * 2, torch.zeros(model.bits), rising[torch.arange(model.bits) // 2]):
+        with pytest.raises(ValueError, match="quantize.lfq.mask is a constant, and has other values"):
+            load_infinity_vq_checkpoint({**weights, "quantize.lfq.mask": powers}, **settings)

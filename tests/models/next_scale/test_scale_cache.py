@@ -16,14 +16,15 @@ from torch import Tensor
 
 from tests.tiny import seeded
 from tests.tiny_scales import FormulaTokenizer, tiny_var
-from visual_spec.models.next_scale import scale_cache
+from visual_spec.models.core import cache
+from visual_spec.models.core.cache import largest
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, cache_bytes
 from visual_spec.models.next_scale.scale_cache import (
     CompressedVAR,
+    attention_scores,
     calibrate,
     find_drafters,
     layer_importance,
-    most_attended,
     observers,
     pool_of,
 )
@@ -147,15 +148,16 @@ def test_the_most_attended_tokens_are_those_of_a_plain_computation():
         queries = 3 * torch.randn(2, 3, 2, 4, generator=generator, dtype=torch.float64)
         keys = torch.randn(2, 3, count, 4, generator=generator, dtype=torch.float64)
         for reach in (0, 1, 2):
-            found = most_attended(queries, keys, torch.tensor(newest), keep, 2 * reach + 1)
+            scores = attention_scores(queries, keys, torch.tensor(newest), 2 * reach + 1)
+            found = largest(scores, keep)
             assert found.shape == (2, 3, keep)
             for row in range(2):
                 for head in range(3):
                     want = slow_choice(queries[row, head], keys[row, head], newest, keep, reach)
                     assert found[row, head].tolist() == want
     # Where nothing tells tokens apart, the earlier ones stay.
-    alike = most_attended(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 20, 4), torch.tensor([19]), 4)
-    assert alike.flatten().tolist() == [0, 1, 2, 19]
+    alike = attention_scores(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 20, 4), torch.tensor([19]))
+    assert largest(alike, 4).flatten().tolist() == [0, 1, 2, 19]
 
 
 def test_small_maps_are_not_pooled():
@@ -203,7 +205,7 @@ def test_a_scale_is_fed_once():
         model(state, maps[scale - 1], scale)
     with pytest.raises(ValueError, match="scale 5 given after 6 cached ones"):
         model(state, maps[4], 5)
-    assert state.cache.bytes_now == 0  # nobody reads after the last scale
+    assert state.cache.nbytes == 0  # nobody reads after the last scale
 
 
 # -- with the sampler ------------------------------------------------------------------------------------------------
@@ -277,8 +279,6 @@ def copies(monkeypatch) -> SimpleNamespace:
 
     def joining(tensors: list[Tensor], dim: int) -> Tensor:
         result = torch.cat(tensors, dim)
-        if len(tensors) > 2:  # what the scales of a prefill see
-            return result
         found.joined = max(found.joined, 2 * result.untyped_storage().nbytes())
         return note(result)
 
@@ -289,7 +289,7 @@ def copies(monkeypatch) -> SimpleNamespace:
             return getattr(torch, name)
 
     gather = torch.Tensor.gather
-    monkeypatch.setattr(scale_cache, "torch", Torch())
+    monkeypatch.setattr(cache, "torch", Torch())
     monkeypatch.setattr(torch.Tensor, "gather", lambda *args: note(gather(*args)))
     found.now = now
     return found
@@ -315,9 +315,9 @@ def test_bytes_are_those_of_the_tensors(copies, case, guided):
     state = compressed.prefill(LABELS, batch_size=3, guided=guided, maps=maps[:known], stop=stop)
     assert state.cache_bytes == want.held
     for scale in range(known + 1, stop or len(SIDES)):
-        assert copies.now() == state.cache.bytes_now == want.by_scale[scale]
+        assert copies.now() == state.cache.nbytes == want.by_scale[scale]
         compressed(state, maps[scale - 1], scale)
-    assert copies.now() == state.cache.bytes_now == 0
+    assert copies.now() == state.cache.nbytes == 0
     assert (copies.peak, copies.joined) == (want.peak, want.joined)
     assert sum(map(bool, want.by_scale)) == (stop or 6) - known - 1
 
@@ -331,7 +331,9 @@ def test_bytes_of_the_plain_cache(known):
     assert (
         state.cache_bytes == size.held == size.full == 2 * 6 * 2 * 16 * 2 * (55 if known < 5 else 0)
     )  # two of: keys and values, rows, layers, width, bytes, tokens
-    assert keys.keys.untyped_storage().nbytes() + keys.values.untyped_storage().nbytes() == size.held
+    assert (
+        keys.held.keys.untyped_storage().nbytes() + keys.held.values.untyped_storage().nbytes() == size.held
+    )
     assert size.peak == size.held + (2 * 6 * 16 * 2 * 91 if known < 5 else 0)
 
 

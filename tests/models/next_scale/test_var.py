@@ -166,7 +166,7 @@ def test_nothing_is_cached_that_nobody_reads():
     model = model.bfloat16()
     state = model.prefill(labels, batch_size=2, guided=False)
     cache: Any = state.cache
-    assert cache.keys.dtype == cache.values.dtype == torch.bfloat16
+    assert cache.held.keys.dtype == cache.held.values.dtype == torch.bfloat16
     assert state.cache_bytes == row * (1 + 4 + 9)
 
 
@@ -349,6 +349,26 @@ def test_every_wrong_key_is_named():
     assert "1 missing: blocks.3.ffn.fc1.bias" in text
     assert "1 unexpected: blocks.2.attn.k_bias" in text
     assert "1 of another shape: blocks.7.attn.zero_k_bias [512] instead of [1024]" in text
+
+
+def test_constants_are_looked_at():
+    weights = tiny_var(dtype=torch.float32).state_dict()
+    levels = torch.cat([torch.full((side * side,), level) for level, side in enumerate(SIDES)])
+    allowed = levels[:, None] >= levels[None, :]
+    mask = torch.where(allowed, 0.0, -torch.inf)[None, None]
+    usual = {
+        "lvl_1L": levels[None],
+        "attn_bias_for_masking": mask,
+        "blocks.0.attn.zero_k_bias": torch.zeros(16),
+    }
+    load_var_checkpoint({**weights, **usual})
+    for key, value in {
+        "lvl_1L": levels.flip(0)[None],
+        "attn_bias_for_masking": mask.mT.contiguous(),
+        "blocks.0.attn.zero_k_bias": torch.full((16,), 0.01),
+    }.items():
+        with pytest.raises(ValueError, match=f"the state dict: {key} is a constant, and has other values"):
+            load_var_checkpoint({**weights, **usual, key: value})
 
 
 def test_other_files_and_scales_are_refused(tmp_path):

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.models.core.vq_blocks import PositionNorm
 from visual_spec.models.next_scale.var import SCALES as OFFICIAL_SCALES
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint, smoother_of_scale
-from visual_spec.models.next_token.llamagen_vq import PositionNorm
 
 SCALES = (1, 2, 3, 5, 8)  # 3 and 5 do not divide 8: bins overlap
 TINY: dict[str, Any] = dict(
@@ -406,8 +406,23 @@ def test_a_file_of_another_layout_is_refused_with_its_keys(tmp_path):
     ):
         load_var_vq_checkpoint(path, **TINY)
     torch.save({"quant_conv.weight": torch.zeros(4, 4, 3, 3)}, path)
-    with pytest.raises(ValueError, match="missing: .*conv_in.bias"):
+    with pytest.raises(ValueError, match="is not VAR.s tokenizer: it lacks encoder.conv_in.weight"):
         load_var_vq_checkpoint(path, **TINY)
     torch.save({"trainer": object()}, path)
     with pytest.raises(ValueError, match="need pickle"):
         load_var_vq_checkpoint(path, **TINY)
+
+
+def test_sizes_are_read_off_the_file(tmp_path):
+    """What the errors ask for, the official file, is all there is to pass: nobody has to know a constructor."""
+    weights = write_official(tmp_path / "vae.pth")
+    model = load_var_vq_checkpoint(
+        tmp_path / "vae.pth", scales=TINY["scales"], norm_groups=TINY["norm_groups"]
+    )
+    assert model.config["base_channels"] == 8 and model.config["channel_multipliers"] == (1, 2)
+    assert (model.config["blocks_per_level"], model.codebook_size, model.code_dim) == (1, 24, 4)
+    assert model.state_dict().keys() == weights.keys()
+    with pytest.raises(
+        ValueError, match=r"vae.pth makes no tokenizer of .*num_channels \(8\) must be divisible"
+    ):
+        load_var_vq_checkpoint(tmp_path / "vae.pth")  # 32 groups of 8 channels

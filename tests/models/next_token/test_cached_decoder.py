@@ -10,6 +10,7 @@ import torch
 
 from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
+from visual_spec.models.core import cache as core_cache
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
@@ -38,7 +39,8 @@ def in_fixed_shapes_too(cases: list[tuple]) -> list[tuple]:
 @pytest.fixture
 def shapes(request, monkeypatch) -> None:
     if request.node.callspec.params["fixed"]:
-        monkeypatch.setattr(cached_decoder, "_on_host", lambda tensor: False)
+        for module in (cached_decoder, core_cache):
+            monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
 @functools.cache
@@ -278,9 +280,9 @@ def test_tree_calls_score_chains_and_keep_caches_them(name, guided, first, fixed
         for node in range(size):
             assert (logits[row::2, node] - chain(row, ancestry(node))).abs().max() < 1e-10
 
-    columns = torch.tensor([[0, 2, 5, 6], [0, 1, 0, 0]])
-    model.keep(state, columns, slots.gather(1, columns))
-    after = model(state, torch.tensor([[7], [3]]), slots.gather(1, columns[:, :1]) + torch.tensor([[4], [2]]))
+    nodes = torch.tensor([[0, 2, 5, 6], [0, 1, 0, 0]])
+    model.keep(state, nodes, slots.gather(1, nodes))
+    after = model(state, torch.tensor([[7], [3]]), slots.gather(1, nodes[:, :1]) + torch.tensor([[4], [2]]))
     for row, path in enumerate([[0, 2, 5, 6], [0, 1]]):
         whole, start = tokens[row : row + 1].clone(), int(lengths[row]) - 1
         for step, node in enumerate(path):
@@ -378,3 +380,9 @@ def test_the_cache_is_a_cache_of_transformers():
     assert torch.equal(read[0, :, 5], keys[0, :, 0]) and torch.equal(read[1, :, 2], keys[1, :, 1])
     assert read.count_nonzero() == keys.numel()  # the rest is zero, not uninitialised
     assert cache.get_seq_length() == 0 and cache.get_max_length() == 7 and len(cache) == 2
+    assert cache.nbytes == 2 * 2 * 3 * 7 * 4 * 4 == sum(buffer.nbytes for buffer in cache.buffers())
+    cache.copy(torch.tensor([[5], [2]]), torch.tensor([[6], [0]]))
+    cache.select(torch.tensor([1]))
+    layer: Any = cache.layers[1]
+    assert layer.keys.shape == (1, 3, 7, 4)
+    assert torch.equal(layer.keys[0, :, 0], keys[1, :, 1]) and torch.equal(layer.values, -layer.keys)

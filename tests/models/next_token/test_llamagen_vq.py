@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from visual_spec.models.next_token.llamagen_vq import PRESETS, PositionNorm, VQModel
+from visual_spec.models.core.vq_blocks import PositionNorm
+from visual_spec.models.next_token.llamagen_vq import PRESETS, VQModel
 
 
 def small() -> VQModel:

@@ -58,8 +58,8 @@ def test_every_node_is_scored_as_its_chain_and_kept_paths_are_cached(model, cond
             assert (logits[row::2, node] - chain(row, node)).abs().max() < 1e-12
 
     # Row 0 accepts 0, 2, 5, 6; row 1 accepts 0, 1 and names the root again for the rest.
-    columns = torch.tensor([[0, 2, 5, 6], [0, 1, 0, 0]])
-    model.keep(state, columns, slots.gather(1, columns))
+    nodes = torch.tensor([[0, 2, 5, 6], [0, 1, 0, 0]])
+    model.keep(state, nodes, slots.gather(1, nodes))
     newest = torch.tensor([[1], [2]])
     following = torch.tensor([[7], [3]])
     after = model(state, newest, following)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.next_token.test_cached_decoder import case
 from tests.models.next_token.test_llamagen import caption_prefix, make, text_condition
+from visual_spec.models.core import protocol
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -105,7 +107,7 @@ def poison(state: Any, call: int) -> None:
                 state.tokens[row, slot] = int(torch.randint(0, 3, ()))
                 continue
             prefix = state.prefix_mask.shape[1]
-            for cache in (state.keys, state.values):
+            for cache in state.cache.buffers():
                 cache[:, row::2, :, prefix + slot] = 50 * torch.randn_like(cache[:, row::2, :, prefix + slot])
 
 
@@ -193,3 +195,66 @@ def test_seeing_all_earlier_slots_is_a_plain_call(model, condition, guided):
         single = model.prefill(condition, batch_size=2, guided=guided, window=9)
         want = model(single, tokens[:, slot, None], slots[:, slot, None], seen=none[:, slot, None])
         assert (backwards[:, slot] - want[:, 0]).abs().max() < 1e-12
+
+
+# -- slots that a position is told to predict --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("order", [0, 2, 8])
+def test_tabular_predicts_the_slots_it_is_told(order, guided):
+    """Any slot, from the tokens before it that the position sees; a position that feeds nothing predicts as well."""
+    model = TabularModel(TokenGrid(3, 3), 3, order=order, conditions=2)
+    condition = torch.tensor([1, 0])
+    state = model.prefill(condition, batch_size=2, guided=guided, window=4)
+    text: list[dict[int, int]] = [{}, {}]
+    told = torch.tensor(
+        [[[8, 0, 3, 9], [5, 5, 2, 7]], [[1, 6, 7, 8], [10, 4, 0, 3]], [[0, 2, 12, 6], [8, 7, 1, 5]]]
+    )
+    for call, predicted in enumerate(told):
+        tokens, slots, seen = fed(call, 3)
+        logits = model(state, tokens, slots, seen=seen, predicted=predicted)
+        assert logits.shape == (4 if guided else 2, 4, 3) and logits.isfinite().all()
+        for row in range(2):
+            text[row].update(zip(slots[row].tolist(), tokens[row].tolist(), strict=True))
+            for w, following in enumerate(predicted[row].tolist()):
+                if following >= 9:
+                    continue
+                index = 0
+                for other in range(following - order, following):
+                    known = other == slots[row, w] or (other >= 0 and bool(seen[row, w, other]))
+                    index = 3 * index + (text[row][other] if known else 2 if other >= 0 else 0)
+                for part, table in enumerate([int(condition[row]), 2][: 2 if guided else 1]):
+                    assert torch.equal(logits[row + 2 * part, w], model.logits[table, following, index])
+
+
+def raster_models() -> list[Any]:
+    return [
+        pytest.param(make(grid_size=3), CONDITION, id="llamagen"),
+        *(pytest.param(*case(name), id=name) for name in ("janus", "emu3")),
+    ]
+
+
+@pytest.mark.parametrize(("model", "condition"), raster_models())
+def test_a_raster_model_predicts_the_slot_behind_and_refuses_others(model, condition, monkeypatch):
+    batch_size, count = 2 if condition is CONDITION else 4, model.grid.num_tokens
+    slots = torch.tensor([4, 2, count + 1]).expand(batch_size, -1)
+    tokens = torch.tensor([1, 5, 0]).expand(batch_size, -1)
+    seen = torch.zeros(batch_size, 3, count, dtype=torch.bool)
+    seen[:, 0, 2] = True
+
+    def ask(predicted: Tensor | None) -> Tensor:
+        state = model.prefill(condition, batch_size=batch_size, guided=True, window=3)
+        return model(state, tokens, slots, seen=seen, predicted=predicted)
+
+    want = ask(None)
+    for allowed in ([5, 3, count], [count + 2, 3, count + 1]):
+        assert torch.equal(ask(torch.tensor(allowed).expand(batch_size, -1)), want)
+    other = (slots + 1).clone()
+    other[1, 0] = 7
+    with pytest.raises(
+        ValueError, match="asked to predict slot 7 where slot 4 is fed; a model that was trained in ras"
+    ):
+        ask(other)
+    monkeypatch.setattr(protocol, "on_host", lambda tensor: False)
+    assert torch.equal(ask(other), want)  # on a device nothing is read

@@ -18,8 +18,10 @@ from tests.samplers.drafting import (
     eagle_pair,
     seeded,
 )
+from tests.samplers.settings import lossy
 from visual_spec.models.core.tabular import TabularModel, TabularState
-from visual_spec.samplers.core.base import HostCopy, Roster
+from visual_spec.samplers.core.base import ActiveSamples
+from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -29,7 +31,7 @@ from visual_spec.samplers.tree import TreeSampler
 JACOBI = [
     SpeculativeJacobiSampler(8),
     SpeculativeJacobiSampler(8, "maximal", "exact"),
-    SpeculativeJacobiSampler(8, "independent", "grouped", code_distance=None),
+    SpeculativeJacobiSampler(8, "independent", **lossy("grouped", code_distance=None)),
     ProactiveJacobiSampler(window=6, siblings=2, depth=2),
 ]
 DRAFTED = [DraftedSampler(3), TreeSampler(depth=2, width=3)]
@@ -126,17 +128,17 @@ def test_messages_keep_the_numbers_of_samples():
 
 def test_large_batches_leave_in_groups():
     state = decode_state(16)
-    roster = Roster(state)
-    assert roster.can_shrink
-    roster.leave(torch.arange(16) % 3 == 0)
+    active = ActiveSamples(state)
+    assert active.can_shrink
+    active.leave(torch.arange(16) % 3 == 0, state.lengths)
     assert state.tokens[:, 0].tolist() == [n for n in range(16) if n % 3]
     state.lengths += 5
-    roster.leave(torch.arange(10) < 4)
+    active.leave(torch.arange(10) < 4, state.lengths)
     state.lengths += 5
     left = [n for n in range(16) if n % 3][4:]
     expected = [0 if n % 3 == 0 else 10 if n in left else 5 for n in range(16)]
-    assert roster.result("lengths").tolist() == expected
-    assert roster.result("tokens")[:, 0].tolist() == list(range(16))
+    assert active.whole("progress", state.lengths).tolist() == expected
+    assert active.whole("tokens", state.tokens)[:, 0].tolist() == list(range(16))
 
 
 def decode_state(batch_size: int) -> Any:
@@ -145,12 +147,12 @@ def decode_state(batch_size: int) -> Any:
     zeros = torch.zeros(batch_size, dtype=torch.long)
     cache = TabularState(torch.zeros(batch_size, 2), False, 1, torch.zeros(batch_size, 3).long(), zeros)
     tokens = torch.arange(batch_size)[:, None].repeat(1, 3)
-    return JacobiState(cache, tokens, zeros.clone(), None, 0, zeros.clone(), tokens.clone())
+    return JacobiState(cache, tokens, zeros.clone(), 0, zeros.clone(), tokens.clone(), None)
 
 
 def test_a_state_that_cannot_shrink_is_left_whole(request):
     request.getfixturevalue("whole_batch")
-    assert not Roster(decode_state(2)).can_shrink
+    assert not ActiveSamples(decode_state(2)).can_shrink
     assert decode(DraftedSampler(3)).tokens.shape == (4, 36)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.checks import CheckedLaw, check_parts
 from visual_spec.samplers.core.law import TokenLaw
 
 SLOTS = torch.tensor([[4, 5, 6], [7, 8, 9]])  # of a grid of 9 tokens: the last column of row 1 is past it
@@ -52,3 +52,22 @@ def test_looks_at_allowed_ids_only():
     CheckedLaw(TokenLaw(allowed=(0, 4)), 9)(bad, SLOTS, False)
     with pytest.raises(FloatingPointError, match="sample 0"):
         CheckedLaw(TokenLaw(allowed=(1, 5)), 9)(bad, SLOTS, False)
+
+
+class Plain:
+    takes = ()
+
+
+class Helped:
+    takes = ("drafter", "codebook")
+
+
+def test_unknown_parts_are_named_with_what_is_taken():
+    check_parts(Plain(), {})
+    check_parts(Helped(), {"codebook": None})
+    with pytest.raises(
+        TypeError, match="Plain was given drafter; beside a .*, a condition and a law it takes nothing"
+    ):
+        check_parts(Plain(), {"drafter": 1})
+    with pytest.raises(TypeError, match="Helped was given draft, code; .* it takes drafter, codebook"):
+        check_parts(Helped(), {"draft": 1, "drafter": 2, "code": 3})

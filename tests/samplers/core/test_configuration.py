@@ -1,25 +1,10 @@
-"""Settings survive `from_config` however they were given."""
+"""Settings that go from one sampler to another, and that are refused. Their files and places: test_every_sampler."""
 
-import inspect
 from typing import Any
 
 import pytest
 
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.samplers.registry import by_name, names, sampler_class
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_setting_given_by_position_is_kept(name):
-    kind = sampler_class(by_name(name))
-    settings = list(inspect.signature(kind).parameters)
-    if not settings:
-        return
-    default = inspect.signature(kind).parameters[settings[0]].default
-    other = not default if isinstance(default, bool | str) else default + 1  # "auto" becomes False
-    sampler = kind(other)
-    assert sampler.config[settings[0]] == other
-    assert type(sampler).from_config(sampler.config).config[settings[0]] == other
 
 
 def test_what_was_not_given_is_left_to_the_other_class():

@@ -13,20 +13,23 @@ import torch
 from tests.kernels.interpreter import run_interpreted
 from tests.models.columns.test_musicgen import IDS, MASK, musicgen
 from tests.samplers.drafting import MODEL, NEAR
+from tests.samplers.settings import lossy
+from visual_spec.kernels import clustered_mass, grouped_mass, lantern_mass, neighbour_mass
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.samplers.core import fused, masking, relaxed
+from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.relaxed import Relaxation
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.tree import TreeSampler
 
-OPERATORS = ((relaxed, "grouped_mass"), (relaxed, "clustered_mass"), (relaxed, "lantern_mass"))
+OPERATORS = ((grouped_mass, "_grouped_op"), (clustered_mass, "_clustered_op"), (lantern_mass, "_lantern_op"))
 
 
 @pytest.fixture
@@ -45,7 +48,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module, name in (*OPERATORS, (masking, "masked_sample")):
         monkeypatch.setattr(module, name, watched(module, name))
-    monkeypatch.setattr(fused, "fits", lambda logits: logits.dtype != torch.float64)
+    monkeypatch.setattr(neighbour_mass, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(verification, "fits", lambda logits: logits.dtype != torch.float64)
+    monkeypatch.setattr(masking, "fits", lambda logits: logits.dtype != torch.float64)
     return names
 
 
@@ -59,11 +64,11 @@ def same(found: SampleResult, expected: SampleResult) -> None:
 # ------------------------------------------------------------------------------------------------------ relaxed rules
 
 RULES: dict[str, dict[str, Any]] = {
-    "grouped": dict(acceptance="grouped", group_size=5, code_distance=2.0, probability_gap=0.3),
-    "clustered": dict(acceptance="clustered", group_size=3),
-    "lantern": dict(acceptance="lantern", delta=0.3, neighbours=4),
-    "lantern++": dict(acceptance="lantern", factor=3.0, neighbours=4),
-    "bounded": dict(acceptance="grouped", group_size=5, code_distance=None, delta=0.1, bounded=True),
+    "grouped": lossy("grouped", group_size=5, code_distance=2.0, probability_gap=0.3),
+    "clustered": lossy("clustered", group_size=3),
+    "lantern": lossy("lantern", delta=0.3, neighbours=4),
+    "lantern++": lossy("lantern", factor=3.0, neighbours=4),
+    "bounded": lossy("grouped", group_size=5, code_distance=None, delta=0.1, bounded=True),
 }
 CODES = torch.nn.functional.normalize(
     torch.randn(4, 12, 3, generator=torch.Generator().manual_seed(0)), dim=-1
@@ -100,7 +105,7 @@ def test_relaxed_samplers_decode_the_same_tokens_by_the_operators(request, kind,
     expected = decode_relaxed(kind, RULES[rule])
     asked = request.getfixturevalue("asked")
     same(decode_relaxed(kind, RULES[rule]), expected)
-    assert set(asked) == {f"{RULES[rule]['acceptance']}_mass"}
+    assert set(asked) == {f"_{RULES[rule]['acceptance']}_op"}
 
 
 def test_laws_in_float64_are_tested_without_the_operators(asked):
@@ -108,7 +113,7 @@ def test_laws_in_float64_are_tested_without_the_operators(asked):
     for rule in RULES.values():
         SpeculativeJacobiSampler(4, **rule)(MODEL, torch.tensor([1, 0, 2]), **options)
         wide, narrow = torch.zeros(1, 1, 12).log_softmax(-1).double(), torch.zeros(1, 1, 12).log_softmax(-1)
-        probability = relaxed.Relaxation(**rule).rule(CODES[0], "cpu").probability
+        probability = Relaxation.of(rule["acceptance"], rule["relaxation"]).rule(CODES[0], "cpu").probability
         found = probability(narrow, wide, torch.tensor([[3]]))
         torch.testing.assert_close(found, torch.ones(1, 1, dtype=torch.float64), rtol=0, atol=1e-6)
     assert not asked

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,21 +21,29 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models.next_token.test_cached_decoder import case, rows_of
+from tests.samplers.settings import lossy
+from tests.samplers.test_columns import MODEL as COLUMNS
+from tests.samplers.test_columns_drafted import POOR as POOR_COLUMNS
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import seeded, tiny_transformer
-from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.tabular import TabularColumnState, TabularModel
 from visual_spec.models.next_token import cached_decoder
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.samplers import autoregressive, jacobi
-from visual_spec.samplers.autoregressive import AutoregressiveSampler, AutoregressiveState
-from visual_spec.samplers.core import graph
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.core import base, graph
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
 from visual_spec.samplers.core.trace import Stopwatch
 from visual_spec.samplers.core.window import WindowPolicy
+from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.tree import TreeSampler
 
 SAMPLERS = {
     "plain": AutoregressiveSampler(),
@@ -41,7 +51,23 @@ SAMPLERS = {
     "gumbel": SpeculativeJacobiSampler(6, acceptance="exact"),
     "maximal": SpeculativeJacobiSampler(6, "maximal", "exact", "uniform"),
     "independent": SpeculativeJacobiSampler(6, "independent", "exact", "last_law"),
-    "grouped": SpeculativeJacobiSampler(6, "independent", "grouped", code_distance=None),
+    "grouped": SpeculativeJacobiSampler(6, "independent", **lossy("grouped", code_distance=None)),
+    "drafted": DraftedSampler(3),
+    "drafted, identical": DraftedSampler(3, 0.1, "identical"),
+    "drafted, grouped": DraftedSampler(3, **lossy("grouped", code_distance=None)),
+    "tree": TreeSampler(3, 3),
+    "tree, top-k": TreeSampler(3, 3, 6, "top-k", **lossy("grouped", code_distance=None)),
+    "proactive": ProactiveJacobiSampler(5, 2, 2),
+    "proactive, identical": ProactiveJacobiSampler(5, 3, 1, "gumbel", "identical"),
+}
+COLUMN_SAMPLERS = {
+    "plain": ColumnAutoregressiveSampler(),
+    "identical": ColumnJacobiSampler(6),
+    "maximal": ColumnJacobiSampler(6, "maximal", "exact"),
+    "by codebook": ColumnJacobiSampler(6, "independent", "exact", "codebook", "last_law"),
+    "grouped": ColumnJacobiSampler(6, unit="codebook", **lossy("grouped", code_distance=None)),
+    "drafted": DraftedColumnSampler(3),
+    "drafted, identical": DraftedColumnSampler(3, "identical"),
 }
 LAW = TokenLaw(guidance_scale=2.0, top_k=9)
 
@@ -53,7 +79,24 @@ def captions(seed: int) -> TextCondition:
 
 def draw(sampler: Any, model: Any, seed: int, law: TokenLaw = LAW, **settings: Any) -> Any:
     generator = seeded(seed, seed + 1, seed + 2)
+    if sampler.needs_drafter:
+        settings = {"drafter": drafter(), "drafter_condition": captions(seed), **settings}
     return sampler(model, captions(seed), law=law, generator=generator, batch_size=3, **settings)
+
+
+@cache
+def drafter() -> Any:
+    """One layer of another network, which knows what the target says next no better than chance, or a little."""
+    return tiny_transformer(num_layers=1)
+
+
+def draw_columns(sampler: Any, seed: int, **settings: Any) -> Any:
+    condition = torch.tensor([seed % 3, 0, 2])
+    if sampler.needs_drafter:
+        settings = {"drafter": POOR_COLUMNS, **settings}
+    law = TokenLaw(guidance_scale=2.0, top_k=5)
+    generator = seeded(seed, seed + 1, seed + 2)
+    return sampler(COLUMNS, condition, law=law, generator=generator, batch_size=3, **settings)
 
 
 @pytest.fixture
@@ -65,8 +108,7 @@ def recordings(monkeypatch) -> Iterator[list[Callable[[], None]]]:
         made.append(run)
         return run, "the pool"
 
-    for module in (autoregressive, jacobi):
-        monkeypatch.setattr(module, "wants_graph", lambda choice, model: choice is not False)
+    monkeypatch.setattr(base, "wants_graph", lambda choice, model: choice is not False)
     monkeypatch.setattr(graph, "_capture", capture)
     graph.forget()
     yield made
@@ -97,6 +139,69 @@ def test_recorded_calls_give_the_same_tokens_and_are_recorded_once(recordings, n
     assert len(recordings) == 1
     draw(sampler, model, 3, TokenLaw(guidance_scale=2.0, top_k=8))
     assert len(recordings) == 2  # of another law
+
+
+@pytest.mark.parametrize("name", COLUMN_SAMPLERS)
+def test_recorded_calls_give_the_same_columns_and_are_recorded_once(recordings, monkeypatch, name):
+    def buffers(state: TabularColumnState) -> list[Tensor]:
+        return [state.tokens, state.tables]
+
+    monkeypatch.setattr(TabularColumnState, "buffers", buffers)
+    sampler = COLUMN_SAMPLERS[name]
+    plain = type(sampler).from_config(sampler.config, graph=False)
+    for seed in (3, 40, 500):
+        found, eager = draw_columns(sampler, seed), draw_columns(plain, seed)
+        assert found.tokens.equal(eager.tokens)
+        assert found.trace.target_calls.equal(eager.trace.target_calls)
+        assert found.trace.commit_call.equal(eager.trace.commit_call)
+        if (
+            eager.trace.divergence is not None
+        ):  # these laws are float64, and a recording counts as it began, in float32
+            assert found.trace.divergence == pytest.approx(eager.trace.divergence, rel=1e-6)
+        assert "step" in found.trace.phase_seconds and "step" not in eager.trace.phase_seconds
+    assert len(recordings) == 1
+
+
+def test_a_place_that_takes_over_another_ones_tensor_keeps_its_value():
+    """As `fed` takes over `lengths`, which the same step then moves on."""
+    state: Any = SimpleNamespace(lengths=torch.tensor([1, 2]), fed=torch.tensor([0, 0]))
+    places = state.lengths, state.fed
+
+    def step(state: Any, law: Any, noise: Any) -> None:
+        state.fed = state.lengths
+        state.lengths = state.lengths + 3
+
+    parts: Any = (state, SimpleNamespace(), SimpleNamespace())
+    for call in range(3):
+        graph.step_in_place(step, parts)
+        assert state.lengths is places[0] and state.fed is places[1]
+        assert state.fed.tolist() == [1 + 3 * call, 2 + 3 * call]
+        assert state.lengths.tolist() == [4 + 3 * call, 5 + 3 * call]
+
+
+def test_recordings_keep_what_their_steps_read_and_no_prefill(recordings):
+    """A graph knows tensors by their address, such as the tables of a rule: they must not be freed before it."""
+    model = tiny_transformer()
+    sampler = SpeculativeJacobiSampler(6, **lossy("grouped", code_distance=2.0))
+    codebook = torch.randn(12, 3, dtype=torch.bfloat16)  # the rule makes a table of it
+    draw(sampler, model, 3, codebook=codebook)
+    ((recording,),) = (known.values() for known in graph._RECORDINGS.values())
+    (run,) = [
+        cell.cell_contents
+        for cell in recording.steps[0].__closure__ or ()
+        if isinstance(cell.cell_contents, base.Run)
+    ]
+    assert run.rule.probability.keywords["codebook"].dtype == torch.float32
+    assert run.cache is None and run.condition is None
+
+
+def test_a_drafter_that_moved_is_recorded_anew(recordings):
+    model, sampler, other = tiny_transformer(), DraftedSampler(3), tiny_transformer(num_layers=1)
+    draw(sampler, model, 1, drafter=other)
+    other.output.weight = nn.Parameter(other.output.weight.detach() * 2)  # at another address
+    eager = draw(DraftedSampler(3, graph=False), model, 1, drafter=other)
+    assert draw(sampler, model, 1, drafter=other).tokens.equal(eager.tokens)
+    assert len(recordings) == 2
 
 
 def test_results_are_not_those_of_the_next_decode(recordings):
@@ -197,7 +302,7 @@ def test_recordings_serve_prompts_of_other_lengths(recordings, monkeypatch):
     assert fewer.prompt.ids.shape[1] < condition.prompt.ids.shape[1] == 7
     alone = rows_of(condition, [0])
     for fixed, made in ((False, 2), (True, 3)):
-        monkeypatch.setattr(cached_decoder, "_on_host", lambda tensor, fixed=fixed: not fixed)
+        monkeypatch.setattr(cached_decoder, "on_host", lambda tensor, fixed=fixed: not fixed)
         for prompt in (fewer, alone):
             settings: dict[str, Any] = dict(law=TokenLaw(guidance_scale=2.0), generator=seeded(5)[0])
             found = SpeculativeJacobiSampler(4)(model, prompt, **settings)
@@ -265,9 +370,19 @@ def test_weights_that_come_and_go_are_not_recorded():
         graph.wants_graph(True, model)
 
 
+@dataclass
+class Held(DecodeState):
+    """A model's state of one tensor."""
+
+    held: Tensor
+
+    def buffers(self) -> list[Tensor]:
+        return [self.held]
+
+
 def test_the_oldest_recordings_make_room(monkeypatch):
     def recording(numbers: int) -> graph.Recording:
-        cache = SimpleNamespace(buffers=lambda: [torch.zeros(numbers, dtype=torch.int8)])
+        cache = Held(torch.zeros(0), False, 1, torch.zeros(numbers, dtype=torch.int8))
         parts: Any = (SimpleNamespace(cache=cache), SimpleNamespace(), SimpleNamespace())
         return graph.Recording(parts, (), ())
 
@@ -286,34 +401,42 @@ def test_the_oldest_recordings_make_room(monkeypatch):
 # -- nothing waits for the host ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llamagen", "janus", "lumina", "emu3"])
-@pytest.mark.parametrize("sampler", SAMPLERS)
+# The drafters of the tests draft LlamaGen's tokens.
+DECODES = [
+    (name, sampler)
+    for name in ("llamagen", "janus", "lumina", "emu3")
+    for sampler in SAMPLERS
+    if name == "llamagen" or not SAMPLERS[sampler].needs_drafter
+]
+
+
+@pytest.mark.parametrize("name, sampler", DECODES)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9}])
 def test_no_step_waits_for_the_host(monkeypatch, name, sampler, filters):
     model: Any
     model, condition = (tiny_transformer(), captions(1)) if name == "llamagen" else case(name, torch.float32)
-    law, options = TokenLaw(guidance_scale=2.0, **filters), getattr(SAMPLERS[sampler], "options", None)
+    law, chosen = TokenLaw(guidance_scale=2.0, **filters), SAMPLERS[sampler]
     batch_size = 3 if name == "llamagen" else 4
-    window = 1 if options is None else options.window
-    cache = model.prefill(condition, batch_size=batch_size, guided=True, window=window)
+    given: dict[str, Any] = dict(drafter=drafter()) if chosen.needs_drafter else {}
+    chosen.check(model, law, batch_size, given)
+    cache = chosen.prefill(model, condition, law, batch_size, given)
     stand_in(monkeypatch)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model, cache = without_numbers(model), without_numbers(cache)
+        model, cache, condition = without_numbers(model), without_numbers(cache), without_numbers(condition)
         noise = without_numbers(CounterNoise(draw_keys(seeded(1)[0], batch_size), "cpu"))
         checked = CheckedLaw(law, model.grid.num_tokens, deferred=True)
+        given = {part: without_numbers(value) for part, value in given.items()}
+        rule = chosen.rule(model, given, torch.device("cuda"))
+        run = base.Run(model, condition, batch_size, cache, checked, law, noise, Stopwatch(), rule, given)
+        monkeypatch.setattr(
+            type(model), "check_condition", lambda *_: None, raising=False
+        )  # looks at it, once
+        state: Any = chosen.prepare(run)
+        if isinstance(chosen, ProactiveJacobiSampler):
+            chosen.tree(model).layout(run.device)  # made once for all decodes
         with NoHost():
-            state: Any
-            if options is None:
-                slots = torch.ones(batch_size, 1, dtype=torch.long, device="cuda")
-                tokens = torch.zeros(batch_size, model.grid.num_tokens, dtype=torch.long, device="cuda")
-                state = AutoregressiveState(cache, tokens, slots)
-                step: Any = lambda *given: autoregressive.step(model, given[0], checked, noise, Stopwatch())  # noqa: E731
-            else:
-                relaxation = SAMPLERS[sampler].relaxation
-                options = jacobi.replace(options, rule=relaxation.rule(None, torch.device("cuda")))
-                state = jacobi.prepare(model, cache, checked, noise, options)
-                state.round = torch.zeros((), dtype=torch.long, device="cuda")
-                step = lambda *given: jacobi.step(model, given[0], checked, noise, options, Stopwatch())  # noqa: E731
+            state.round = torch.zeros((), dtype=torch.long, device="cuda")
+            step: Any = lambda *_: chosen.step(run, state)  # noqa: E731
             checked.remember(torch.zeros(batch_size, 1, dtype=torch.bool, device="cuda"), state.tokens[:, :1])
             parts = (state, checked, noise)
             known = [(tensor.shape, tensor.dtype) for tensor in graph._tensors(parts)]
@@ -346,6 +469,10 @@ def test_graphs_on_a_gpu(name):
         condition = captions(seed)
         condition = TextCondition(condition.features.cuda(), condition.mask.cuda())
         settings: dict[str, Any] = dict(law=LAW, batch_size=3)
+        if sampler.needs_drafter:
+            on_gpu: Any = tiny_transformer(num_layers=1)
+            on_gpu.to("cuda")
+            settings["drafter"] = on_gpu
         found = sampler(model, condition, generator=seeded(seed, 1, 2), **settings)
         want = plain(model, condition, generator=seeded(seed, 1, 2), **settings)
         assert found.tokens.equal(want.tokens) and "step" in found.trace.phase_seconds

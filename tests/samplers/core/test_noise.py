@@ -10,6 +10,7 @@ from torch import Tensor
 
 from visual_spec.samplers.core.noise import (
     ACCEPT,
+    CHAIN,
     DRAFT,
     RESIDUAL,
     TOKEN,
@@ -108,6 +109,26 @@ def test_categorical_leaves_the_law_alone_and_keeps_to_a_point_law():
     assert torch.equal(log_probs, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_law(dtype):
+    """A million numbers: distribution function, moments, tails, and independence of the two numbers of a pair."""
+    sample = make_noise(4).normal(torch.arange(15_625).expand(4, -1), 16, CHAIN, 3, dtype)
+    assert sample.shape == (4, 15_625, 16) and sample.dtype == dtype
+    sample = sample.double()
+    count = sample.numel()
+    assert kolmogorov_distance(torch.special.ndtr(sample)) < 1.95 / math.sqrt(count)
+    # Mean and standard deviation of z, z^2, z^3 and z^4: 0, 1, 0, 3 and 1, sqrt(2), sqrt(15), sqrt(96).
+    for power, (mean, spread) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], start=1):
+        assert abs((sample**power).mean() - mean) < 4.5 * math.sqrt(spread / count)
+    for limit in (3, 4, 4.75):
+        expected = 2 * count * torch.special.ndtr(torch.tensor(-limit, dtype=torch.float64))
+        assert abs((sample.abs() > limit).sum() - expected) < 4.5 * expected.sqrt()
+    elements = sample.flatten(0, 1).T  # [16, N]
+    for kind in (elements, elements.square(), elements.abs()):
+        correlation = torch.corrcoef(kind) - torch.eye(16)
+        assert correlation.abs().max() < 5 / math.sqrt(elements.shape[1])
+
+
 def test_bernoulli_law():
     noise, slots = make_noise(), torch.arange(40_000)[None]
     for probability in (0.03, 0.5, 0.9):
@@ -151,6 +172,37 @@ def test_values_do_not_depend_on_batch_window_or_order():
     assert torch.equal(noise.gumbel(shuffled, 13, TOKEN, 2), gumbel.gather(1, index))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_noise_does_not_depend_on_batch_window_order_or_dimension(dtype):
+    noise, slots = make_noise(3), torch.arange(17).expand(3, -1)
+    levels = torch.arange(51).view(3, 17) % 5
+    together = noise.normal(slots, 33, CHAIN, levels, dtype)
+    for row in range(3):
+        alone = CounterNoise(noise.keys[row : row + 1], "cpu")
+        for slot in range(17):
+            dim = 1 + (7 * row + slot) % 33
+            found = alone.normal(torch.tensor([[slot]]), dim, CHAIN, int(levels[row, slot]), dtype)
+            assert torch.equal(found[0, 0], together[row, slot, :dim])
+    shuffled = torch.stack([torch.randperm(17, generator=seeded(seed)) for seed in range(3)])
+    found = noise.normal(shuffled, 33, CHAIN, levels.gather(1, shuffled), dtype)
+    assert torch.equal(found, together.gather(1, shuffled[..., None].expand(-1, -1, 33)))
+
+
+def test_normal_noise_of_another_slot_level_stream_or_sample_is_uncorrelated():
+    noise, slots = make_noise(2), torch.arange(20_000).expand(2, -1)
+    columns = [noise.normal(slots, 3, stream, level)[0] for stream in (CHAIN, DRAFT) for level in (0, 1, 99)]
+    columns += [noise.normal(slots, 3, CHAIN)[1], noise.normal(slots + 1, 3, CHAIN)[0]]
+    correlation = torch.corrcoef(torch.cat(columns, 1).T.double())
+    assert (correlation - torch.eye(len(correlation))).abs().max() < 4.5 / math.sqrt(20_000)
+
+
+def test_normal_noise_in_float32_is_that_in_float64_rounded():
+    noise, slots = make_noise(), torch.arange(5000)[None]
+    double = noise.normal(slots, 7, CHAIN, dtype=torch.float64)
+    assert torch.equal(noise.normal(slots, 7, CHAIN), double.float())
+    assert (double != double.float()).double().mean() > 0.99
+
+
 def test_values_do_not_depend_on_the_vocabulary_size():
     noise, slots = make_noise(2), torch.arange(6).reshape(2, 3)
     wide = noise.gumbel(slots, 1001, TOKEN)
@@ -182,6 +234,7 @@ def test_an_empty_window_draws_nothing():
     noise, slots = make_noise(2), torch.zeros(2, 0, dtype=torch.int64)
     assert noise.bernoulli(torch.zeros(2, 0), slots, ACCEPT).shape == (2, 0)
     assert noise.categorical(torch.zeros(2, 0, 5), slots, TOKEN).shape == (2, 0)
+    assert noise.normal(slots, 5, CHAIN).shape == (2, 0, 5)
 
 
 # --- keys ---
@@ -206,6 +259,43 @@ def test_keys_use_all_64_bits():
     keys = draw_keys(seeded(0), 500)
     for bit in range(64):
         assert 180 < int(((keys >> bit) & 1).sum()) < 320
+
+
+def test_every_bit_of_a_seed_counts():
+    """PyTorch's own generator ignores the high half. Seeds without one give PyTorch's own numbers."""
+    for seed in (0, 5, 2**32 - 1):
+        own = torch.cat([torch.randint(-(2**63), 2**63 - 1, (1,), generator=g) for g in 3 * [seeded(seed)]])
+        assert torch.equal(draw_keys(seeded(seed), 3), own)
+    seeds = [low + (high << 32) for low in (0, 5) for high in (0, 1, 2, 3, 2**31 - 1, 2**31, 2**32 - 1)]
+    seeds += [1 << bit for bit in range(64)]
+    keys = torch.cat([draw_keys(seeded(seed), 4) for seed in dict.fromkeys(seeds)])
+    assert keys.unique().numel() == keys.numel()
+    high = torch.cat([draw_keys(seeded(high << 32), 1) for high in range(500)])
+    for bit in range(64):
+        assert 180 < int(((high >> bit) & 1).sum()) < 320
+    restored = torch.Generator()
+    restored.set_state(seeded(2**40 + 1).get_state())
+    assert torch.equal(draw_keys(restored, 2), draw_keys(seeded(2**40 + 1), 2))
+
+
+def test_a_generator_without_a_seed_has_the_default_one():
+    assert torch.equal(draw_keys(torch.Generator(), 2), draw_keys(seeded(67280421310721), 2))
+    torch.manual_seed(2**32 + 3)
+    first = draw_keys(None, 2)
+    assert torch.equal(first, draw_keys(seeded(2**32 + 3), 2))
+    torch.manual_seed(3)
+    assert not torch.equal(draw_keys(None, 2), first)
+
+
+def test_a_million_keys_seed_different_generators():
+    """As `hybrid_decode` seeds. Only keys with one low half can give generators of one state: they must differ too."""
+    keys = torch.randint(-(2**63), 2**63 - 1, (10**6,), generator=seeded(0)) & (2**63 - 1)
+    low, order = (keys & (2**32 - 1)).sort()
+    same = (low[1:] == low[:-1]).nonzero()[:, 0]
+    assert len(same) > 50  # 116 are expected
+    for at in same.tolist():
+        one, other = (draw_keys(seeded(int(keys[order[place]])), 1) for place in (at, at + 1))
+        assert one != other
 
 
 def test_the_default_generator_is_used_only_when_none_is_given():

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.samplers.settings import lossy
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
-from visual_spec.samplers import jacobi
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import Relaxation, cluster_table, neighbour_table, smallest
@@ -24,11 +24,11 @@ CODEBOOK = torch.nn.functional.normalize(
     torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), dim=-1
 )
 SETTINGS: dict[str, dict[str, Any]] = {
-    "grouped": dict(acceptance="grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
-    "clustered": dict(acceptance="clustered", group_size=4),
-    "lantern": dict(acceptance="lantern", delta=0.2, neighbours=8),
-    "lantern++": dict(acceptance="lantern", factor=3.0, neighbours=8),
-    "bounded": dict(acceptance="lantern", delta=0.1, neighbours=8, bounded=True),
+    "grouped": lossy("grouped", group_size=6, code_distance=2.0, probability_gap=0.3),
+    "clustered": lossy("clustered", group_size=4),
+    "lantern": lossy("lantern", delta=0.2, neighbours=8),
+    "lantern++": lossy("lantern", factor=3.0, neighbours=8),
+    "bounded": lossy("lantern", delta=0.1, neighbours=8, bounded=True),
 }
 
 
@@ -119,23 +119,25 @@ def test_sampler_says_that_it_is_lossy_and_by_how_much(name):
         and trace.moved_mass.shape == (4,)
         and trace.moved_mass.device.type == "cpu"
     )
-    assert f"lossy, measured divergence {trace.divergence:.4f}" in trace.summary()
+    bounded = SETTINGS[name]["relaxation"].get("bounded", False)
+    bound = "" if bounded else "at least "
+    assert trace.summary().endswith(f"lossy, measured divergence {bound}{trace.divergence:.4f}")
     # Every slot behind the first is tested at most once.
     assert trace.moved_mass.sum() <= trace.divergence * 4 * 63 + 1e-9
-    if SETTINGS[name].get("bounded"):
+    if bounded:
         assert trace.divergence <= 0.1
 
 
 def test_lossless_acceptances_need_no_codebook_and_measure_nothing():
     for acceptance in ("exact", "identical"):
-        sampler = SpeculativeJacobiSampler(8, acceptance=acceptance, delta=0.3, bounded=True)
+        sampler = SpeculativeJacobiSampler(8, acceptance=acceptance)
         assert sampler.lossless and not sampler.needs_codebook
         trace = decode(sampler, codebook=None).trace
         assert trace.lossless and trace.divergence is None and trace.moved_mass is None
 
 
 def test_groups_without_a_distance_need_no_codebook():
-    sampler = SpeculativeJacobiSampler(8, acceptance="grouped", code_distance=None)
+    sampler = SpeculativeJacobiSampler(8, **lossy("grouped", code_distance=None))
     assert not sampler.needs_codebook
     result = decode(sampler, codebook=None)
     assert torch.equal(result.tokens, decode(sampler).tokens)
@@ -156,7 +158,8 @@ def test_relaxing_takes_fewer_calls(name, coupling):
 @pytest.mark.parametrize("name", ["grouped", "lantern"])
 def test_settings_that_relax_nothing_return_the_tokens_of_the_exact_rule(name, coupling):
     nothing = dict(grouped=dict(group_size=1), lantern=dict(delta=0.0))[name]
-    sampler = SpeculativeJacobiSampler(8, coupling, **{**SETTINGS[name], **nothing})
+    numbers = {**SETTINGS[name]["relaxation"], **nothing}
+    sampler = SpeculativeJacobiSampler(8, coupling, **lossy(name, **numbers))
     expected = decode(SpeculativeJacobiSampler(8, coupling, "exact"))
     found = decode(sampler)
     if coupling == "maximal":  # where a relaxed rule draws its redrafts with noise of their own
@@ -189,9 +192,7 @@ def test_a_sample_does_not_depend_on_its_batch(name, coupling):
 
 
 def test_configuration_survives_a_round_trip(tmp_path):
-    sampler = SpeculativeJacobiSampler(
-        acceptance="lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05
-    )
+    sampler = SpeculativeJacobiSampler(**lossy("lantern", factor=2.5, neighbours=9, bounded=True, delta=0.05))
     sampler.save_pretrained(tmp_path)
     loaded = SpeculativeJacobiSampler.from_pretrained(tmp_path)
     assert isinstance(loaded, SpeculativeJacobiSampler)
@@ -220,7 +221,7 @@ def test_slots_past_the_grid_are_neither_kept_nor_counted(name, coupling):
 
 
 def test_step_never_asks_the_host_about_a_tensor(operations_of):
-    operations = operations_of(jacobi)
+    operations = operations_of(SpeculativeJacobiSampler)
     for coupling in COUPLINGS:
         for name in SETTINGS:
             decode(sampler_of(name, coupling=coupling), batch_size=1)
@@ -240,7 +241,7 @@ def test_groups_are_selected_and_never_sorted_whole(monkeypatch):
             return func(*args, **(kwargs or {}))
 
     with Sorts():
-        decode(SpeculativeJacobiSampler(8, acceptance="grouped", group_size=6), batch_size=1)
+        decode(SpeculativeJacobiSampler(8, **lossy("grouped", group_size=6)), batch_size=1)
     assert widths == {3, 2}  # below and above
 
 
@@ -248,12 +249,8 @@ def test_groups_are_selected_and_never_sorted_whole(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "numbers, message",
     [
-        (
-            dict(acceptance="loose"),
-            "acceptance='loose'; pass one of identical, exact, grouped, clustered, lantern",
-        ),
         (dict(delta=-0.1), "delta=-0.1; pass a probability, from 0 to 1"),
         (dict(delta=1.5), "delta=1.5; pass a probability"),
         (dict(delta=math.nan), "delta=nan; pass a probability"),
@@ -270,9 +267,61 @@ def test_groups_are_selected_and_never_sorted_whole(monkeypatch):
         (dict(bounded=1), "bounded=1; pass True or False"),
     ],
 )
-def test_refuses_settings_out_of_range(settings, message):
+def test_refuses_settings_out_of_range(numbers, message):
     with pytest.raises(ValueError, match=message):
-        SpeculativeJacobiSampler(**{"acceptance": "lantern", **settings})
+        SpeculativeJacobiSampler(**lossy("lantern", **numbers))
+
+
+def test_refuses_an_acceptance_that_there_is_not():
+    with pytest.raises(
+        ValueError, match="acceptance='loose'; pass one of identical, exact, grouped, clustered, lantern"
+    ):
+        SpeculativeJacobiSampler(acceptance="loose")
+
+
+def test_settings_by_name():
+    assert Relaxation.of("lantern") == Relaxation.of("lantern", {}) == Relaxation("lantern")
+    settings = {"delta": 0.2, "neighbours": 9, "bounded": True}
+    assert Relaxation.of("lantern", settings) == Relaxation("lantern", delta=0.2, neighbours=9, bounded=True)
+    assert Relaxation.of("exact") == Relaxation.of("exact", {}) == Relaxation("exact")
+
+
+@pytest.mark.parametrize(
+    "acceptance, settings, message",
+    [
+        (
+            "lantern",
+            {"delta": 0.2, "detla": 0.3},
+            "relaxation has no setting 'detla'; pass some of group_size,",
+        ),
+        (
+            "lantern",
+            {"acceptance": "grouped"},
+            "relaxation has no setting 'acceptance'; pass some of group_size",
+        ),
+        ("lantern", {1: 2}, "relaxation has no setting 1; pass some of"),
+        ("lantern", 0.2, "relaxation=0.2; pass settings by name"),
+        ("lantern", {"delta": 2}, "delta=2; pass a probability"),
+        (
+            "loose",
+            {"delta": 0.2},
+            "acceptance='loose'; pass one of identical, exact, grouped, clustered, lantern",
+        ),
+        (
+            "exact",
+            {"delta": 0.1},
+            "relaxation sets delta, but acceptance='exact' relaxes nothing; pass relaxation=",
+        ),
+        (
+            "identical",
+            {"group_size": 4, "delta": 0.1},
+            "relaxation sets group_size, delta, but acceptance='identical'",
+        ),
+    ],
+)
+def test_refuses_settings_by_name(acceptance, settings, message):
+    with pytest.raises(ValueError, match=message):
+        Relaxation.of(acceptance, settings)
 
 
 class Untouched(TabularModel):
@@ -286,18 +335,26 @@ class Untouched(TabularModel):
     "settings, codebook, message",
     [
         (
-            {},
+            lossy("lantern", neighbours=8),
             None,
             r"acceptance='lantern' compares codes, but no codebook was given; pass codebook=.* \[16, D\]",
         ),
-        (dict(acceptance="clustered"), None, "acceptance='clustered' compares codes"),
-        (dict(acceptance="grouped"), None, r"no codebook was given.* or code_distance=None"),
-        ({}, CODEBOOK[:15], r"codebook of shape \(15, 4\) for a vocabulary of 16 tokens.*\[16, D\]"),
-        ({}, CODEBOOK[0], r"codebook of shape \(4,\) for a vocabulary"),
-        (dict(neighbours=16), CODEBOOK, "neighbours=16, but a code has 15 others; pass at most that many"),
+        (lossy("clustered"), None, "acceptance='clustered' compares codes"),
+        (lossy("grouped"), None, r"no codebook was given.* or code_distance=None"),
+        (
+            lossy("lantern", neighbours=8),
+            CODEBOOK[:15],
+            r"codebook of shape \(15, 4\) for a vocabulary of 16 tokens.*\[16, D\]",
+        ),
+        (lossy("lantern", neighbours=8), CODEBOOK[0], r"codebook of shape \(4,\) for a vocabulary"),
+        (
+            lossy("lantern", neighbours=16),
+            CODEBOOK,
+            "neighbours=16, but a code has 15 others; pass at most that many",
+        ),
     ],
 )
 def test_refuses_a_codebook_that_does_not_fit_before_any_compute(settings, codebook, message):
-    sampler = SpeculativeJacobiSampler(4, **{"acceptance": "lantern", "neighbours": 8, **settings})
+    sampler = SpeculativeJacobiSampler(4, **settings)
     with pytest.raises(ValueError, match=message):
         decode(sampler, Untouched(TokenGrid(8, 8), 16, order=2), codebook=codebook)

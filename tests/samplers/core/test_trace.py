@@ -33,6 +33,10 @@ def test_tokens_per_call_counts_the_prefill_and_the_bonus_token():
         ({"identical": True}, "same tokens as autoregressive sampling"),
         ({"lossless": False}, "lossy"),
         ({"lossless": False, "divergence": 0.25}, "lossy, measured divergence 0.2500"),
+        (
+            {"lossless": False, "divergence": 0, "at_least": True},
+            "lossy, measured divergence at least 0.0000",
+        ),
         ({"peak_memory": 3 * 2**20}, "1.50 s, 3 MiB peak, lossless"),
     ],
 )

@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.samplers.test_columns import MODEL as COLUMNS
 from tests.tiny import seeded, tiny_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
 from visual_spec.samplers.core import window
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.window import WindowPolicy
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -55,12 +59,36 @@ def test_a_narrow_window_tells_what_a_wider_one_would_give():
 def test_the_choice_weighs_tokens_against_seconds(seconds, best):
     policy = fed([0.8] * 7, [8])
     policy.seconds.clear()
-    policy.seconds.update(
-        {width: [99.0, value, value] for width, value in seconds.items()}
-    )  # the first is no matter
+    policy.seconds.update({width: [value] for width, value in seconds.items()})
     tokens = [sum(0.8**j for j in range(width)) for width in seconds]
     assert max(seconds, key=lambda w: tokens[list(seconds).index(w)] / seconds[w]) == best  # by hand
     assert policy.choose() == best
+
+
+def timed(seconds: dict[int, list[float]]) -> WindowPolicy:
+    """A policy that saw calls of these seconds, in this order; a window of 2 commits 2 tokens, one of 1 commits 1."""
+    policy = WindowPolicy(tuple(seconds))
+    for width, values in seconds.items():
+        for value in values:
+            policy.saw(width, np.full(20, width), value)
+    return policy
+
+
+def test_the_first_call_of_a_window_is_not_timed():
+    assert timed({1: [0.01, 1.0], 2: [0.01, 4.0]}).choose() == 1
+    assert timed({1: [0.01, 1.0], 2: [99.0, 1.0]}).choose() == 2
+    assert timed({1: [99.0, 1.0], 2: [0.01, 4.0]}).choose() == 1
+    # Nor does a later one leave in its place: the median is that of 1, 9, 9.
+    assert timed({1: [0.01, 4.0], 2: [0.01, 1.0, 9.0, 9.0]}).choose() == 1
+
+
+def test_old_timings_are_forgotten():
+    slow, fast = [0.01, *7 * [1.0], *7 * [9.0]], [0.01, *7 * [9.0], *7 * [1.0]]
+    assert timed({1: [0.01, 3.0], 2: slow}).choose() == 1
+    assert timed({1: [0.01, 3.0], 2: fast}).choose() == 2
+    # Seven calls count, no fewer: four slow ones outweigh three fast ones, the other way round they do not.
+    assert timed({1: [0.01, 3.0], 2: [0.01, *4 * [9.0], *3 * [1.0]]}).choose() == 1
+    assert timed({1: [0.01, 3.0], 2: [0.01, *3 * [9.0], *4 * [1.0]]}).choose() == 2
 
 
 def test_every_window_is_timed_before_any_is_preferred():
@@ -82,7 +110,7 @@ def test_tokens_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale)
             WindowPolicy, "choose", lambda self: widths.append(order[len(widths)]) or widths[-1]
         )
     elif prices != "real":
-        known = {w: [1.0, 1.0 if prices == "flat" else float(w) ** 2] for w in window.WIDTHS}
+        known = {w: [1.0 if prices == "flat" else float(w) ** 2] for w in window.WIDTHS}
         monkeypatch.setattr(WindowPolicy, "saw", lambda *_: None)
         policy = WindowPolicy()
         policy.seconds.update(known)
@@ -102,10 +130,40 @@ def test_tokens_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale)
     assert torch.equal(alone.images, plain[1:2])
 
 
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+@pytest.mark.parametrize("prices", ["real", "changing"])
+def test_columns_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale):
+    widths: list[int] = []
+    if prices == "changing":
+        order = np.random.default_rng(0).choice([1, 2, 4, 8, 16], 500).tolist()
+        monkeypatch.setattr(
+            WindowPolicy, "choose", lambda self: widths.append(order[len(widths)]) or widths[-1]
+        )
+    asked: Any = dict(law=TokenLaw(guidance_scale=guidance_scale), batch_size=3)
+    condition = torch.tensor([1, 0, 2])
+    plain = ColumnAutoregressiveSampler()(COLUMNS, condition, generator=seeded(1, 2, 3), **asked)
+    for initial_draft in COLUMN_DRAFTS:
+        sampler = ColumnJacobiSampler("auto", initial_draft=initial_draft)
+        found = sampler(COLUMNS, condition, generator=seeded(1, 2, 3), **asked)
+        assert torch.equal(found.tokens, plain.tokens)
+        assert found.trace.commit_call.shape == plain.trace.commit_call.shape
+        if prices == "changing":  # every call commits at most its own window
+            for row in range(3):
+                per_call = torch.bincount(found.trace.commit_call[row])[1:].tolist()
+                assert all(count <= width for count, width in zip(per_call, widths, strict=False))
+            assert found.trace.target_calls.max() < plain.trace.target_calls.max()
+        widths.clear()
+    alone = ColumnJacobiSampler("auto")(
+        COLUMNS, condition[1:2], generator=seeded(2), **{**asked, "batch_size": 1}
+    )
+    assert torch.equal(alone.tokens, plain.tokens[1:2])
+
+
 def test_what_was_timed_is_remembered_by_model_and_batch():
     model = torch.nn.Linear(1, 1)
     first = WindowPolicy.of(model, (1, False, "cpu"))
-    first.saw(4, np.array([2]), 0.5)
+    for seconds in (0.7, 0.5):
+        first.saw(4, np.array([2]), seconds)
     assert WindowPolicy.of(model, (1, False, "cpu")).seconds == {4: [0.5]}
     assert WindowPolicy.of(model, (2, False, "cpu")).seconds == {}
     assert WindowPolicy.of(torch.nn.Linear(1, 1), (1, False, "cpu")).seconds == {}
@@ -116,3 +174,10 @@ def test_a_window_that_depends_on_time_is_refused_where_tokens_would():
         SpeculativeJacobiSampler(window="auto", acceptance="exact")
     with pytest.raises(ValueError, match="or 'auto'"):
         SpeculativeJacobiSampler(window="wide")
+    for settings in (dict(acceptance="exact"), dict(acceptance="grouped", unit="codebook")):
+        with pytest.raises(
+            ValueError, match="depend on measured times.*Pass acceptance='identical', or a number"
+        ):
+            ColumnJacobiSampler(window="auto", **settings)
+    with pytest.raises(ValueError, match="window='wide'; pass an integer of at least 1, or 'auto'"):
+        ColumnJacobiSampler(window="wide")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from visual_spec.eval.quality.intervals import mean_figure, rate
-from visual_spec.eval.speed.bench import markdown
+from visual_spec.eval.intervals import mean_figure, rate
+from visual_spec.eval.tables import markdown
 
 
 def summarise(hits: Sequence[dict[str, bool]]) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def summarise(hits: Sequence[dict[str, bool]]) -> dict[str, Any]:
     Returns:
         all_correct: the share of pictures with every attribute right. attributes: {name: the same for one attribute,
         over the prompts that ask for it}. mean_attribute: the mean over samples of the share of attributes right.
-        All with intervals, see `visual_spec.eval.quality.intervals`.
+        All with intervals, see `visual_spec.eval.intervals`.
 
     Raises:
         ValueError: if there are no samples.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.waves import si_sdr, spectral_distance
-from visual_spec.eval.quality.intervals import Z_95, Figure
+from visual_spec.eval.intervals import Z_95, Figure
 from visual_spec.eval.quality.metrics import check_features, frechet_distance
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Networks whose features measure how far two sets of pictures are apart, and what they say of pictures."""
+"""What measures how far two sets of pictures or of clips are apart: networks, and statistics of spectra."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from visual_spec.data.waves import levels
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.pipelines.embedded import WEIGHTS_FOLDER
 
+_WINDOW = 1024  # samples of a spectrum, and so 64 mel bands
+# What is quieter, in dB of a full-scale sine, counts as silence: with a lower floor the hiss that a codec leaves in
+# empty bands outweighs the music.
+_SILENCE = -60.0
 INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"  # as torch-fidelity releases and caches it
 
 
@@ -69,15 +74,40 @@ class InceptionFeatures(nn.Module):
         return self.network(pictures).flatten(1)
 
 
+class MelStatistics(nn.Module):
+    """Statistics of a clip's log mel spectrogram: no network, nothing to download, the same on every machine.
+
+    The spectrogram has 64 bands in dB from spectra of 1024 samples, a quarter apart; what lies more than 60 dB below a
+    full-scale sine counts as silence. A clip is described by the mean and the standard deviation of each band over
+    time, 128 numbers in dB. They tell timbre, register, loudness and how lively a clip is, but not its order: whether
+    notes make the melody that was asked for is what the parser hears.
+
+    Args:
+        sampling_rate: of the clips, in Hz.
+    """
+
+    num_features = 2 * _WINDOW // 16
+    sampling_rate: Tensor
+
+    def __init__(self, sampling_rate: int) -> None:
+        super().__init__()
+        # In the state: features of other rates are features of another judge.
+        self.register_buffer("sampling_rate", torch.tensor(sampling_rate))
+
+    def forward(self, clips: Tensor) -> Tensor:
+        """Features float32 [B, 128] of clips [B, samples]."""
+        bands = levels(clips.double(), _WINDOW, int(self.sampling_rate))  # [B, 64, frames]
+        bands = bands.clamp_min(_SILENCE)
+        return torch.cat([bands.mean(-1), bands.std(-1, correction=0)], -1).float()
+
+
 def extractors_of(pipe: Any, inception: Path | None = None) -> dict[str, Any]:
     """Networks whose features are compared: of pictures of `shapes`, and Inception; of clips mel statistics.
 
     Args:
         inception: its weights; None: those in the cache, if they are there.
     """
-    from visual_spec.eval.quality.music import MelStatistics, plays
-
-    if plays(pipe):
+    if pipe.medium == "audio":
         return {"mel": MelStatistics(pipe.sampling_rate).to(pipe.device)}
     network: Any = load_shapes_features()
     extractors = {"shapes": network.to(pipe.device)}

@@ -1,4 +1,4 @@
-"""The rows of an evaluation: from the samples of every setting to figures with their intervals, and to a table."""
+"""From the samples of every setting to figures with their intervals, to a table, and to a sheet of samples."""
 
 from __future__ import annotations
 
@@ -9,105 +9,142 @@ import numpy as np
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from visual_spec.eval.intervals import mean_figure, quantiles, ratio_figure
 from visual_spec.eval.quality.accuracy import per_cent, summarise
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.features import features_of
-from visual_spec.eval.quality.intervals import mean_figure, ratio_figure
 from visual_spec.eval.quality.metrics import density_coverage, frechet_figure, precision_recall
-from visual_spec.eval.quality.samples import Judge, Samples, Setting
+from visual_spec.eval.quality.samples import Judge, Samples
 from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, wrap_text
-from visual_spec.eval.speed.bench import markdown
-from visual_spec.eval.speed.measure import quantiles, sampler_settings
+from visual_spec.eval.report.music_pages import mel_picture
+from visual_spec.eval.settings import Setting, sampler_settings
+from visual_spec.eval.tables import markdown
+from visual_spec.eval.words import words_of
 
 _RESAMPLES = 200  # bootstrap resamples of a Frechet distance
 
 
-def rows_of(
+def figures_of(
     settings: Sequence[Setting],
     drawn: Sequence[Samples],
     tokenizer: Samples,
     pictures: np.ndarray,
     judge: Judge,
-    alone: dict[str, list[list[float]]] | None,
+    alone: dict[str, Any] | None,
     *,
     on_processor: bool,
+    kernels: bool = False,
 ) -> dict[str, Any]:
     """The figures of all settings, each as {value, low, high} with a 95 % interval.
 
+    Args:
+        drawn: samples of each setting; the first is plain decoding.
+        tokenizer: true samples that the tokenizer encoded and decoded.
+        pictures: the true samples.
+        alone: seconds at batch 1, see `evaluate.time_alone`; None: not timed.
+        on_processor: whether the model ran on a processor.
+        kernels: kernel distances too.
+
     Returns:
         rows, one a setting: name, kind, sampler, law, seed, lossless, identical, samples; tokens_per_call: all tokens,
-        or columns of clips, over all calls; speed_up_calls: plain calls over the row's; accuracy (see
+        or columns of clips, over all calls; speed_up_calls: plain calls over the setting's; accuracy (see
         `accuracy.summarise`); features, {extractor: frechet_to_real, frechet_to_plain, precision, recall, density,
-        coverage}, against the true scenes of the same prompts, and of clips kernel_to_real, kernel_to_plain (see
-        `audio.kernel_figure`); divergence and moved_mass: what `DivergenceMeter` measures a tested token and a picture,
+        coverage}, against the true samples of the same prompts, and with `kernels` kernel_to_real, kernel_to_plain (see
+        `audio.kernel_figure`); divergence and moved_mass: what `DivergenceMeter` measures a tested token and a sample,
         means over batches and over samples, None for a sampler that has none; identical_samples: how many have the
         tokens of plain decoding, None where not promised; wall_clock: {batch_size, seconds_per_picture and speed_up at
         that batch, alone_seconds and alone_speed_up at batch 1 or None}, quantiles p20, p50 and p80, the speed-ups
         those of one block or round; processor_time: the same in seconds of the processor, which others on the machine
-        do not change, None unless `on_processor` says that the model ran there. cache: of a next-scale pipeline, bytes
-        of keys and values a picture, {held, peak: with the copies that attention makes, share: held over plain
-        decoding's}, else None. peak_memory: the most bytes that PyTorch held on a GPU in a batch, else None.
-        references: {tokenizer: accuracy and features of true scenes that the tokenizer encoded and decoded}.
+        do not change, None unless `on_processor`. cache: of a next-scale pipeline, bytes of keys and values a picture,
+        {held, peak: with the copies that attention makes, share: held over plain decoding's}, else None. peak_memory:
+        the most bytes that PyTorch held on a GPU in a batch, else None.
+        references: {tokenizer: accuracy and features of `tokenizer`}.
     """
     real = {name: features_of(network, pictures) for name, network in judge.extractors.items()}
-    plain, rows, clips = drawn[0], [], pictures.ndim == 2
 
-    def clocked(kind: str, index: int) -> dict[str, Any]:
-        found, name = drawn[index], f"batch_{kind}"
-        return clock_figures(
-            (found.batch_sizes, plain.batch_sizes),
-            (getattr(found, name), getattr(plain, name)),
-            (alone[kind][index], alone[kind][0]) if alone else None,
-        )
+    def compared(found: Samples, plain: Samples | None = None) -> dict[str, Any]:
+        return {
+            name: compare_features(
+                real[name],
+                found.features[name],
+                None if plain is None else plain.features[name],
+                kernel=kernels,
+            )
+            for name in real
+        }
 
+    rows = []
     for index, (setting, found) in enumerate(zip(settings, drawn, strict=True)):
-        length = found.length
-        measured = [value for value in found.batch_divergence if not np.isnan(value)]
-        moved = found.moved_mass[~np.isnan(found.moved_mass)]
-        exact = setting.sampler.identical and setting.plan.same_model and all(found.batch_lossless)
-        promised = exact and (setting.law, setting.seed) == (settings[0].law, settings[0].seed)
+        seconds = {}
+        if alone is not None:
+            seconds = {
+                kind: (alone[kind][index], alone[kind][0]) for kind in ("seconds", "processor_seconds")
+            }
         rows.append(
             {
-                "name": setting.text,
-                "kind": kind_of(setting, settings[0], all(found.batch_lossless)),
-                **setting.describe(),
-                "lossless": bool(setting.sampler.lossless) and all(found.batch_lossless),
-                "identical": bool(setting.sampler.identical) and all(found.batch_lossless),
-                "samples": len(found.calls),
-                "tokens_per_call": ratio_figure([length] * len(found.calls), found.calls.tolist()),
-                "speed_up_calls": ratio_figure(plain.calls.tolist(), found.calls.tolist()),
+                **setting_figures(setting, settings[0], found, drawn[0]),
                 "accuracy": summarise(found.hits),
-                "features": {
-                    name: compare_features(
-                        real[name], found.features[name], plain.features[name], kernel=clips
-                    )
-                    for name in real
-                },
-                "divergence": mean_figure(measured) if measured else None,
-                "moved_mass": mean_figure(moved.tolist()) if len(moved) else None,
-                "identical_samples": same_samples(found.tokens, plain.tokens) if promised else None,
-                "wall_clock": clocked("seconds", index),
-                "processor_time": clocked("processor_seconds", index) if on_processor else None,
-                "cache": cache_figures(found, plain),
+                "features": compared(found, drawn[0]),
+                **clocks_of(found, drawn[0], seconds, on_processor=on_processor),
+                "cache": cache_figures(found, drawn[0]),
                 "peak_memory": max(found.batch_peak_memory, default=None),
             }
         )
-    reference = {
-        "accuracy": summarise(tokenizer.hits),
-        "features": {
-            name: compare_features(real[name], tokenizer.features[name], kernel=clips) for name in real
-        },
-    }
+    reference = {"accuracy": summarise(tokenizer.hits), "features": compared(tokenizer)}
     return {"references": {"tokenizer": reference}, "rows": rows}
 
 
-def same_samples(tokens: np.ndarray, others: np.ndarray) -> int:
-    """How many samples of [N, ...] are equal, token for token."""
-    return int((tokens == others).reshape(len(tokens), -1).all(1).sum())
+def setting_figures(setting: Setting, first: Setting, found: Samples, plain: Samples) -> dict[str, Any]:
+    """What a setting is, what it promises, and its calls; see `figures_of`.
+
+    Args:
+        first: plain decoding, and `plain` its samples.
+    """
+    exact = all(found.batch_lossless)
+    measured = [value for value in found.batch_divergence if not np.isnan(value)]
+    moved = found.moved_mass[~np.isnan(found.moved_mass)]
+    same = setting.sampler.identical and setting.plan.same_model and exact
+    promised = same and (setting.law, setting.seed) == (first.law, first.seed)
+    return {
+        "name": setting.text,
+        "kind": kind_of(setting, first, exact),
+        **setting.describe(),
+        "lossless": bool(setting.sampler.lossless) and exact,
+        "identical": bool(setting.sampler.identical) and exact,
+        "samples": len(found.calls),
+        "tokens_per_call": ratio_figure([found.length] * len(found.calls), found.calls.tolist()),
+        "speed_up_calls": ratio_figure(plain.calls.tolist(), found.calls.tolist()),
+        "divergence": mean_figure(measured) if measured else None,
+        "moved_mass": mean_figure(moved.tolist()) if len(moved) else None,
+        "identical_samples": same_samples(found.stored, plain.stored) if promised else None,
+    }
+
+
+def clocks_of(
+    found: Samples, plain: Samples, alone: dict[str, tuple[list[float], list[float]]], *, on_processor: bool
+) -> dict[str, Any]:
+    """wall_clock and processor_time of a setting; see `figures_of`."""
+
+    def clocked(kind: str) -> dict[str, Any]:
+        return clock_figures(
+            (found.batch_sizes, plain.batch_sizes),
+            (getattr(found, f"batch_{kind}"), getattr(plain, f"batch_{kind}")),
+            alone.get(kind),
+        )
+
+    return {
+        "wall_clock": clocked("seconds"),
+        "processor_time": clocked("processor_seconds") if on_processor else None,
+    }
+
+
+def same_samples(stored: np.ndarray, others: np.ndarray) -> int:
+    """How many samples of [N, ...] are equal, number for number."""
+    return int((stored == others).reshape(len(stored), -1).all(1).sum())
 
 
 def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
-    """`plain`: the row all others are compared with. `lossy`: its law is not the model's. `control`: plain decoding
+    """`plain`: the setting all others are compared with. `lossy`: its law is not the model's. `control`: plain decoding
     otherwise, or a lossless sampler of another law. `lossless`: the law of `plain`.
 
     Args:
@@ -124,7 +161,7 @@ def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
 
 
 def cache_figures(found: Samples, plain: Samples) -> dict[str, float] | None:
-    """Bytes of keys and values a picture, at most over batches; see `rows_of`."""
+    """Bytes of keys and values a picture, at most over batches; see `figures_of`."""
     if not found.batch_cache_held:
         return None
 
@@ -167,10 +204,10 @@ def clock_figures(
     seconds: tuple[list[float], list[float]],
     alone: tuple[list[float], list[float]] | None,
 ) -> dict[str, Any]:
-    """Quantiles of seconds a picture and of speed-ups over plain decoding; see `rows_of`.
+    """Quantiles of seconds a picture and of speed-ups over plain decoding; see `figures_of`.
 
     Args:
-        sizes, seconds: of every batch of the row, and of plain decoding.
+        sizes, seconds: of every batch of the setting, and of plain decoding.
         alone: seconds of every picture at batch 1, likewise.
     """
     own, base = (
@@ -187,6 +224,13 @@ def clock_figures(
         "alone_seconds": quantiles(alone[0]) if alone else None,
         "alone_speed_up": quantiles([b / o for o, b in zip(*alone, strict=True)]) if alone else None,
     }
+
+
+def thumbnails(pipe: Any, samples: np.ndarray, side: int = 96) -> np.ndarray:
+    """Pictures as they are, and of clips [N, samples] log mel spectrograms: uint8 [N, H, W, 3]."""
+    if pipe.medium == "image":
+        return samples
+    return np.stack([np.asarray(mel_picture(clip, pipe.sampling_rate, side, side)) for clip in samples])
 
 
 def picture_sheet(rows: dict[str, np.ndarray]) -> Image.Image:
@@ -223,17 +267,16 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
     def cached(figure: dict[str, float]) -> str:
         return f"{figure['held'] / 2**10:.0f} ({100 * figure['share']:.0f} %)"
 
+    words = words_of(document)
     clock = "wall_clock" if document["rows"][0]["processor_time"] is None else "processor_time"
     unit = "wall clock" if clock == "wall_clock" else "processor time"
     batch = document["settings"]["batch_size"]
-    by_scales = document["rows"][0].get("cache") is not None
-    music = "sampling_rate" in document["settings"]
     seconds = "alone_seconds" if document["rows"][0][clock]["alone_seconds"] else "seconds_per_picture"
-    header = ["sampler", "kind", "cache KiB" if by_scales else "columns/call" if music else "tokens/call"]
-    header += ["s/clip"] if music else []
+    header = ["sampler", "kind", "cache KiB" if words.caches else f"{words.unit}s/call"]
+    header += ["s/clip"] if words.kernels else []
     header += [f"{unit}, batch 1", f"batch {batch}", "attributes %"]
-    header += ["class %" if by_scales else "whole prompt %"]
-    header += ["Frechet to real", "to plain", *(["kernel to real"] if music else [])]
+    header += [f"{words.whole} %"]
+    header += ["Frechet to real", "to plain", *(["kernel to real"] if words.kernels else [])]
     header += ["precision", "recall", "divergence"]
     lines = []
     for row in document["rows"]:
@@ -242,15 +285,15 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
             [
                 row["name"],
                 row["kind"],
-                cached(row["cache"]) if by_scales else cell(row["tokens_per_call"]),
-                *([f"{wall[seconds]['p50']:.2f}"] if music else []),
+                cached(row["cache"]) if words.caches else cell(row["tokens_per_call"]),
+                *([f"{wall[seconds]['p50']:.2f}"] if words.kernels else []),
                 times(wall["alone_speed_up"]),
                 times(wall["speed_up"]),
                 per_cent(row["accuracy"]["mean_attribute"]),
                 per_cent(row["accuracy"]["all_correct"]),
                 cell(far["frechet_to_real"]),
                 cell(far["frechet_to_plain"]),
-                *([cell(far["kernel_to_real"])] if music else []),
+                *([cell(far["kernel_to_real"])] if words.kernels else []),
                 cell(far["precision"], 3),
                 cell(far["recall"], 3),
                 cell(row["divergence"], 4),
@@ -259,8 +302,12 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
     for name, reference in document["references"].items():
         far = reference["features"][extractor]
         rates = [per_cent(reference["accuracy"][key]) for key in ("mean_attribute", "all_correct")]
-        distances = [cell(far["frechet_to_real"]), "-", *([cell(far["kernel_to_real"])] if music else [])]
+        distances = [
+            cell(far["frechet_to_real"]),
+            "-",
+            *([cell(far["kernel_to_real"])] if words.kernels else []),
+        ]
         distances += [cell(far["precision"], 3), cell(far["recall"], 3)]
-        none = ["-"] * (4 if music else 3)
+        none = ["-"] * (4 if words.kernels else 3)
         lines.append([f"({name} alone)", "reference", *none, *rates, *distances, "-"])
     return markdown(header, lines)

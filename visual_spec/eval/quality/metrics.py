@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from visual_spec.eval.quality.intervals import Z_95, Figure, mean_figure, rate
+from visual_spec.eval.intervals import Z_95, Figure, mean_figure, rate
 
 _ROWS = 1024  # rows of a distance matrix held at once: 50,000 pictures need 400 MB, not 20 GB
 

@@ -1,10 +1,10 @@
 """Samples drawn for an evaluation, and what was read off their pictures, kept so that nothing is done twice.
 
-Of a music pipeline the samples are clips; read clip for picture below.
+Samples are what a pipeline draws or plays: read clip for picture below.
 
 Sample i has prompt i and seed `seed + i`, so it depends on nothing else: neither on the batch, nor on how many
 processes share the work, nor on interruptions. A folder holds the samples of one setting in two kinds of files, both
-complete or absent: `draws-<first>-<end>.npz` (tokens, calls, divergence, seconds of a batch), which took the time, and
+complete or absent: `draws-<first>-<end>.npz` (see `draws.draw`), which took the time, and
 `judged-<first>-<end>.npz` (scores and features of its pictures), which another judge replaces.
 """
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
-from itertools import groupby
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,110 +26,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from visual_spec.eval.files import write_atomically
+from visual_spec.eval.files import ready_folder, write_atomically
+from visual_spec.eval.media import show
 from visual_spec.eval.quality.features import features_of
-from visual_spec.eval.quality.music import clips_of, codes_of, plays
-from visual_spec.eval.speed.measure import sampler_settings
 from visual_spec.models.core.fingerprint import fingerprint
-from visual_spec.models.next_scale.scale_budget import CacheBytes, cache_bytes
-from visual_spec.pipelines.accelerate import make_row, parse_sampler
-from visual_spec.pipelines.loading import load_drafter
-from visual_spec.pipelines.scale_plan import ScalePlan
-from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.trace import MEASURE
-from visual_spec.samplers.scales import ScaleTrace, ScaleWiseSampler, Stage, draws_guided
 
-_LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A row: a sampler, the law it draws from, the seed of sample 0, and the drafter, None for the pipeline's own.
-
-    `text` is the row as it was written, `plan` who draws which scales, where a pipeline decodes by scales.
-    """
-
-    text: str
-    sampler: Any
-    law: TokenLaw
-    seed: int
-    drafter: str | None = None
-    plan: ScalePlan = ScalePlan()
-
-    @property
-    def pipeline_law(self) -> dict[str, Any]:
-        """The law as the arguments of a pipeline call."""
-        return {name: getattr(self.law, name) for name in _LAW}
-
-    def describe(self) -> dict[str, Any]:
-        """All that fixes the samples, but for the model and the prompts; JSON types only."""
-        facts = {"sampler": sampler_settings(self.sampler), "law": self.pipeline_law, "seed": self.seed}
-        if self.drafter is not None:
-            facts["drafter"] = self.drafter
-        return facts | ({"plan": self.plan.describe()} if self.plan.describe() else {})
-
-    @contextmanager
-    def on(self, pipe: Any, *, calibrated: bool = True) -> Iterator[None]:
-        """Within, `pipe` has this sampler and drafter, and follows this plan; afterwards its own again.
-
-        Args:
-            calibrated: see `ScalePlan.on`.
-
-        Raises:
-            TypeError, ValueError: a sampler, drafter or plan that does not fit it.
-        """
-        before = pipe.sampler, pipe.drafter
-        pipe.sampler = self.sampler
-        if self.drafter is not None:
-            pipe.drafter = _drafter(self.drafter, pipe.device, pipe.transformer.dtype)
-        try:
-            pipe.check_sampler()
-            with self.plan.on(pipe, calibrated=calibrated):
-                yield
-        finally:
-            pipe.sampler, pipe.drafter = before
-
-
-@lru_cache(maxsize=8)
-def _drafter(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    return load_drafter(name).to(device, dtype)
-
-
-def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
-    """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
-
-    The settings are those of the sampler; guidance_scale, guidance_until, temperature, top_k, top_p and seed, which
-    replace those of `law` and `seed`; and drafter, a name or folder that `load_drafter` takes (default: the pipeline's
-    own). Those of `scale-wise` are also those of `ScalePlan`. `parse_sampler`
-    says how values are written.
-
-    Raises:
-        ValueError: text of another form, a setting twice, an unknown sampler or setting, or a value it refuses.
-    """
-    name, settings = parse_sampler(text)
-    # `masked` has a temperature of its own, which is a word: falling. That of the law is a number.
-    own = [key for key, value in settings.items() if name == "masked" and isinstance(value, str)]
-    changes = {key: settings.pop(key) for key in _LAW if key in settings and key not in own}
-    own_seed, drafter = settings.pop("seed", seed), settings.pop("drafter", None)
-    if isinstance(own_seed, bool) or not isinstance(own_seed, int) or own_seed < 0:
-        raise ValueError(f"seed={own_seed!r} in sampler {text!r}; pass a whole number of at least 0")
-    for key, value in changes.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{key}={value!r} in sampler {text!r}; pass a number")
-    sampler, plan = make_row(name, **settings)
-    own_law = TokenLaw(**{**asdict(law), **changes})
-    if isinstance(sampler, ScaleWiseSampler):
-        if own_law.guidance_until is not None:
-            raise ValueError(
-                f"guidance_until in sampler {text!r}; it counts tokens, and guidance of a next-scale model grows from "
-                "scale to scale. Leave it out."
-            )
-        if sampler.config["smooth"]:
-            raise ValueError(
-                f"smooth=true in sampler {text!r}; pictures are kept as tokens, which do not tell smooth ones."
-            )
-    return Setting(text.strip(), sampler, own_law, own_seed, drafter, plan)
+_FILE = re.compile(r"(draws|judged)-(\d+)-(\d+)\.npz")
+# What every file of a kind holds, beside samples or features.
+_HELD = {
+    "draws": ("calls", "moved_mass", "divergence", "seconds", "processor_seconds", "prompts"),
+    "judged": ("hits", "judge"),
+}
+# What reading a damaged file raises, NumPy's and Python's own.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, NotImplementedError)
 
 
 @dataclass
@@ -161,15 +71,19 @@ class Judge:
 class Samples:
     """All samples of a setting, in order.
 
-    tokens [N, L], of clips codes [N, K, T]; calls [N], moved_mass [N]; length: what a call commits one or more of, the
-    tokens of a picture or the columns of a clip; of each batch its size, seconds by the clock, seconds of the processor
-    and divergence; and what the judge said: hits, features {extractor: [N, D]}. moved_mass and divergence are those of
-    `DivergenceMeter`, nan for a sampler that has none. Of a next-scale pipeline, of each batch: bytes of keys and
-    values that were held and that were there at the peak, and whether the model's own law was drawn from; else none. On
-    a GPU the most memory of each batch, else none.
+    Attributes:
+        stored: token ids [N, L], of clips codes [N, K, T], or canvases [N, D, h, w].
+        calls: target calls [N].
+        length: what a call commits one or more of, the tokens of a picture or the columns of a clip.
+        moved_mass, batch_divergence: those of `DivergenceMeter`, [N] and of each batch; nan for a sampler without one.
+        batch_sizes, batch_seconds, batch_processor_seconds: of each batch, by the clock and of the processor.
+        hits, features: what the judge said; {extractor: [N, D]}.
+        batch_cache_held, batch_cache_peak, batch_lossless: of a next-scale pipeline, of each batch: bytes of keys and
+            values that were held and that were there at the peak, and whether the model's own law was drawn from.
+        batch_peak_memory: on a GPU the most memory of each batch.
     """
 
-    tokens: np.ndarray
+    stored: np.ndarray
     calls: np.ndarray
     length: int
     moved_mass: np.ndarray
@@ -186,7 +100,7 @@ class Samples:
 
 
 class SampleFolder:
-    """The files of one setting.
+    """The files of one setting. Damaged ones are set aside when it is opened, with a warning, and so drawn again.
 
     Args:
         path: made if it is not there.
@@ -198,7 +112,27 @@ class SampleFolder:
 
     def __init__(self, path: str | Path, settings: dict[str, Any]):
         self.path = Path(path)
+        ready_folder(self.path)
         settle(self.path / "settings.json", settings)
+        self._set_aside_damaged()
+
+    def _set_aside_damaged(self) -> None:
+        """Rename files that cannot be read whole to `<name>.damaged`."""
+        for path in sorted(self.path.glob("*.npz")):
+            named = _FILE.fullmatch(path.name)
+            if named is None:
+                continue
+            try:
+                _check_file(path, named[1], int(named[3]) - int(named[2]))
+            except FileNotFoundError:  # another process was faster
+                continue
+            except _DAMAGED as error:
+                path.replace(path.with_name(f"{path.name}.damaged"))
+                warnings.warn(
+                    f"{path} is damaged ({error or type(error).__name__}); it is set aside as "
+                    f"{path.name}.damaged, and made again",
+                    stacklevel=2,
+                )
 
     def draws(self) -> list[tuple[int, int]]:
         """Half-open ranges of the samples that are there, in order."""
@@ -259,9 +193,9 @@ class SampleFolder:
             return np.concatenate([file[name] for file in files])[:count]
 
         return Samples(
-            tokens=joined(draws, "tokens"),
+            stored=joined(draws, stored_name(draws[0])),
             calls=joined(draws, "calls"),
-            length=int(draws[0].get("columns", draws[0]["tokens"].shape[-1])),
+            length=_length(draws[0]),
             moved_mass=joined(draws, "moved_mass"),
             batch_sizes=sizes,
             batch_seconds=[float(file["seconds"]) for file in draws],
@@ -276,137 +210,58 @@ class SampleFolder:
         )
 
 
+def _check_file(path: Path, kind: str, count: int) -> None:
+    """Read a file whole: `count` samples, or what was read off them.
+
+    Raises:
+        One of `_DAMAGED`: it is no such file.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    if lacking := [name for name in _HELD[kind] if name not in arrays]:
+        raise ValueError(f"it lacks {', '.join(lacking)}")
+    if kind == "draws":
+        rows = [arrays[stored_name(arrays)], arrays["calls"], arrays["moved_mass"]]
+        texts = json.loads(str(arrays["prompts"]))
+    else:
+        rows = [array for name, array in arrays.items() if name not in _HELD[kind]]
+        texts = json.loads(str(arrays["hits"]))
+    if any(len(array) != count for array in [*rows, texts]):
+        raise ValueError(f"it does not hold {count} samples")
+
+
+def stored_name(draws: dict[str, np.ndarray]) -> str:
+    """The array of a file of draws that holds the samples."""
+    return "canvas" if "canvas" in draws else "tokens"
+
+
+def _length(draws: dict[str, np.ndarray]) -> int:
+    """What a call commits one or more of. Files of older versions do not hold it."""
+    older = draws.get("columns", np.array(draws[stored_name(draws)].shape[-1]))
+    return int(draws.get("length", older))
+
+
 def settle(path: Path, settings: dict[str, Any]) -> None:
     """Write the settings of a folder, or compare them with those its samples were drawn under.
 
     Raises:
-        ValueError: they differ; names where.
+        ValueError: they differ, which names where; or the file is damaged.
     """
     text = json.dumps(settings, indent=1) + "\n"
     if not path.exists():
         write_atomically(path, text, overwrite=True)
         return
-    there, here = json.loads(path.read_text()), json.loads(text)
+    try:
+        there = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}), so nothing tells what the samples beside it are; pass another folder"
+        ) from error
+    here = json.loads(text)
     differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     if differing:
         changes = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
         raise ValueError(f"{path.parent} holds samples of other settings ({changes}); pass another folder")
-
-
-def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
-    """Draw one batch, the samples from index `first`, as the arrays of a file; leaves the pipeline its sampler."""
-    with setting.on(pipe):
-        busy = time.process_time()
-        output = pipe(
-            list(prompts),
-            generator=[
-                torch.Generator().manual_seed(setting.seed + first + place) for place in range(len(prompts))
-            ],
-            output_type="latent",
-            **{name: value for name, value in setting.pipeline_law.items() if value is not None},
-        )
-        busy = time.process_time() - busy
-        more = _scale_facts(pipe, setting, output.trace, len(prompts))
-    trace = output.trace
-    busy *= trace.seconds / (trace.seconds + trace.phase_seconds.get(MEASURE, 0.0))
-    if trace.peak_memory is not None:
-        more["peak_memory"] = np.array(trace.peak_memory)
-    if plays(pipe):
-        more["columns"] = np.array(trace.commit_call.shape[1])
-    nothing = np.full(len(prompts), np.nan)
-    return {
-        "tokens": small_tokens(output.codes if plays(pipe) else output.tokens),
-        "calls": trace.target_calls.cpu().numpy(),
-        "moved_mass": nothing if trace.moved_mass is None else trace.moved_mass.double().cpu().numpy(),
-        "divergence": np.array(np.nan if trace.divergence is None else trace.divergence),
-        "seconds": np.array(trace.seconds),
-        # On a processor that others use too, these tell more than the clock.
-        "processor_seconds": np.array(busy),
-        "prompts": np.array(json.dumps(list(prompts))),
-        **more,
-    }
-
-
-def _scale_facts(pipe: Any, setting: Setting, trace: Any, batch_size: int) -> dict[str, np.ndarray]:
-    """What is kept of the caches of a next-scale decode; nothing for other pipelines."""
-    if not isinstance(trace, ScaleTrace):
-        return {}
-    # One cache is freed before the next is allocated, but for the first one's where distances are measured by it.
-    stays = trace.divergence is not None
-    dtype = pipe.transformer.dtype
-    stages = pipe.stages(law=setting.law)
-    first, *others = caches_of(stages, batch_size, setting.law.guided, dtype, measured=stays)
-    together = [first.held + other.held if stays else other.held for other in others]
-    at_work = [first.held + other.peak if stays else other.peak for other in others]
-    measuring = [first.peak + other.held for other in others if stays]
-    return {
-        "cache_held": np.array(max([first.held, *together])),
-        "cache_peak": np.array(max([first.peak, *at_work, *measuring])),
-        "lossless": np.array(trace.lossless),
-    }
-
-
-def caches_of(
-    stages: Sequence[Stage], batch_size: int, guided: bool, dtype: torch.dtype, *, measured: bool = False
-) -> list[CacheBytes]:
-    """Keys and values of each model of a schedule, by arithmetic, in the order in which they draw.
-
-    Args:
-        guided: in stages without a law of their own.
-        measured: the first model scores all scales.
-    """
-    runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
-    found = []
-    for run in runs:
-        stop = (runs[-1] if measured and run is runs[0] else run)[-1].scales.stop
-        model: Any = run[0].model
-        known = run[0].scales.start
-        budget = getattr(model, "budget", None)
-        config = (model if budget is None else model.model).config
-        scored = stages if measured and run is runs[0] else run
-        doubled = draws_guided(scored, guided)
-        found.append(cache_bytes(config, budget, batch_size, doubled, dtype, known=known, stop=stop))
-    return found
-
-
-@torch.no_grad()
-def encode(pipe: Any, prompts: Sequence[str], pictures: np.ndarray) -> dict[str, np.ndarray]:
-    """True pictures uint8 [N, H, W, 3], or clips float32 [N, samples], as the arrays of a file.
-
-    They are what a tokenizer, or a codec, makes of them; no call is spent.
-    """
-    if plays(pipe):
-        tokens = codes_of(pipe, pictures)
-    else:
-        signed = torch.from_numpy(pictures).permute(0, 3, 1, 2)
-        tokens = pipe.vq_model.encode_tokens(signed.to(pipe.device, pipe.vq_model.dtype) / 127.5 - 1)
-    return {
-        "tokens": small_tokens(tokens),
-        "calls": np.zeros(len(prompts), np.int64),
-        "moved_mass": np.full(len(prompts), np.nan),
-        "divergence": np.array(np.nan),
-        "seconds": np.array(0.0),
-        "processor_seconds": np.array(0.0),
-        "prompts": np.array(json.dumps(list(prompts))),
-    }
-
-
-def small_tokens(tokens: Tensor) -> np.ndarray:
-    """Token ids as int16 where they fit, else int32."""
-    values = tokens.cpu().numpy()
-    return values.astype(np.int16 if values.max() < 2**15 else np.int32)
-
-
-def shown_by(pipe: Any, tokens: np.ndarray) -> np.ndarray:
-    """What tokens look like, see `pictures_of`, or sound like, see `music.clips_of`."""
-    return clips_of(pipe, tokens) if plays(pipe) else pictures_of(pipe, tokens)
-
-
-@torch.no_grad()
-def pictures_of(pipe: Any, tokens: np.ndarray) -> np.ndarray:
-    """Pictures uint8 [N, H, W, 3] of tokens [N, L], as the pipeline shows them."""
-    images = pipe.decode_tokens(torch.from_numpy(tokens.astype(np.int64)).to(pipe.device), "pil")
-    return np.stack([np.asarray(image) for image in images])
 
 
 def judge_draws(
@@ -414,7 +269,7 @@ def judge_draws(
 ) -> None:
     """Judge the pictures of the draws within a block that this judge has not seen yet.
 
-    Pictures are made from the stored tokens and in the batches of the files, so an interruption changes nothing.
+    Pictures are made from what is stored, and in the batches of the files, so an interruption changes nothing.
 
     Raises:
         ValueError: samples that were drawn for other prompts.
@@ -433,5 +288,5 @@ def judge_draws(
             )
         if folder.judged_by(first, end) == known:
             continue
-        found = judge(prompts[first:end], shown_by(pipe, draws["tokens"]))
+        found = judge(prompts[first:end], show(pipe, draws[stored_name(draws)]))
         folder.write("judged", first, end, {**found, "judge": np.array(known)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -119,17 +121,32 @@ def draw_text(draw: ImageDraw.ImageDraw, xy, text: str, size: int, fill, *, bold
 
 
 def wrap_text(text: str, size: int, width: int, most: int = 5) -> list[str]:
+    """The text in at most `most` lines of `width` pixels; what does not fit ends in three dots."""
     lines: list[str] = []
     for word in text.split():
         joined = f"{lines[-1]} {word}" if lines else word
         if lines and text_width(joined, size) <= width:
             lines[-1] = joined
+        elif len(lines) == most:
+            lines[-1] += " ..."
+            break
         else:
             lines.append(word)
-    if len(lines) > most:
-        lines = [*lines[: most - 1], lines[most - 1] + " ..."]
-    for index, line in enumerate(lines):
-        while text_width(line, size) > width and len(line) > 4:
-            line = line.removesuffix("...")[:-1] + "..."
-        lines[index] = line
-    return lines
+    return [_shortened(line, size, width) for line in lines]
+
+
+def _shortened(line: str, size: int, width: int) -> str:
+    """The line, or the longest beginning of it that fits with three dots; at least one letter."""
+    line = line[: 2 * width + 4]  # no letter is narrower than half a pixel
+    if len(line) <= 4 or text_width(line, size) <= width:
+        return line
+    line = line.removesuffix("...")
+    count = bisect_right(range(2, len(line)), width, key=lambda end: text_width(line[:end] + "...", size))
+    return line[: 1 + count] + "..."
+
+
+def png_bytes(picture: Image.Image) -> bytes:
+    """A picture as a PNG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()

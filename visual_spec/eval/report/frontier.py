@@ -12,12 +12,14 @@ import base64
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.files import refuse_existing, render_page, write_atomically
+from visual_spec.eval.files import ready_folder, refuse_existing, render_page, write_atomically
+from visual_spec.eval.words import words_of
 
 Row = dict[str, Any]
 _Point = tuple[float, float, str, str]  # x, y, number, colour
@@ -46,11 +48,24 @@ class Style:
     glyph: str
 
 
+_WHITE, _LINE, _BAND = "#ffffff", "#b9b5aa", "#f0eee8"
 STYLES = {
     "plain": Style("plain decoding", "*", "#1c1e24", "★"),
     "control": Style("plain decoding otherwise (control)", "s", "#686a72", "■"),
     "lossless": Style("lossless", "o", "#187642", "●"),
     "lossy": Style("lossy", "^", "#b4430f", "▲"),
+}
+
+
+# The colours of a chart, and what they are called in the style of the page, which has them light and dark.
+_PAGE_COLOURS = {
+    "#1c1e24": "--ink",
+    "#686a72": "--muted",
+    "#187642": "--good",
+    "#b4430f": "--lossy",
+    _WHITE: "--card",
+    _LINE: "--axis",
+    _BAND: "--band",
 }
 
 
@@ -98,11 +113,10 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     def frechet(row: Row) -> Row:
         return row["features"][extractor]["frechet_to_real"]
 
-    by_scales = document["rows"][0].get("cache") is not None
-    music = "sampling_rate" in document["settings"]
+    words = words_of(document)
 
     def accuracy(row: Row) -> Row:
-        return row["accuracy"]["all_correct" if by_scales else "mean_attribute"]
+        return row["accuracy"]["all_correct" if words.caches else "mean_attribute"]
 
     # On a processor its own seconds: the clock also counts what others did there meanwhile.
     first = document["rows"][0]
@@ -111,8 +125,8 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     alone = first[clock]["alone_speed_up"] is not None
     batch = 1 if alone else first[clock]["batch_size"]
     across = [
-        # All rows of a next-scale model take one call a scale: what differs is how large models and caches are.
-        Axis("times less cache", _cache) if by_scales else Axis("speed-up in model calls", _calls),
+        # All settings of a next-scale model take one call a scale: what differs is how large models and caches are.
+        Axis("times less cache", _cache) if words.caches else Axis("speed-up in model calls", _calls),
         Axis(
             f"speed-up in {unit}, batch {batch} (bars: p20 to p80)",
             _clock(clock, "alone_speed_up" if alone else "speed_up"),
@@ -120,13 +134,13 @@ def axes_of(document: dict[str, Any], extractor: str) -> tuple[list[Axis], list[
     ]
     up = [
         Axis(
-            f"{'class' if by_scales else 'prompt'} accuracy, plain = 1",
+            f"{'class' if words.caches else 'prompt'} accuracy, plain = 1",
             _relative(accuracy),
             lambda row: 100 * accuracy(row)["value"],
-            "classes right, %" if by_scales else "attributes right, %",
+            "classes right, %" if words.caches else "attributes right, %",
         ),
         Axis(
-            f"Frechet distance to true {'clips' if music else 'scenes'}, plain = 1",
+            f"Frechet distance to true {words.truth}, plain = 1",
             _relative(frechet),
             lambda row: frechet(row)["value"],
             f"Frechet distance ({extractor} features), low is good",
@@ -199,12 +213,12 @@ def _shortened(name: str, most: int = 66) -> str:
 def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axis) -> list[_Point]:
     """Draw the points of a panel with their bars; returns those it has room for numbers beside."""
     plain = rows[0]
-    panel.axhline(1, color="#b9b5aa", linewidth=1, zorder=0)
-    panel.axvline(1, color="#b9b5aa", linewidth=1, zorder=0)
+    panel.axhline(1, color=_LINE, linewidth=1, zorder=0)
+    panel.axvline(1, color=_LINE, linewidth=1, zorder=0)
     # What plain decoding itself is known to: quality within the band is not told apart from it.
     band = vertical.read(plain, plain)
     assert band is not None
-    panel.axhspan(band[1], band[2], color="#f0eee8", zorder=-1)
+    panel.axhspan(band[1], band[2], color=_BAND, zorder=-1)
     points: list[_Point] = []
     for number, row in enumerate(rows):
         x, y = horizontal.read(row, plain), vertical.read(row, plain)
@@ -219,7 +233,7 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
             fmt=style.marker,
             color=style.colour,
             markersize=17 if row["kind"] == "plain" else 9,
-            markeredgecolor="white",
+            markeredgecolor=_WHITE,
             markeredgewidth=1,
             elinewidth=1.2,
             alpha=0.95,
@@ -237,9 +251,9 @@ def _draw_panel(panel: Any, rows: Sequence[Row], horizontal: Axis, vertical: Axi
     panel.set_xlabel(horizontal.title, fontsize=11)
     panel.set_ylabel(vertical.title + (" (axis turned)" if vertical.lower_is_better else ""), fontsize=11)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(labelsize=10, color="#b9b5aa")
+    panel.tick_params(labelsize=10, color=_LINE)
     for side in ("left", "bottom"):
-        panel.spines[side].set_color("#b9b5aa")
+        panel.spines[side].set_color(_LINE)
     if vertical.absolute is not None:
         one = vertical.absolute(plain)
         other = panel.secondary_yaxis("right", functions=(lambda y: y * one, lambda y: y / (one or 1.0)))
@@ -295,7 +309,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The documents of evaluations; those of one model, law, prompts and judge are joined, each row kept once.
 
     Raises:
-        ValueError: a file that is not a result of `visual-spec eval`.
+        ValueError: a file that is not a result of `visual-spec eval`, or lacks a part of one.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
@@ -307,6 +321,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
             ) from error
         if not isinstance(document, dict) or document.get("kind") != "quality":
             raise ValueError(f"{path} holds no evaluation; pass results.json of visual-spec eval")
+        _check_complete(document, path)
         document["sheet"] = _sheet(path)
         # Wall clock of another batch, device or type of numbers does not compare: that is another section.
         key = json.dumps(document["settings"], sort_keys=True)
@@ -316,6 +331,35 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
         else:
             found[key] = document
     return list(found.values())
+
+
+def _check_complete(document: dict[str, Any], path: Path) -> None:
+    """Refuse a document without all that the page shows: write its table, and read what the charts read.
+
+    Raises:
+        ValueError: a part is missing or of another kind; names it.
+    """
+    from jinja2 import UndefinedError
+
+    try:
+        first, *_ = rows = document["rows"]
+        section = _section(document | {"sheet": None}, charts=[])
+        for extractor in section["extractors"]:
+            across, up = axes_of(document, extractor)
+            for row in rows:
+                _ = STYLES[row["kind"]], [axis.read(row, first) for axis in (*across, *up)]
+        json.dumps(document["settings"], sort_keys=True)
+        render_page("frontier.html.jinja", title="", sections=[section], styles=STYLES)
+    except KeyError as error:
+        raise ValueError(f"{path} is incomplete: it lacks {error}; evaluate again") from error
+    except (UndefinedError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"{path} is incomplete: {error}; evaluate again") from error
+
+
+def _section(document: dict[str, Any], charts: list[Any]) -> dict[str, Any]:
+    """What the template shows of a document."""
+    extractors = list(document["rows"][0]["features"])
+    return {"document": document, "words": words_of(document), "extractors": extractors, "charts": charts}
 
 
 def _sheet(path: Path) -> str | None:
@@ -336,6 +380,17 @@ def _image(figure: Any, kind: str) -> bytes:
     return buffer.getvalue()
 
 
+def _inline_svg(drawing: str, prefix: str) -> str:
+    """An SVG file as a part of a page: as wide as the page, in the page's colours, its ids told apart by `prefix`."""
+    content = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
+    content = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", content, count=1)
+    content = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", content, count=1)
+    content = re.sub(r'( id="|href="#|url\(#)', rf"\1{prefix}", content)
+    for colour, variable in _PAGE_COLOURS.items():
+        content = content.replace(colour, f"var({variable})")
+    return content
+
+
 def write_page(
     documents: Sequence[dict[str, Any]], path: Path, title: str, *, overwrite: bool = False
 ) -> Path:
@@ -349,12 +404,11 @@ def write_page(
         raise ValueError("no results to draw; pass results.json of visual-spec eval")
     sections = []
     for document in documents:
-        extractors = list(document["rows"][0]["features"])
         charts = []
-        for extractor in extractors:
-            content = base64.b64encode(_image(draw_frontier(document, extractor), "svg")).decode()
-            charts.append((extractor, f"data:image/svg+xml;base64,{content}"))
-        sections.append({"document": document, "extractors": extractors, "charts": charts})
+        for extractor in document["rows"][0]["features"]:
+            drawn = _image(draw_frontier(document, extractor), "svg").decode()
+            charts.append((extractor, _inline_svg(drawn, f"chart{len(sections)}-{len(charts)}-")))
+        sections.append(_section(document, charts))
     page = render_page("frontier.html.jinja", title=title, sections=sections, styles=STYLES)
     return write_atomically(path, page, overwrite=overwrite)
 
@@ -376,11 +430,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--title", default="Speed-up against quality", metavar="TEXT")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are already there")
     args = parser.parse_args(argv)
-    refuse_existing(args.out, args.overwrite)
+    ready_folder(refuse_existing(args.out, args.overwrite).parent)
     if args.chart is not None:
         if args.chart.suffix not in (".png", ".svg"):
             raise ValueError(f"--chart {args.chart} given; the name must end in .png or .svg")
-        refuse_existing(args.chart, args.overwrite)
+        ready_folder(refuse_existing(args.chart, args.overwrite).parent)
     documents = read_results(args.results)
     if args.chart is not None:
         content = _image(draw_frontier(documents[0]), args.chart.suffix[1:])

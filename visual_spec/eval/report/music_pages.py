@@ -7,7 +7,6 @@ itself. As in `report`, the last column of a run is what the call was *paid* for
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
-from tqdm import tqdm
 
 from visual_spec.data.waves import levels
 from visual_spec.eval.files import render_page, write_atomically
-from visual_spec.eval.quality.comparison import seeded_generators
 from visual_spec.eval.report.drawing import (
     INK,
     MAP_GROUND,
@@ -30,10 +27,10 @@ from visual_spec.eval.report.drawing import (
     RUN_COLOURS,
     draw_text,
     legend_strip,
+    png_bytes,
     text_width,
 )
 from visual_spec.eval.report.pages import paid_slots
-from visual_spec.pipelines.accelerate import make_sampler
 from visual_spec.pipelines.audio_files import audio_bytes
 
 # Silence to full scale; each colour is darker or lighter than the one before it.
@@ -47,9 +44,14 @@ _WIDTH = 1000
 class AudioRow:
     """One prompt played plainly and accelerated.
 
-    `plain_audio`, `fast_audio`: float [C, N]. `commit_call` [S] long: the call at which each column of the accelerated
-    clip was committed. `*_calls`: target calls, `*_seconds`: wall clock of the decoding, the codec not counted.
-    `identical`: codes and samples of both are the same. `output_law`: what the sampler says, see `DecodeTrace`.
+    Attributes:
+        plain_audio, fast_audio: float [C, N].
+        commit_call: long [S], the call at which each column of the accelerated clip was committed.
+        plain_calls, fast_calls: target calls.
+        plain_seconds, fast_seconds: wall clock of the decoding, the codec not counted.
+        identical: whether codes and samples of both are the same.
+        promised: whether the sampler says so without a condition.
+        output_law: what the sampler says it drew from, see `DecodeTrace`.
     """
 
     prompt: str
@@ -62,6 +64,7 @@ class AudioRow:
     plain_seconds: float
     fast_seconds: float
     identical: bool
+    promised: bool = False
     output_law: str = ""
 
     @property
@@ -73,52 +76,6 @@ class AudioRow:
     def speed_up(self) -> float:
         """Plain seconds over accelerated seconds."""
         return self.plain_seconds / self.fast_seconds if self.fast_seconds > 0 else 0.0
-
-
-def compare_audio(
-    pipe: Any, sampler: Any, jobs: Sequence[tuple[str, int]], settings: Mapping[str, Any]
-) -> list[AudioRow]:
-    """Play each (prompt, seed) column by column and with `sampler`, one clip at a time, after a warm-up of each.
-
-    Args:
-        pipe: an `AudioPipeline`; its sampler is put back.
-        settings: of `AudioPipeline.__call__`: law, length.
-
-    Raises:
-        ValueError, TypeError: bad input, as `AudioPipeline.__call__`.
-    """
-
-    def play(chosen: Any, prompt: str, seed: int) -> Any:
-        pipe.sampler = chosen
-        return pipe(prompt, generator=seeded_generators([seed]), **settings)
-
-    rows, before = [], pipe.sampler
-    both = (make_sampler("columns"), sampler)
-    try:
-        for chosen in both:
-            play(chosen, *jobs[0])
-        for prompt, seed in tqdm(
-            jobs, desc="plain and accelerated", unit=" clips", leave=False, disable=None
-        ):
-            plain, fast = (play(chosen, prompt, seed) for chosen in both)
-            rows.append(
-                AudioRow(
-                    prompt=prompt,
-                    plain_audio=plain.audios[0],
-                    fast_audio=fast.audios[0],
-                    sampling_rate=fast.sampling_rate,
-                    commit_call=fast.trace.commit_call[0],
-                    plain_calls=int(plain.trace.target_calls[0]),
-                    fast_calls=int(fast.trace.target_calls[0]),
-                    plain_seconds=plain.trace.seconds,
-                    fast_seconds=fast.trace.seconds,
-                    identical=plain.codes.equal(fast.codes) and np.array_equal(plain.audios, fast.audios),
-                    output_law=fast.trace.output_law,
-                )
-            )
-    finally:
-        pipe.sampler = before
-    return rows
 
 
 def mel_picture(audio: np.ndarray | Tensor, sampling_rate: int, width: int, height: int) -> Image.Image:
@@ -205,15 +162,13 @@ def write_music_page(
     }
     sections = []
     for row in rows:
-        picture = io.BytesIO()
-        music_picture(row).save(picture, "PNG", optimize=True)
         plain, fast = (audio_bytes(audio, row.sampling_rate) for audio in (row.plain_audio, row.fast_audio))
         sections.append(
             {
                 "row": row,
                 "plain": None if row.identical else _url("audio/wav", plain),
                 "fast": _url("audio/wav", fast),
-                "picture": _url("image/png", picture.getvalue()),
+                "picture": _url("image/png", png_bytes(music_picture(row))),
             }
         )
     page = render_page(

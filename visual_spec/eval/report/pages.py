@@ -9,7 +9,6 @@ Of a next-scale model every call commits a whole map of tokens; there the map sh
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from visual_spec.eval.report.drawing import (
     fit_square,
     keyed_strip,
     legend_strip,
+    png_bytes,
     text_width,
     wrap_text,
 )
@@ -46,7 +46,7 @@ class ComparisonRow:
 
     `commit_call` `[L]` long: the call at which each slot of the accelerated picture was committed. `*_calls`: target
     calls of one sample, `*_seconds`: wall clock of its decoding. `identical`: the tokens of both are the same;
-    `promised`: the sampler says that they are; `output_law`: what else it says, see `DecodeTrace`.
+    `promised`: the sampler says so without a condition; `output_law`: what else it says, see `DecodeTrace`.
 
     Raises:
         ValueError: if `commit_call` does not have one non-negative entry for each slot of `grid`, or a count is < 1.
@@ -407,6 +407,4 @@ def _measured(calls: int, seconds: float) -> str:
 
 
 def _data_url(picture: Image.Image) -> str:
-    buffer = io.BytesIO()
-    picture.convert("RGB").save(buffer, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return "data:image/png;base64," + base64.b64encode(png_bytes(picture.convert("RGB"))).decode()

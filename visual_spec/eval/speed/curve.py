@@ -1,80 +1,67 @@
-"""Tokens per call over windows, guidance scales and methods: counted, nothing is timed."""
+"""Tokens or columns per call of every setting: counted, nothing is timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+import numpy as np
 
-from visual_spec.eval.speed import measure
-from visual_spec.eval.speed.timing import Decoded, Entry, ratio_with_error
-from visual_spec.pipelines.token_image import TokenImagePipeline
-from visual_spec.samplers.autoregressive import AutoregressiveSampler
-from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.eval import draws
+from visual_spec.eval.intervals import ratio_with_error
+from visual_spec.eval.settings import Setting
+from visual_spec.eval.speed.timing import Report, facts_of, mean_and_deviation, promises_plain
 
 
 def curve(
-    pipe: TokenImagePipeline,
-    samplers: Sequence[Entry],
-    laws: Sequence[TokenLaw],
+    pipe: Any,
+    settings: Sequence[Setting],
     prompts: Sequence[str],
     *,
-    seed: int,
     batch_size: int,
-    report: Callable[[str], Any] = lambda text: None,
+    report: Report = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Tokens per call of every sampler under every law, one sample per prompt; sample i has seed `seed + i`.
+    """What a call commits under every setting but the first, one sample per prompt; sample i has seed `seed + i`.
+
+    Args:
+        settings: the first is plain decoding.
 
     Returns:
-        One dict per cell: `calls_per_sample`, `tokens_per_call` (all tokens over all calls), `standard_error` of it
-        over samples, `identical_samples` (of `samples`, those with the tokens of plain decoding; None where not
-        promised).
+        One dict per setting; `tokens` stands for what a call commits, of music `columns`. `tokens`: of a sample;
+        `calls_per_sample`; `tokens_per_call`: all tokens over all calls, and `standard_error` of it over samples;
+        `deviation` of a sample's own; `identical_samples`: of `samples`, those with the tokens of plain decoding; None
+        where not promised.
     """
-    length = pipe.transformer.grid.num_tokens
     starts = range(0, len(prompts), batch_size)
+
+    def decode(setting: Setting) -> list[dict[str, np.ndarray]]:
+        return [draws.draw(pipe, setting, prompts[start : start + batch_size], start) for start in starts]
+
+    def joined(parts: list[dict[str, np.ndarray]], name: str) -> np.ndarray:
+        return np.concatenate([part[name] for part in parts])
+
+    plain = None
+    if any(promises_plain(setting, settings[0]) for setting in settings[1:]):
+        plain = joined(decode(settings[0]), "tokens")
     rows = []
-    for law in laws:
-        with torch.no_grad():
-            conditions = [pipe.encode_prompt(list(prompts[start : start + batch_size])) for start in starts]
-
-        def decode(sampler: Any, law: TokenLaw = law, conditions: list = conditions) -> Decoded:
-            parts = []
-            for start, condition in zip(starts, conditions, strict=True):
-                seeds = range(seed + start, seed + min(start + batch_size, len(prompts)))
-                generator = [torch.Generator().manual_seed(number) for number in seeds]
-                parts.append(
-                    sampler(pipe.transformer, condition, law=law, generator=generator, batch_size=len(seeds))
-                )
-            return Decoded(
-                torch.cat([part.tokens.cpu() for part in parts]),
-                torch.cat([part.trace.target_calls for part in parts]),
-            )
-
-        plain = (
-            decode(AutoregressiveSampler()) if any(entry.sampler.identical for entry in samplers) else None
-        )
-        for entry in samplers:
-            found = decode(entry.sampler)
-            same = None
-            if plain is not None and entry.sampler.identical:
-                same = int((found.tokens == plain.tokens).all(1).sum())
-            rate, error = ratio_with_error(found.calls.tolist(), length)
-            rows.append(
-                {
-                    "name": entry.name.removeprefix("jacobi "),
-                    "window": entry.window,
-                    "sampler": measure.sampler_settings(entry.sampler),
-                    "guidance_scale": law.guidance_scale,
-                    "tokens": length,
-                    "samples": len(prompts),
-                    "calls_per_sample": found.calls.tolist(),
-                    "tokens_per_call": rate,
-                    "standard_error": error,
-                    "identical_samples": same,
-                }
-            )
-            report(
-                f"guidance {law.guidance_scale:g}, {rows[-1]['name']}, W={entry.window}: {rate:.2f} tokens per call"
-            )
+    for setting in settings[1:]:
+        parts = decode(setting)
+        calls, length = joined(parts, "calls").tolist(), int(parts[0]["length"])
+        value, error = ratio_with_error([length] * len(calls), calls)
+        same = None
+        if plain is not None and promises_plain(setting, settings[0]):
+            same = int((joined(parts, "tokens") == plain).reshape(len(plain), -1).all(1).sum())
+        row = {
+            **facts_of(setting),
+            pipe.unit: length,
+            "samples": len(prompts),
+            "calls_per_sample": calls,
+            f"{pipe.unit}_per_call": value,
+            "standard_error": error,
+            "deviation": mean_and_deviation([length / count for count in calls])[1],
+            "identical_samples": same,
+        }
+        rows.append(row)
+        where = f"guidance {row['guidance_scale']:g}, {row['name']}, W={row['window']}"
+        report(f"{where}: {value:.2f} {pipe.unit} per call")
     return rows

@@ -1,12 +1,9 @@
-"""What a benchmark reads off the machine: seconds, peak memory, bandwidth, and the bytes that a call must read."""
+"""What a benchmark reads off the machine: seconds, memory, bandwidth, phases, and the weights that a call reads."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import platform
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visual_spec.eval.intervals import quantiles
+from visual_spec.eval.machine import device_name
 from visual_spec.samplers.core.trace import MEASURE
-
-QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
@@ -34,24 +31,6 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float
     end.record(torch.cuda.current_stream(device))
     end.synchronize()
     return result, begin.elapsed_time(end) / 1000
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """p20, p50 and p80, interpolated linearly between the two nearest values.
-
-    Raises:
-        ValueError: if there are no values.
-    """
-    if not values:
-        raise ValueError("no values; a quantile needs at least one")
-    ordered = sorted(values)
-    result = {}
-    for name, share in QUANTILES.items():
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        result[name] = ordered[low] + (place - low) * (ordered[high] - ordered[low])
-    return result
 
 
 def peak_memory(device: torch.device) -> int:
@@ -80,6 +59,64 @@ def available_memory(device: torch.device) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # no Linux: all of the memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class DoesNotFit(ValueError):
+    """The device has no room for what is asked."""
+
+
+def refuse_what_does_not_fit(
+    needed: dict[str, int],
+    device: torch.device,
+    *,
+    at: Callable[[int, int], dict[str, int]] | None = None,
+    batch_size: int = 1,
+    window: int = 1,
+) -> None:
+    """Refuse, before anything is allocated, what the device has no room for.
+
+    Args:
+        needed: bytes by what they are for.
+        at: what is needed for a batch and a window; the message then says what fits.
+        batch_size, window: those of `needed`.
+
+    Raises:
+        DoesNotFit: names what is needed, what is free, and what helps.
+    """
+    available, total = available_memory(device), sum(needed.values())
+    if total <= available:
+        return
+    parts = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in needed.items())
+    remedy = "pass a smaller --model, --dtype bfloat16, or smaller --batch-sizes and --windows."
+    if at is not None:
+        found = what_fits(at, available, batch_size, window)
+        if found is None:
+            least = sum(at(1, 1).values()) / 1e9
+            remedy = (
+                f"one sample with window 1 needs {least:.1f} GB: pass a smaller --model, or --dtype bfloat16."
+            )
+        elif found[1] == window:
+            remedy = (
+                f"with window {window} the largest batch that fits is {found[0]}: pass smaller --batch-sizes."
+            )
+        else:
+            remedy = f"at batch 1 the largest window that fits is {found[1]}: pass smaller --batch-sizes and --windows."
+    raise DoesNotFit(
+        f"this needs {total / 1e9:.1f} GB ({parts}), and {device} has {available / 1e9:.1f} GB free; {remedy}"
+    )
+
+
+def what_fits(
+    at: Callable[[int, int], dict[str, int]], available: int, batch_size: int, window: int
+) -> tuple[int, int] | None:
+    """The largest batch that fits with this window, or with a batch of 1 the largest window; None: nothing does."""
+    for batch in range(batch_size, 0, -1):
+        if sum(at(batch, window).values()) <= available:
+            return batch, window
+    for width in range(window, 0, -1):
+        if sum(at(1, width).values()) <= available:
+            return 1, width
+    return None
 
 
 def copy_bandwidth(device: torch.device, mebibytes: int | None = None, repeats: int = 7) -> float:
@@ -147,25 +184,43 @@ def busy_ms_per_call(
     """
     if device.type != "cuda":
         return None
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    events, calls = device_events(decode, device)
+    return covered([span for _, span in events]) / 1000 / calls if events and calls else None
+
+
+def device_events(
+    decode: Callable[[Callable[[int, Tensor], Any]], Any], device: torch.device
+) -> tuple[list[tuple[str, tuple[float, float]]], int]:
+    """What PyTorch's profiler saw of a decode behind its prefill, and the number of calls.
+
+    Args:
+        decode: as of `busy_ms_per_call`.
+
+    Returns:
+        The name of each kernel or copy on a GPU, or of each operator on a CPU, with its start and end in microseconds.
+    """
+    kind = "CUDA" if device.type == "cuda" else "CPU"
+    profiler = torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)])
     calls = 0
 
     def note(index: int, lengths: Tensor) -> None:
         nonlocal calls
         calls = index
         if index == 0:
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             profiler.start()
 
     decode(note)
-    torch.cuda.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     profiler.stop()
-    spans = [
-        (event.time_range.start, event.time_range.end)
+    found = [
+        (event.name, (event.time_range.start, event.time_range.end))
         for event in profiler.events() or []
-        if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+        if event.device_type.name == kind and not getattr(event, "is_user_annotation", False)
     ]
-    return covered(spans) / 1000 / calls if spans and calls else None  # from microseconds
+    return found, calls
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
@@ -233,82 +288,3 @@ def weight_bytes_per_call(model: nn.Module, call: Callable[[], Any]) -> int:
         for handle in handles:
             handle.remove()
     return sum(sizes.values())
-
-
-def bytes_per_call(model: Any, condition: Any, *, batch_size: int, guided: bool) -> tuple[int, int]:
-    """Weight and cache bytes that one call cannot but read, whatever its window.
-
-    Weights: `weight_bytes_per_call`. Cache: the prefix and half of the grid, the mean over plain decoding. The size of
-    a slot is read off two prefills that differ in the window, since the cache has room for prefix + tokens + window.
-    """
-    one, two = (
-        model.prefill(condition, batch_size=batch_size, guided=guided, window=window) for window in (1, 2)
-    )
-    pairs = [(getattr(one, field.name), getattr(two, field.name)) for field in dataclasses.fields(one)]
-    # The cache is what has room for the window; tables and masks of the state are small and of fixed size.
-    sizes = [(a.nbytes, b.nbytes) for a, b in pairs if _grew(a, b)]
-    slot = sum(b - a for a, b in sizes)
-    prefix = sum(a for a, _ in sizes) - (model.grid.num_tokens + 1) * slot
-    tokens = torch.zeros(batch_size, 1, dtype=torch.long, device=one.logits.device)
-    weights = weight_bytes_per_call(model, lambda: model(one, tokens, tokens))
-    return weights, prefix + slot * model.grid.num_tokens // 2
-
-
-def _grew(one: Any, two: Any) -> bool:
-    return isinstance(one, Tensor) and one.is_floating_point() and one.shape != two.shape
-
-
-def sampler_settings(sampler: Any) -> dict[str, Any]:
-    """A sampler's class and its settings, those left at their defaults too."""
-    config = {name: value for name, value in dict(sampler.config).items() if not name.startswith("_")}
-    return {"class": type(sampler).__name__, **config}
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's as the operating system tells it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return (
-        names[0] if names and names[0] not in ("", "unknown") else platform.processor() or platform.machine()
-    )
-
-
-def git_commit() -> str | None:
-    """Commit of the source tree that runs, with `-dirty` for uncommitted changes; None outside of a checkout."""
-    folder = Path(__file__).parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        tracked = subprocess.run(
-            ["git", "-C", str(folder), "ls-files", "--error-unmatch", Path(__file__).name],
-            capture_output=True,
-        )
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    # An installed copy may lie within somebody else's checkout, whose commit says nothing about this code.
-    return done.stdout.strip() if tracked.returncode == 0 and done.returncode == 0 else None
-
-
-def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Facts without which a number means nothing; JSON types only."""
-    import visual_spec
-
-    return {
-        "device": device.type,
-        "device_name": device_name(device),
-        "threads": torch.get_num_threads(),
-        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "visual_spec": visual_spec.__version__,
-        "commit": git_commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }

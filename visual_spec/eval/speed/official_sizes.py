@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.eval.speed import measure
-from visual_spec.models.core import checkpoints
 from visual_spec.models.next_token import llamagen
+from visual_spec.models.next_token import llamagen_checkpoint as checkpoints
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 
 TEXT_LENGTH = 64
 # Float32 arrays of the size of the logits that are alive at the peak of a step: guided and filtered logits, two laws,
 # their exponentials, the residual, and noise.
-_LAW_ARRAYS = 8
+LAW_ARRAYS = 8
 # Arrays of the size of the widest layer that are alive in the forward of a prompt.
 _WIDE_ARRAYS = 4
 
@@ -84,7 +84,7 @@ class OfficialModel:
         return {
             "weights": self.parameters * size,
             "cache": rows * places * self.cached * size,
-            "logits": rows * scored * 4 * _LAW_ARRAYS,
+            "logits": rows * scored * 4 * LAW_ARRAYS,
             "prompt": rows * read * self.widest * size * _WIDE_ARRAYS,
         }
 
@@ -197,6 +197,11 @@ def of_llamagen(name: str, model: LlamaGenTransformer) -> OfficialModel:
     )
 
 
+def described(model: Any) -> OfficialModel | None:
+    """The description of a model that is there; None for one of another architecture."""
+    return of_llamagen("", model) if isinstance(model, LlamaGenTransformer) else None
+
+
 def random_condition(model: LlamaGenTransformer, batch_size: int) -> TextCondition | Tensor:
     """Labels, or captions of full length with random features."""
     width = model.config["caption_dim"]
@@ -213,10 +218,9 @@ def random_condition(model: LlamaGenTransformer, batch_size: int) -> TextConditi
 
 def janus_pro_7b(image_size: int | None = None) -> OfficialModel:
     """Janus-Pro-7B: the decoder of DeepSeek-LLM-7B, 576 tokens of 16384 codes, a head and an embedding of their own."""
-    from transformers import JanusConfig, JanusForConditionalGeneration
-
     side = _only(image_size, 384, "Janus-Pro") // 16
-    config = JanusConfig(
+    return janus(
+        "janus-pro-7b",
         text_config=dict(
             model_type="llama",
             vocab_size=102400,
@@ -232,14 +236,31 @@ def janus_pro_7b(image_size: int | None = None) -> OfficialModel:
         ),
         vision_config=dict(image_size=384, patch_size=16, num_image_tokens=side * side, projection_dim=4096),
         vq_config=dict(num_embeddings=16384, projection_dim=4096, image_token_embed_dim=4096),
-        tie_word_embeddings=False,
+        start_of_image=100016,
+    )
+
+
+def janus(
+    name: str,
+    *,
+    text_config: dict[str, Any],
+    vision_config: dict[str, Any],
+    vq_config: dict[str, Any],
+    start_of_image: int,
+) -> OfficialModel:
+    """A Janus of these configurations; `start_of_image` is the id that ends its prompt."""
+    from transformers import JanusConfig, JanusForConditionalGeneration
+
+    config = JanusConfig(
+        text_config=text_config, vision_config=vision_config, vq_config=vq_config, tie_word_embeddings=False
     )
     with torch.device("meta"):
         module = JanusForConditionalGeneration(config)
     settings: Any = module.generation_config
-    settings.bos_token_id, settings.pad_token_id = 100000, 100002
-    settings.generation_kwargs = {"boi_token_id": 100016}
-    return of_transformers("janus-pro-7b", 16 * side, module, top_k=0, first=100000, last=100016)
+    settings.bos_token_id, settings.pad_token_id = text_config["bos_token_id"], text_config["pad_token_id"]
+    settings.generation_kwargs = {"boi_token_id": start_of_image}
+    size, first = vision_config["image_size"], text_config["bos_token_id"]
+    return of_transformers(name, size, module, top_k=0, first=first, last=start_of_image)
 
 
 def lumina_mgpt_7b(image_size: int | None = None) -> OfficialModel:

@@ -8,64 +8,27 @@ pictures are not. With `--count-only` nothing is run: arithmetic and bytes are c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from visual_spec.eval.quality.samples import Setting, caches_of, parse_setting
-from visual_spec.eval.rows import scale_rows
-from visual_spec.eval.speed import measure, scale_cost, true_size
-from visual_spec.eval.speed.timing import Decoded, summarise_row, time_rounds
-from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
+from visual_spec.eval.defaults import ModelSettings, scale_settings
+from visual_spec.eval.draws import caches_of
+from visual_spec.eval.machine import choose_device, environment, load
+from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
+from visual_spec.eval.speed import measure, scale_cost
+from visual_spec.eval.speed.groups import read_groups
+from visual_spec.eval.speed.official_sizes import LAW_ARRAYS, fill_at_random
+from visual_spec.eval.speed.timing import Decoded, Report, summarise_row, time_rounds
+from visual_spec.eval.tables import markdown
+from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
-from visual_spec.samplers.core.law import TokenLaw
-
-# Arrays of the size of the logits that are alive at the peak, as in `true_size`.
-_LAW_ARRAYS = 8
-
-
-@dataclass(frozen=True)
-class OfficialSizes:
-    """Constructor arguments of models of official size; refiner: None for one model."""
-
-    transformer: dict[str, Any]
-    vq_model: dict[str, Any]
-    refiner: dict[str, Any] | None
-
-
-def is_official(name: str) -> bool:
-    """Whether `--model` names official sizes of VAR."""
-    return name.startswith("var-")
-
-
-def official_sizes(name: str, image_size: int | None = None) -> OfficialSizes:
-    """The sizes called "var-d16", or "var-d30+var-d16" with a refiner.
-
-    Args:
-        image_size: 256 or 512; None: what the size was released for.
-
-    Raises:
-        ValueError: another name or picture size; lists those there are.
-    """
-    names = name.split("+")
-    known = {f"var-{preset}": config for preset, config in PRESETS.items()}
-    if len(names) > 2 or any(part not in known for part in names):
-        raise ValueError(
-            f"--random-weights with --model {name}; pass one of {', '.join(known)}, or two of them with a + between, "
-            "the larger one first, for CoDe."
-        )
-    if image_size is not None and image_size not in SCALES:
-        raise ValueError(f"--image-size {image_size}; VAR draws {' or '.join(map(str, SCALES))} pixels.")
-    scales = known[names[0]]["scales"] if image_size is None else SCALES[image_size]
-    configs = [{**known[part], "scales": scales} for part in names]
-    return OfficialSizes(configs[0], {"scales": scales}, configs[1] if len(names) > 1 else None)
 
 
 def random_pipeline(
-    sizes: OfficialSizes, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    sizes: scale_cost.VarSizes, *, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ScaleImagePipeline:
     """A pipeline of official size with random weights, made on the device it runs on."""
     pipe = scale_cost.pipeline_on_meta(
@@ -73,7 +36,7 @@ def random_pipeline(
     )
     for part in (pipe.transformer, pipe.vq_model, pipe.refiner):
         if part is not None:
-            true_size.fill_at_random(part, dtype=dtype, device=device, seed=seed)
+            fill_at_random(part, dtype=dtype, device=device, seed=seed)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -88,14 +51,14 @@ def needed_bytes(pipe: ScaleImagePipeline, batch_size: int, guided: bool) -> dic
     return {
         "weights": sum(p.numel() * p.element_size() for part in parts for p in part.parameters()),
         "cache": cache.peak,
-        "logits": rows * model.scales[-1] ** 2 * model.vocab_size * 4 * _LAW_ARRAYS,
+        "logits": rows * model.scales[-1] ** 2 * model.vocab_size * 4 * LAW_ARRAYS,
     }
 
 
-def count_rows(
+def count_settings(
     pipe: ScaleImagePipeline, settings: Sequence[Setting], *, batch_sizes: Sequence[int], dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    """What every row costs at every batch size, by counting: see `ScaleCost.in_batch`, and the cache of a picture.
+    """What every setting costs at every batch size, by counting: see `ScaleCost.in_batch`, and the cache of a picture.
 
     Args:
         pipe: on the meta device. Compressed caches are counted with layers that share alike.
@@ -124,7 +87,7 @@ def count_rows(
     return [row for found in rows for row in found]
 
 
-def time_rows(
+def time_settings(
     pipe: ScaleImagePipeline,
     settings: Sequence[Setting],
     *,
@@ -132,16 +95,16 @@ def time_rows(
     runs: int,
     warmup: int,
     calibrated: bool,
-    report: Callable[[str], Any] = lambda text: None,
+    report: Report = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Time every row on the same classes and seeds, round by round; the first one is what speed-ups are over.
+    """Time every setting on the same classes and seeds, round by round; the first one is what speed-ups are over.
 
     Args:
         calibrated: see `ScalePlan.on`.
 
     Returns:
-        One dict per row: `seconds` of every timed round, `ms_per_image` and `speed_up` (quantiles), `calls`,
-        `identical_samples`: how many of `samples` have the tokens of the first row, None where not promised;
+        One dict per setting: `seconds` of every timed round, `ms_per_image` and `speed_up` (quantiles), `calls`,
+        `identical_samples`: how many of `samples` have the tokens of the first one, None where not promised;
         `cache_held_measured`: bytes a picture that the trace tells, `peak_memory_bytes`.
     """
     device = pipe.device
@@ -189,7 +152,7 @@ def time_rows(
     for index, setting in enumerate(settings):
         row = summarise_row(rounds.seconds[index], rounds.calls[index], rounds.seconds[0], tokens)
         row.update(
-            sampler=measure.sampler_settings(setting.sampler),
+            sampler=sampler_settings(setting.sampler),
             identical_samples=rounds.identical[index] if promised[index] and index else None,
             samples=runs * batch_size,
             cache_held_measured=held[index] / batch_size,
@@ -199,106 +162,86 @@ def time_rows(
     return rows
 
 
-def run(args: argparse.Namespace, report: Callable[[str], Any]) -> tuple[dict[str, Any], str]:
+def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
     """Document and table of `visual-spec bench` for a next-scale model.
+
+    Args:
+        known: the settings of a model that is there; None for official sizes.
 
     Raises:
         ValueError: options that do not apply, sizes that are unknown or do not fit the device; before any work.
     """
-    from visual_spec.eval.speed.bench import choose_device, load, settings_of
-
-    _refuse_options(args)
-    dtype = getattr(torch, args.dtype)
+    if args.curve:
+        raise ValueError(
+            "--curve counts calls, and a next-scale model takes one a scale, whatever the setting; leave it out."
+        )
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    device = choose_device(args.device)
-    loaded: ScaleImagePipeline | None = None
-    sizes = official_sizes(args.model, args.image_size) if args.random_weights else None
-    if sizes is None:
-        found: Any = load(args.model, args.device, args.dtype, args.threads)
-        loaded, counted = found, scale_cost.like_on_meta(found)
+    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
+    pipe, sizes = None, None
+    if known is not None:
+        groups = read_groups(args, known)
+        pipe = load(args.model, args.device, args.dtype)
+        counted = scale_cost.like_on_meta(pipe)
     else:
+        sizes = scale_cost.var_sizes(args.model, args.image_size)
         counted = scale_cost.pipeline_on_meta(sizes.transformer, sizes.vq_model, sizes.refiner, dtype=dtype)
-    groups = read_rows(args, counted)
-    environment = measure.environment(device, dtype)
+        index = {**counted.config, "refiner": None if counted.refiner is None else ["", ""]}
+        groups = read_groups(args, scale_settings(counted.facts, index, counted.vq_model.scales))
+    check_samplers(counted, groups[0], calibrated=False)
+    facts = environment(device, dtype)
     for name in ("transformer", "refiner", "vq_model"):
         part = getattr(counted, name)
         count = None if part is None else sum(parameter.numel() for parameter in part.parameters())
-        environment[f"{name}_parameters"] = count
+        facts[f"{name}_parameters"] = count
     rows = [
         row
         for settings in groups
-        for row in count_rows(counted, settings, batch_sizes=args.batch_sizes, dtype=dtype)
+        for row in count_settings(counted, settings, batch_sizes=args.batch_sizes, dtype=dtype)
     ]
     kind = "scale-count"
     if not args.count_only:
-        kind = "scale-bench" if loaded is not None else "scale-random-weights"
-        pipe = loaded
-        if pipe is None:
-            assert sizes is not None
+        kind = "scale-bench" if sizes is None else "scale-random-weights"
+        if sizes is not None:
             guided = any(settings[0].law.guided for settings in groups)
-            needed = needed_bytes(counted, max(args.batch_sizes), guided)
-            true_size.refuse_what_does_not_fit(needed, device)
+            measure.refuse_what_does_not_fit(needed_bytes(counted, max(args.batch_sizes), guided), device)
             pipe = random_pipeline(sizes, dtype=dtype, device=device, seed=args.seed)
-        times = [
-            row
-            for settings in groups
-            for batch_size in args.batch_sizes
-            for row in time_rows(
-                pipe,
-                settings,
-                batch_size=batch_size,
-                runs=args.runs,
-                warmup=args.warmup,
-                calibrated=sizes is None,
-                report=report,
-            )
-        ]
+        assert pipe is not None  # of one kind or the other
+        _add_times(rows, pipe, groups, args, calibrated=sizes is None, report=report)
         # Last, because the buffers of this measurement would count as memory of the rows.
-        environment["copy_bandwidth"] = measure.copy_bandwidth(device)
-        environment["picture_ms"] = picture_ms(pipe)
-        for row, timed in zip(rows, times, strict=True):
-            floor = row["bytes_per_image"] / environment["copy_bandwidth"] * 1000
-            row.update(timed, floor_ms_per_image=floor)
-    document = {"kind": kind, "settings": settings_of(args), "environment": environment, "rows": rows}
-    return document, scale_table(rows)
+        facts["copy_bandwidth"] = measure.copy_bandwidth(device)
+        facts["picture_ms"] = picture_ms(pipe)
+        for row in rows:
+            row["floor_ms_per_image"] = row["bytes_per_image"] / facts["copy_bandwidth"] * 1000
+    return {"kind": kind, "environment": facts, "rows": rows}, scale_table(rows)
 
 
-def read_rows(args: argparse.Namespace, pipe: ScaleImagePipeline) -> list[list[Setting]]:
-    """For every guidance scale plain decoding, and the rows that `--methods` names or the model has.
-
-    Raises:
-        ValueError: a row that cannot be read, or does not fit the model.
-    """
-    index = {**pipe.config, "refiner": None if pipe.refiner is None else ["", ""]}
-    known = scale_rows(index, pipe.vq_model.scales)
-    groups = []
-    for scale in args.guidance_scales or [known.law["guidance_scale"]]:
-        asked = {"guidance_scale": scale, "top_k": args.top_k, "top_p": args.top_p}
-        chosen = {name: value for name, value in asked.items() if value is not None}
-        law = TokenLaw(temperature=args.temperature, **{**known.law, **chosen})
-        texts = dict.fromkeys([known.plain, *(known.others if args.methods is None else args.methods)])
-        groups.append([parse_setting(text, law, args.seed) for text in texts])
-    for setting in groups[0]:
-        try:
-            with setting.on(pipe, calibrated=False):
-                pass
-        except TypeError as error:
-            raise ValueError(f"--methods {setting.text}: {error}") from error
-    return groups
-
-
-def _refuse_options(args: argparse.Namespace) -> None:
-    for name in ("windows", "initial_draft"):
-        if getattr(args, name) is not None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} given, which next-token samplers have; a next-scale model is decoded "
-                "scale by scale. Leave it out."
-            )
-    if args.curve:
-        raise ValueError(
-            "--curve counts calls, and a next-scale model takes one a scale, whatever the row; leave it out."
+def _add_times(
+    rows: list[dict[str, Any]],
+    pipe: ScaleImagePipeline,
+    groups: Sequence[Sequence[Setting]],
+    args: argparse.Namespace,
+    *,
+    calibrated: bool,
+    report: Report,
+) -> None:
+    """Time every setting, and add what was measured to what was counted of it."""
+    times = [
+        row
+        for settings in groups
+        for batch_size in args.batch_sizes
+        for row in time_settings(
+            pipe,
+            settings,
+            batch_size=batch_size,
+            runs=args.runs,
+            warmup=args.warmup,
+            calibrated=calibrated,
+            report=report,
         )
+    ]
+    for row, timed in zip(rows, times, strict=True):
+        row.update(timed)
 
 
 @torch.no_grad()
@@ -311,8 +254,6 @@ def picture_ms(pipe: ScaleImagePipeline) -> float:
 
 def scale_table(rows: Sequence[dict[str, Any]]) -> str:
     """The Markdown table: what was timed, if anything was, and what was counted."""
-    from visual_spec.eval.speed.bench import markdown
-
     timed = "seconds" in rows[0]
     header = ["batch", "guidance", "sampler"]
     if timed:

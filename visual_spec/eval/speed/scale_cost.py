@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
-from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
-from visual_spec.pipelines.scale_image import SCHEDULE, ScaleImagePipeline
+from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.pipelines.scale_plan import SCHEDULE
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage, draws_guided
 
 
@@ -53,6 +54,38 @@ class ScaleCost:
             "bytes_per_image": weights + self.cache_bytes,
             "forwards": self.forwards,
         }
+
+
+@dataclass(frozen=True)
+class VarSizes:
+    """Constructor arguments of VAR models of official size; refiner: None for one model."""
+
+    transformer: dict[str, Any]
+    vq_model: dict[str, Any]
+    refiner: dict[str, Any] | None
+
+
+def var_sizes(name: str, image_size: int | None = None) -> VarSizes:
+    """The sizes called "var-d16", or "var-d30+var-d16" with a refiner.
+
+    Args:
+        image_size: 256 or 512; None: what the size was released for.
+
+    Raises:
+        ValueError: another name or picture size; lists those there are.
+    """
+    names = name.split("+")
+    known = {f"var-{preset}": config for preset, config in PRESETS.items()}
+    if len(names) > 2 or any(part not in known for part in names):
+        raise ValueError(
+            f"--random-weights with --model {name}; pass one of {', '.join(known)}, or two of them with a + between, "
+            "the larger one first, for CoDe."
+        )
+    if image_size is not None and image_size not in SCALES:
+        raise ValueError(f"--image-size {image_size}; VAR draws {' or '.join(map(str, SCALES))} pixels.")
+    scales = known[names[0]]["scales"] if image_size is None else SCALES[image_size]
+    configs = [{**known[part], "scales": scales} for part in names]
+    return VarSizes(configs[0], {"scales": scales}, configs[1] if len(names) > 1 else None)
 
 
 class MetaVAR(VARTransformer):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from visual_spec.eval.tables import markdown
+
 # Columns of what a call spends its time on; those of phases that a sampler does not tell apart stay empty.
 PHASES = ["forward", "verify", "host gap"]
 
@@ -59,30 +61,23 @@ def bench_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def curve_table(rows: Sequence[dict[str, Any]], unit: str = "tokens") -> str:
-    """Markdown: tokens, or `unit`, per call, one line per guidance and method, one column per window."""
-    windows = sorted({row["window"] for row in rows})
+    """Markdown: tokens, or `unit`, per call, one line per guidance and setting, one column per window."""
+    windows = sorted({row["window"] for row in rows}, key=_numbers_first)
     cells = {(row["guidance_scale"], row["name"], row["window"]): row for row in rows}
     lines = []
     for scale, name in dict.fromkeys((row["guidance_scale"], row["name"]) for row in rows):
-        row = [cells[scale, name, window] for window in windows]
-        same = [cell["identical_samples"] for cell in row]
-        counted = "-" if same[0] is None else f"{sum(same)} of {sum(cell['samples'] for cell in row)}"
-        values = [f"{cell[f'{unit}_per_call']:.2f} +- {cell['standard_error']:.2f}" for cell in row]
+        found = [cells.get((scale, name, window)) for window in windows]
+        values = [
+            "-" if one is None else f"{one[f'{unit}_per_call']:.2f} +- {one['standard_error']:.2f}"
+            for one in found
+        ]
+        measured = [one for one in found if one is not None]
+        same = [one["identical_samples"] for one in measured]
+        counted = "-" if None in same else f"{sum(same)} of {sum(one['samples'] for one in measured)}"
         lines.append([f"{scale:g}", name, *values, counted])
-    header = ["guidance", f"{unit} per call", *(f"W={window}" for window in windows), "same as plain"]
-    return markdown(header, lines)
+    columns = ["no window" if window is None else f"W={window}" for window in windows]
+    return markdown(["guidance", f"{unit} per call", *columns, "same as plain"], lines)
 
 
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, words to the left and numbers to the right."""
-    widths = [max(3, *(len(line[i]) for line in [header, *lines])) for i in range(len(header))]
-    words = [name in ("sampler", "tokens per call", "columns per call", "accuracy of") for name in header]
-
-    def join(cells: Sequence[str]) -> str:
-        padded = [c.ljust(w) if left else c.rjust(w) for c, w, left in zip(cells, widths, words, strict=True)]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = [
-        ":" + "-" * (w - 1) if left else "-" * (w - 1) + ":" for w, left in zip(widths, words, strict=True)
-    ]
-    return "\n".join([join(header), "| " + " | ".join(rule) + " |", *map(join, lines)])
+def _numbers_first(window: int | str | None) -> tuple[bool, int, str]:
+    return not isinstance(window, int), window if isinstance(window, int) else 0, str(window)

@@ -1,8 +1,8 @@
-"""EnCodec (Defossez et al. 2022), transformers' own class, as waves to codes and back, at once or as a stream.
+"""EnCodec (Defossez et al. 2022), transformers' own class, between waves and codes, at once or as a stream.
 
 The decoder is a convolution, an LSTM, and convolutions up to the sampling rate. The LSTM carries a state from frame to
 frame; everything else looks a few frames to either side. So a stream keeps that state and those frames, and its waves
-are those of decoding the whole clip, seams and all: chunks need not be faded into each other.
+are exactly those of decoding the whole clip: chunks need no cross-fading.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import math
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from transformers.models.encodec.modeling_encodec import EncodecConv1d
+
+from visual_spec.models.core.offload import at_hand, loads_weights
 
 
 def check_codec(codec: Any) -> None:
@@ -37,12 +40,12 @@ def check_codec(codec: Any) -> None:
 
 @torch.no_grad()
 def encode_waves(codec: Any, waves: Tensor) -> Tensor:
-    """Codes, long [B, K, T], of waves [B, C, N] at the codec's rate.
+    """Return codes, long [B, K, T], of waves [B, C, N] at the codec's rate.
 
-    Of stereo, each codebook of the left channel stands before that of the right one, as in MusicGen.
+    For stereo, each codebook of the left channel comes before that of the right channel, as in MusicGen.
 
     Raises:
-        ValueError: as `check_codec`; waves of another shape, or not finite.
+        ValueError: as in `check_codec`; or the waves have another shape, or are not finite.
     """
     check_codec(codec)
     if waves.ndim != 3 or waves.shape[1] not in (1, 2) or not waves.shape[2]:
@@ -50,30 +53,31 @@ def encode_waves(codec: Any, waves: Tensor) -> Tensor:
     if not waves.isfinite().all():
         raise ValueError("the waves hold nan or infinity; pass finite samples, in [-1, 1].")
     batch, channels, _ = waves.shape
-    found = codec.encode(
-        waves.flatten(0, 1)[:, None].to(codec.device, codec.dtype),
-        bandwidth=codec.config.target_bandwidths[-1],  # all codebooks
-        return_dict=True,
-    ).audio_codes[0]  # [B * C, K / C, T]
-    return found.unflatten(0, (batch, channels)).transpose(1, 2).flatten(1, 2)
+    with at_hand(codec):
+        found = codec.encode(
+            rearrange(waves, "b c n -> (b c) 1 n").to(codec.device, codec.dtype),
+            bandwidth=codec.config.target_bandwidths[-1],  # all codebooks
+            return_dict=True,
+        ).audio_codes[0]  # [B * C, K / C, T]
+    return rearrange(found, "(b c) k t -> b (k c) t", b=batch)
 
 
 def decode_codes(codec: Any, codes: Tensor, channels: int = 1) -> Tensor:
-    """Waves [B, C, T * hop] of codes, long [B, K, T]."""
+    """Return waves [B, C, T * hop] of codes, long [B, K, T]."""
     return StreamingDecoder(codec, channels)(codes, last=True)
 
 
 class StreamingDecoder:
-    """Decodes a clip stretch by stretch, to the waves that decoding it whole gives (up to the rounding of sums).
+    """Decodes a clip in stretches, to the same waves as decoding it whole (up to the rounding of sums).
 
-    A stretch comes out `delay` frames short of what was put in, until the last one.
+    The output is `delay` frames behind the input until the last stretch.
 
     Args:
         codec: an `EncodecModel`.
         channels: 2 for codes of stereo, see `encode_waves`.
 
     Raises:
-        ValueError: as `check_codec`; a number of channels that is neither 1 nor 2.
+        ValueError: as in `check_codec`; or the number of channels is neither 1 nor 2.
     """
 
     def __init__(self, codec: Any, channels: int = 1) -> None:
@@ -90,35 +94,36 @@ class StreamingDecoder:
 
     @property
     def delay(self) -> int:
-        """Frames that the decoder looks ahead."""
+        """Number of frames that the decoder looks ahead."""
         return self.first.radius + self.others.radius
 
+    @loads_weights
     @torch.no_grad()
     def __call__(self, codes: Tensor, *, last: bool = False) -> Tensor:
-        """Go on with codes, long [B, K, n].
+        """Decode further codes, long [B, K, n].
 
         Args:
-            last: nothing follows; the waves come out to their end.
+            last: no codes follow; the waves are completed.
 
         Returns:
-            [B, C, m], what can be heard now; the first call starts at the clip's beginning.
+            [B, C, m], the waves that are final now; the first call starts at the clip's beginning.
 
         Raises:
-            ValueError: codes of another shape than before, beyond the codebook, or behind the last ones.
+            ValueError: the codes have another shape than before, exceed the codebook, or come after the last ones.
         """
         codes = self._checked(codes, last)
         latents = self.codec.quantizer.decode(codes.transpose(0, 1)).to(self.codec.dtype)  # [B * C, D, n]
         hidden = self.first(latents, last)
         if hidden is not None:
-            steps = hidden.permute(2, 0, 1)
+            steps = rearrange(hidden, "r d t -> t r d")
             output, self.state = self.lstm(steps, self.state)
-            hidden = self.others((output + steps).permute(1, 2, 0), last)
+            hidden = self.others(rearrange(output + steps, "t r d -> r d t"), last)
         if hidden is None:
             return latents.new_zeros(len(codes) // self.channels, self.channels, 0)
         return hidden.view(-1, self.channels, hidden.shape[-1])
 
     def _checked(self, codes: Tensor, last: bool) -> Tensor:
-        """Codes of single channels, [B * C, K / C, n]."""
+        """Return the codes of single channels, [B * C, K / C, n]."""
         books, size = len(self.codec.quantizer.layers), self.codec.config.codebook_size
         if self.ended:
             raise ValueError("the clip has ended; make another StreamingDecoder for the next one.")
@@ -134,12 +139,11 @@ class StreamingDecoder:
                 f"codes from {int(codes.min())} to {int(codes.max())} given; pass 0 to {size - 1}."
             )
         self.batch, self.ended = len(codes), last
-        by_channel = codes.to(self.codec.device).unflatten(1, (books, self.channels)).transpose(1, 2)
-        return by_channel.flatten(0, 1)
+        return rearrange(codes.to(self.codec.device), "b (k c) n -> (b c) k n", c=self.channels)
 
 
 class _Local:
-    """Layers that see `radius` frames to either side, run over a stream."""
+    """Layers that look `radius` frames to either side, run over a stream."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
@@ -148,7 +152,7 @@ class _Local:
         self.start = self.done = 0
 
     def __call__(self, frames: Tensor, last: bool) -> Tensor | None:
-        """Output for frames [R, C, n] and those kept from before, as far as what follows cannot change it."""
+        """The output for frames [R, C, n] and those kept from before, as far as later frames cannot change it."""
         kept = frames if self.kept is None else torch.cat([self.kept, frames], -1)
         end = self.start + kept.shape[-1]
         until = end if last else end - self.radius
@@ -158,7 +162,7 @@ class _Local:
         output = kept
         for layer in self.layers:
             output = layer(output)
-        # What the cut edges are padded with is heard at most `radius` frames away.
+        # The padding of the cut edges affects at most `radius` frames.
         output = output[..., (self.done - self.start) * self.hop : (until - self.start) * self.hop]
         start = max(0, until - self.radius)
         self.kept, self.start, self.done = kept[..., start - self.start :], start, until
@@ -166,7 +170,7 @@ class _Local:
 
 
 def _extent(layers: list[nn.Module]) -> tuple[int, int]:
-    """How many frames layers look to either side at most, and the samples that they make of a frame."""
+    """Return how many frames the layers look to either side at most, and the samples that they make of a frame."""
     radius, hop = 0.0, 1
     for layer in layers:
         for module in layer.modules():

@@ -1,11 +1,11 @@
 """MusicGen (Copet et al. 2023) as a model of columns, around transformers' own class.
 
 A decoder reads the states of a text encoder by cross-attention, and predicts the codes of a residual quantiser in a
-delay pattern: step s holds frame s of the first codebook, frame s - 1 of the second one, and so on (section 2.2); in a
+delay pattern: step s holds frame s of the first codebook, frame s - 1 of the second one, and so on (section 2.2). In a
 stereo model both channels of a codebook share a delay. The entries of a step are drawn independently of each other, so
-a step is a column. What an entry outside of the clip holds is the special id, one above the codes.
+a step is a column. Entries outside the clip hold the special id, one above the codes.
 
-The same modules with the mask off are MAGNeT (Ziv et al. 2024), which predicts hidden codes of whole clips.
+Without the causal mask, the same modules are MAGNeT (Ziv et al. 2024), which predicts hidden codes of whole clips.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.cache import seen_up_to
+from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
 from visual_spec.models.core.transformers_cache import SlotCache
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -28,11 +30,11 @@ Padding = Literal["masked", "zeros"]
 
 @dataclass
 class MusicCondition(TextCondition):
-    """What a clip is conditioned on: text, and for a continuation the codes of the clip so far.
+    """The condition of a clip: text, and for a continuation the codes of the clip so far.
 
     Attributes:
-        features: [B, T, C], what the text encoder puts out, before any projection.
-        mask: bool [B, T], true at words, wherever the padding stands. A row without any is unconditional.
+        features: [B, T, C], the text encoder's output, before any projection.
+        mask: bool [B, T], true at words, wherever the padding is. A row without any word is unconditional.
         codes: long [B, K, P], the first P frames, or None.
     """
 
@@ -41,10 +43,10 @@ class MusicCondition(TextCondition):
 
 @torch.no_grad()
 def text_condition(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> TextCondition:
-    """What the text encoder of a `MusicgenForConditionalGeneration` makes of a caption.
+    """Return the text encoder's output for a caption, from a `MusicgenForConditionalGeneration`.
 
     Args:
-        input_ids, attention_mask: [B, T], from the model's processor. No mask: nothing is padding.
+        input_ids, attention_mask: [B, T], from the model's processor. Without a mask, nothing is padding.
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     features = model.text_encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
@@ -52,17 +54,17 @@ def text_condition(model: Any, input_ids: Tensor, attention_mask: Tensor | None 
 
 
 class MusicgenModules:
-    """The modules of a MusicGen-type model, run under any mask.
+    """The modules of a MusicGen-type model, run with any mask.
 
     Args:
         model: a `MusicgenForConditionalGeneration`, or the bare `MusicgenForCausalLM`; it is not changed.
-        padding: what padding of a caption is to the decoder. "masked": not there, as in transformers. "zeros": states
-            of zeros that attention spreads over, as in audiocraft, whose results therefore depend on how far a caption
+        padding: how the decoder treats padding of a caption. "masked": not seen, as in transformers. "zeros": zero
+            states that attention is spread over, as in audiocraft, whose results therefore depend on how far a caption
             was padded. Without padding both are the same.
 
     Raises:
-        TypeError: another model; MusicGen Melody is one, which has no cross-attention.
-        ValueError: an unknown `padding`, or an attention implementation that takes no mask of our own.
+        TypeError: the model is of another kind, such as MusicGen Melody, which has no cross-attention.
+        ValueError: `padding` is unknown, or the attention implementation does not take our mask.
     """
 
     def __init__(self, model: Any, padding: Padding = "masked") -> None:
@@ -107,7 +109,7 @@ class MusicgenModules:
 
     @property
     def device(self) -> torch.device:
-        """Where codes enter."""
+        """The device of the input codes."""
         table = self.decoder.embed_tokens[0]
         target = getattr(getattr(table, "_hf_hook", None), "execution_device", None)
         return table.weight.device if target is None else torch.device(target)
@@ -122,8 +124,8 @@ class MusicgenModules:
         """Refuse a condition that does not fit this model.
 
         Raises:
-            TypeError: no `TextCondition`.
-            ValueError: another batch or width.
+            TypeError: the condition is not a `TextCondition`.
+            ValueError: the batch or the width differs.
         """
         if not isinstance(condition, TextCondition):
             raise TypeError(
@@ -141,11 +143,11 @@ class MusicgenModules:
     def encoder_states(
         self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """States [R, T, dim] for the cross-attention, unconditional rows last when `guided`, and which of them are
-        seen, bool [R, T].
+        """States [R, T, dim] for the cross-attention, unconditional rows last when `guided`, and bool [R, T], the
+        states that are seen.
 
-        An unconditional row has states of zero, so its cross-attention adds nothing (MusicGen section 2.3 drops the
-        text). `dropped`, bool [B], marks rows that are unconditional (training for guidance).
+        An unconditional row has zero states, so its cross-attention adds nothing (MusicGen section 2.3 drops the text).
+        `dropped`, bool [B], marks rows that are unconditional (training for guidance).
         """
         mask = condition.mask.to(self.device).bool()
         states = condition.features.to(self.device)
@@ -161,13 +163,13 @@ class MusicgenModules:
             mask = torch.cat([mask, torch.zeros_like(mask)])
         if self.padding == "zeros":
             return states, torch.ones_like(mask)
-        # A row that sees nothing is nan in some attention kernels; here it sees zeros.
+        # A row that sees nothing gives nan in some attention kernels; here it sees zeros.
         return states, mask | ~mask.any(-1, keepdim=True)
 
     # -- running the decoder -------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [R, W, dim] of columns [R, W, K], positions not included."""
+        """Return embeddings [R, W, dim] of columns [R, W, K], without positions."""
         tables = self.decoder.embed_tokens
         total = tables[0](tokens[..., 0])
         for codebook in range(1, self.num_codebooks):
@@ -175,7 +177,7 @@ class MusicgenModules:
         return total
 
     def position_table(self, count: int) -> Tensor:
-        """Sinusoidal embeddings [count, dim] of the first positions."""
+        """Return sinusoidal embeddings [count, dim] of the first positions."""
         table = self.decoder.embed_positions
         if count <= len(table.weights):
             return table.weights[:count]
@@ -189,11 +191,11 @@ class MusicgenModules:
         seen: Tensor,
         cache: EncoderDecoderCache | None = None,
     ) -> list[Tensor]:
-        """The output of each layer, [R, W, dim]; the last one's is normalised: what the heads read.
+        """Return the output of each layer, [R, W, dim]; the last one is normalised and is the heads' input.
 
         Args:
-            embeddings: [R, W, dim], positions included.
-            visible: bool [R or 1, W, S], the keys that each column sees; S = W without a cache.
+            embeddings: [R, W, dim], including positions.
+            visible: bool [R or 1, W, S], the keys that each position sees; S = W without a cache.
             states, seen: from `encoder_states`.
         """
         mask, text_mask = self._mask(visible[:, None], embeddings), self._mask(seen[:, None, None], states)
@@ -205,7 +207,7 @@ class MusicgenModules:
         return outputs
 
     def score(self, features: Tensor) -> Tensor:
-        """Logits [R, W, K, V] of features [R, W, dim], in at least float32."""
+        """Return logits [R, W, K, V] of features [R, W, dim], in at least float32."""
         logits = torch.stack([head(features) for head in self.heads], dim=2)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -222,16 +224,16 @@ class MusicgenModules:
 
 @dataclass
 class MusicgenState(DecodeState):
-    """One batch in the course of decoding; logits are [R, K, V]. Place 0 of a row is the empty step, place s + 1 is
-    step s of the pattern.
+    """One batch during decoding; logits are [R, K, V]. Place 0 of a row is the empty step, place s + 1 is step s of
+    the pattern.
 
     Attributes:
         cache: keys and values: of the steps, written by place, and of the text, computed once.
         states, seen: from `encoder_states`.
-        positions: [1 + S, dim], embeddings of the places; S counts the steps of the prompt too.
-        free: bool [S + window, K], the entries that are decoded; the rest is forced.
+        positions: [1 + S, dim], embeddings of the places; S includes the steps of the prompt.
+        free: bool [S + window, K], the entries that are decoded; the others are forced.
         forced: long [B, S + window, K], codes of the prompt and the special id.
-        hidden: of each layer what it put out in the last call, as of `MusicgenModules.run`: what drafters read.
+        hidden: the output of each layer in the last call, as from `MusicgenModules.run`, for drafters.
     """
 
     cache: EncoderDecoderCache
@@ -244,19 +246,19 @@ class MusicgenState(DecodeState):
 
 
 class MusicgenColumnModel(MusicgenModules):
-    """A `ColumnModel`: predicts one step of the pattern after the other.
+    """A `ColumnModel` that predicts one step of the pattern after the other.
 
-    Steps count from the first one that is not given by a prompt, and the grid is as wide as the steps that are left.
+    Steps count from the first one that a prompt does not give, and the grid is as wide as the remaining steps.
 
     Args:
         model, padding: see `MusicgenModules`.
-        num_frames: T, frames of the clip, those of a prompt included.
+        num_frames: T, frames of the clip, including those of a prompt.
         prompt_frames: P, how many of them the condition gives.
         pattern: the layout; None: MusicGen's delay.
 
     Raises:
-        TypeError, ValueError: as `MusicgenModules`; a number of frames below 1, a prompt that leaves none to decode, a
-            pattern of another number of codebooks or a stacked one.
+        TypeError, ValueError: as in `MusicgenModules`; or the number of frames is below 1, the prompt leaves none to
+            decode, or the pattern is stacked or has another number of codebooks.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class MusicgenColumnModel(MusicgenModules):
         pattern: CodebookPattern | None = None,
     ) -> None:
         super().__init__(model, padding)
-        # Both channels of a stereo codebook stand beside each other: left, right, left, right.
+        # Both channels of a stereo codebook are adjacent: left, right, left, right.
         usual = CodebookPattern.delay([k // self.num_channels for k in range(self.num_codebooks)])
         self.pattern = usual if pattern is None else pattern
         if self.pattern.codebooks != self.num_codebooks or self.pattern.stacked:
@@ -291,11 +293,11 @@ class MusicgenColumnModel(MusicgenModules):
 
     @property
     def valid(self) -> Tensor:
-        """Which entries of the grid's steps are decoded, bool [grid.width, K]; the others are forced."""
+        """The decoded entries of the grid's steps, bool [grid.width, K]; the others are forced."""
         return self._free[self.first_step :]
 
     def check_condition(self, condition: TextCondition, batch_size: int) -> None:
-        """As `MusicgenModules.check_condition`; the prompt's codes too."""
+        """Check as `MusicgenModules.check_condition`, and check the prompt's codes."""
         super().check_condition(condition, batch_size)
         codes = condition.codes if isinstance(condition, MusicCondition) else None
         expected = (batch_size, self.num_codebooks, self.prompt_frames)
@@ -314,7 +316,7 @@ class MusicgenColumnModel(MusicgenModules):
             )
 
     def _forced(self, condition: TextCondition, batch_size: int) -> Tensor:
-        """What the entries that are not decoded hold, long [B, S, K]."""
+        """Return the values of the entries that are not decoded, long [B, S, K]."""
         codes = torch.full(
             (batch_size, self.num_codebooks, self.num_frames), self.special_id, device=self.device
         )
@@ -322,6 +324,7 @@ class MusicgenColumnModel(MusicgenModules):
             codes[:, :, : self.prompt_frames] = condition.codes.to(self.device)
         return self.pattern.apply(codes, self.special_id).transpose(1, 2)
 
+    @loads_groups
     @torch.no_grad()
     def prefill(
         self, condition: TextCondition, *, batch_size: int, guided: bool, window: int
@@ -329,7 +332,7 @@ class MusicgenColumnModel(MusicgenModules):
         """Run the empty step and the prompt, and return the state whose `logits [R, K, V]` predict step 0.
 
         Raises:
-            TypeError, ValueError: as `check_condition`.
+            TypeError, ValueError: as in `check_condition`.
         """
         self.check_condition(condition, batch_size)
         states, seen = self.encoder_states(condition, guided=guided)
@@ -358,12 +361,13 @@ class MusicgenColumnModel(MusicgenModules):
         state.logits = self.score(features[:, -1:])[:, 0]
         return state
 
+    @loads_groups
     @torch.no_grad()
     def __call__(self, state: MusicgenState, tokens: Tensor, steps: Tensor) -> Tensor:
-        """Feed columns `tokens [B, W, K]` at `steps [B, W]`; logits `[R, W, K, V]`, column w predicting step
+        """Feed columns `tokens [B, W, K]` at `steps [B, W]`; logits `[R, W, K, V]`, position w predicting step
         `steps[b, w] + 1`.
 
-        What stands at entries that are not `valid` is put right here. See `ColumnModel`.
+        Entries that are not `valid` are set to their forced values. See `ColumnModel`.
         """
         at = steps + self.first_step  # [B, W]
         rows = torch.arange(len(at), device=at.device)[:, None]
@@ -371,26 +375,21 @@ class MusicgenColumnModel(MusicgenModules):
         if state.guided:
             tokens, at = tokens.repeat(2, 1, 1), at.repeat(2, 1)
         places = 1 + at
-        size = 1 + self.num_steps + state.window
-        if (
-            places.device.type == "cpu"
-        ):  # reading the maximum costs no synchronisation and spares the unused tail
-            size = int(places.max()) + 1
-        return self.score(self._step(state, tokens, places, size))
+        return self.score(self._step(state, tokens, places, 1 + self.num_steps + state.window))
 
-    def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, size: int) -> Tensor:
-        """What the heads read, [R, W, dim], of columns `tokens [R, W, K]` at `places [R, W]`, the first `size` places
-        looked at; all layers' outputs are left in `state.hidden`."""
-        slots = state.cache.self_attention_cache
-        assert isinstance(slots, SlotCache)
-        slots.at(places, size)
-        visible = torch.arange(size, device=places.device) <= places[..., None]  # [R, W, size]
+    def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, num_places: int) -> Tensor:
+        """The heads' input, [R, W, dim], for columns `tokens [R, W, K]` at `places [R, W]`, which see at most the
+        first `num_places`. Writes all layers' outputs to `state.hidden`."""
+        cache = state.cache.self_attention_cache
+        assert isinstance(cache, SlotCache)
+        seen = seen_up_to(places, num_places)
+        cache.at(places, seen.shape[-1])
         embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
-        state.hidden = self.run(embeddings, visible, state.states, state.seen, state.cache)
+        state.hidden = self.run(embeddings, seen, state.states, state.seen, state.cache)
         return state.hidden[-1]
 
     def codes(self, tokens: Tensor, condition: TextCondition) -> Tensor:
-        """Codes [B, K, T] of decoded columns [B, grid.width, K], those of the prompt in front."""
+        """Return codes [B, K, T] of decoded columns [B, grid.width, K], starting with those of the prompt."""
         sequence = self._forced(condition, len(tokens))
         sequence[:, self.first_step :] = torch.where(
             self.valid.to(self.device), tokens.to(self.device), sequence[:, self.first_step :]
@@ -404,15 +403,14 @@ class MusicgenColumnModel(MusicgenModules):
         dropped: Tensor | None = None,
         hidden_steps: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, K, T, V] of every code of whole clips, long [B, K, T], with gradients.
+        """Return logits [B, K, T, V] of every code of whole clips, long [B, K, T], with gradients.
 
         Args:
             dropped: bool [B], rows without a text.
-            hidden_steps: bool [B, S - 1], inputs replaced by zero, so that the text has to say what they would have
-                said.
+            hidden_steps: bool [B, S - 1], inputs replaced by zero, so that the model must use the text instead.
 
         Raises:
-            ValueError: codes of another shape.
+            ValueError: the codes have another shape.
         """
         if tuple(codes.shape[1:]) != (self.num_codebooks, self.num_frames):
             raise ValueError(
@@ -426,14 +424,14 @@ class MusicgenColumnModel(MusicgenModules):
     def features(
         self, sequence: Tensor, states: Tensor, seen: Tensor, hidden_steps: Tensor | None = None
     ) -> list[Tensor]:
-        """Of each layer what it puts out on whole clips, as of `run`: [R, S, dim], column s predicting step s.
+        """Return the output of each layer on whole clips, as from `run`: [R, S, dim], position s predicting step s.
 
         Args:
-            sequence: long [R, S, K], the pattern's steps as the model knows them.
+            sequence: long [R, S, K], the pattern's steps as the model takes them.
             states, seen: from `encoder_states`.
-            hidden_steps: as of `teacher_forced`.
+            hidden_steps: as in `teacher_forced`.
         """
-        # The empty step is fed, and the last step predicts nothing.
+        # The empty step is fed, and the last step is not: it predicts nothing.
         embeddings = self.embed(F.pad(sequence[:, :-1], (0, 0, 1, 0), value=self.special_id))
         if hidden_steps is not None:
             embeddings = embeddings.masked_fill(F.pad(hidden_steps, (1, 0))[..., None], 0.0)
@@ -448,10 +446,10 @@ class MusicgenColumnModel(MusicgenModules):
 
 @dataclass
 class MagnetState(MaskedState):
-    """One batch in the course of masked decoding.
+    """One batch during masked decoding.
 
     Attributes:
-        states, seen: from `encoder_states`, of all rows.
+        states, seen: from `encoder_states`, for all rows.
         positions: [T, dim], embeddings of the frames.
     """
 
@@ -461,22 +459,22 @@ class MagnetState(MaskedState):
 
 
 class MagnetModel(MusicgenModules):
-    """MAGNeT's network: every frame sees every other one, and hidden codes are predicted where they stand.
+    """MAGNeT's network: every frame sees every other one, and hidden codes are predicted at their own places.
 
     A `MaskedModel` whose slots are the frames. Codebooks are decoded one after the other (section 3.2). While one is
-    decoded, those behind it are hidden: they hold the special id. What the first codebook says may depend on all of the
-    clip; a residual codebook refines what is known of its surroundings, so there a frame sees only those at most
-    `reach` frames away (section 3.3).
+    decoded, later ones hold the special id, the mask. The first codebook may depend on the whole clip. A residual
+    codebook refines what its surroundings determine, so there a frame sees only frames at most `reach` away (section
+    3.3).
 
     Args:
         model: see `MusicgenModules`.
-        num_frames: T, frames of the clips to decode. Official models are trained for one length. None: whole clips are
-            scored only, by `logits`.
-        reach: frames that a stage behind the first looks to either side; None looks at all of them.
+        num_frames: T, frames of the clips to decode. Official models are trained for one length. None: the model only
+            scores whole clips, by `logits`.
+        reach: frames to either side that later stages see; None: all.
         padding: see `MusicgenModules`. Official checkpoints were trained with "zeros".
 
     Raises:
-        TypeError, ValueError: as `MusicgenModules`; a reach below 0, a number of frames below 1.
+        TypeError, ValueError: as in `MusicgenModules`; or the reach is below 0, or the number of frames is below 1.
     """
 
     def __init__(
@@ -498,7 +496,7 @@ class MagnetModel(MusicgenModules):
 
     @property
     def grid(self) -> TokenGrid:
-        """height 1, width T (frames), codebooks K.
+        """The grid: height 1, width T (frames), codebooks K.
 
         Raises:
             ValueError: the model was made without a number of frames.
@@ -509,11 +507,11 @@ class MagnetModel(MusicgenModules):
 
     @property
     def mask_id(self) -> int:
-        """The special id."""
+        """The special id, which hides a code."""
         return self.special_id
 
     def visible(self, stages: Tensor, num_frames: int) -> Tensor:
-        """Which frames each frame sees, bool [B, T, T], at `stages`, long [B]."""
+        """Return which frames each frame sees, bool [B, T, T], at `stages`, long [B]."""
         frames = torch.arange(num_frames, device=stages.device)
         distance = (frames - frames[:, None]).abs()
         near = distance <= (num_frames if self.reach is None else self.reach)
@@ -522,10 +520,10 @@ class MagnetModel(MusicgenModules):
     def logits(
         self, codes: Tensor, condition: TextCondition, stages: Tensor, dropped: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, T, V] of the codebooks `stages`, long [B].
+        """Return logits [B, T, V] of the codebooks `stages`, long [B].
 
         Args:
-            codes: long [B, K, T], the special id where a code is hidden.
+            codes: long [B, K, T], the special id for hidden codes.
             dropped: bool [B], rows without a text.
         """
         batch, _, count = codes.shape
@@ -535,12 +533,13 @@ class MagnetModel(MusicgenModules):
         scores = self.score(self.run(embeddings, self.visible(stages, count), states, seen)[-1])
         return scores[torch.arange(batch, device=codes.device), :, stages]
 
+    @loads_groups
     @torch.no_grad()
     def prepare(self, condition: TextCondition, *, batch_size: int, guided: bool) -> MagnetState:
-        """Run the projection of the text. See `MaskedModel`.
+        """Compute the projection of the text. See `MaskedModel`.
 
         Raises:
-            TypeError, ValueError: as `check_condition`; a condition that gives codes, or a model without a number of
+            TypeError, ValueError: as in `check_condition`; or the condition gives codes, or the model has no number of
                 frames.
         """
         frames = self.grid.width
@@ -553,9 +552,10 @@ class MagnetModel(MusicgenModules):
         states, seen = self.encoder_states(condition, guided=guided)
         return MagnetState(guided, self.device, states, seen, self.position_table(frames).to(states))
 
+    @loads_groups
     @torch.no_grad()
     def __call__(self, state: MagnetState, tokens: Tensor, stage: int) -> Tensor:
-        """Logits [R, T, V] of codebook `stage` for `tokens` long [B, T, K]. See `MaskedModel`."""
+        """Return logits [R, T, V] of codebook `stage` for `tokens` long [B, T, K]. See `MaskedModel`."""
         rows = tokens.repeat(2, 1, 1) if state.guided else tokens
         embeddings = self.embed(rows) + state.positions
         visible = self.visible(torch.full((1,), stage, device=rows.device), rows.shape[1])
@@ -563,10 +563,10 @@ class MagnetModel(MusicgenModules):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def given(self, codes: Tensor) -> Tensor:
-        """What the sampler is told of a clip that begins with codes, long [B, K, P]: long [B, T, K], the rest hidden.
+        """The sampler's `given` for a clip that begins with codes, long [B, K, P]: long [B, T, K], the rest hidden.
 
         Raises:
-            ValueError: another number of codebooks, no frame left to decode, codes beyond the vocabulary.
+            ValueError: the number of codebooks differs, no frame is left to decode, or codes exceed the vocabulary.
         """
         frames = self.grid.width
         if codes.ndim != 3 or codes.shape[1] != self.num_codebooks or not codes.shape[2] < frames:
@@ -582,5 +582,5 @@ class MagnetModel(MusicgenModules):
         return F.pad(codes, (0, frames - codes.shape[2]), value=self.mask_id).transpose(1, 2).contiguous()
 
     def codes(self, tokens: Tensor, condition: TextCondition | None = None) -> Tensor:
-        """Codes [B, K, T] of decoded tokens [B, T, K], as `MusicgenColumnModel.codes`."""
+        """Return codes [B, K, T] of decoded tokens [B, T, K], as `MusicgenColumnModel.codes`."""
         return tokens.view(*tokens.shape[:2], -1).transpose(1, 2)

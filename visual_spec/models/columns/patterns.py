@@ -1,9 +1,9 @@
 """Codebook patterns: at which step of a sequence each codebook of each frame is decoded.
 
-A neural audio codec gives K tokens a frame, one of each codebook. A language model over them has to say which tokens it
-predicts together: all of a frame (parallel), one by one (flat), or each codebook some frames behind the one before
-(delay). Copet et al., "Simple and controllable music generation", NeurIPS 2023, section 2.2, name the choices; all of
-them, and those of other models, are four numbers a codebook here.
+A neural audio codec gives K tokens a frame, one of each codebook. A language model over them must choose which tokens
+it predicts together: all of a frame (parallel), one by one (flat), or each codebook some frames after the previous one
+(delay). Copet et al., "Simple and controllable music generation", NeurIPS 2023, section 2.2, name these choices. Here
+four numbers per codebook express all of them, and those of other models.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LAYOUTS = ("parallel", "delay", "flat", "coarse_first", "grouped", "stack", "sta
 class CodebookPattern:
     """A layout of K codebooks. A step holds at most one token of each; use the constructors that name a layout.
 
-    The steps are those behind the initial empty one, which is the model's business: step 0 is the first that is
-    predicted, and S counts from there (audiocraft's layouts have one step more).
+    Steps do not include the initial empty one, which the model handles: step 0 is the first predicted step, and S
+    counts from there (audiocraft's layouts have one step more).
 
     Args:
-        delays: frames by which each codebook lags behind the first of its pass. A frame of a codebook that lags by d
-            stands beside a frame, d later, of one that does not.
+        delays: frames by which each codebook lags behind the first of its pass. A frame of a codebook with lag d shares
+            its step with the frame d later of a codebook without lag.
         levels: the inner step, from 0, of each codebook within a frame. Codebooks of one level share their steps, and
             have one delay if there are other levels.
         passes: the pass over the clip, from 0, in which each codebook is decoded.
@@ -35,7 +35,8 @@ class CodebookPattern:
         stacked: only the last step of a frame is for the long-term cache; see `retained`.
 
     Raises:
-        ValueError: tuples of different lengths or none, negative or missing numbers, a frame order that is none.
+        ValueError: the tuples are empty or differ in length, numbers are negative or missing, or the frame order is not
+            a permutation.
     """
 
     delays: tuple[int, ...]
@@ -99,8 +100,8 @@ class CodebookPattern:
 
         Args:
             levels: inner step of each codebook; None: one step a codebook. [0, 1, 1, 1] is a partial flattening.
-            delays: frames by which each codebook lags. Of the levels that meet at one frame, the one that lags most
-                comes first, as in audiocraft.
+            delays: frames by which each codebook lags. Of the levels that meet at one frame, the level with the largest
+                lag comes first, as in audiocraft.
         """
         zeros = (0,) * _count(codebooks)
         return cls(
@@ -113,10 +114,10 @@ class CodebookPattern:
     def coarse_first(cls, codebooks: int, delays: Sequence[int] | None = None) -> CodebookPattern:
         """All frames of codebook 0, then all frames of the others: S = 2 T + max(delays).
 
-        Where the second pass starts depends on T, so a model that was trained with one length is decoded with it.
+        The start of the second pass depends on T, so a model must be decoded with the length it was trained with.
 
         Args:
-            delays: of the codebooks behind the first; None: none.
+            delays: delays of the codebooks after the first; None: none.
         """
         others = _count(codebooks) - 1
         behind = (0,) * others if delays is None else tuple(delays)
@@ -138,7 +139,7 @@ class CodebookPattern:
 
     @classmethod
     def stack(cls, codebooks: int) -> CodebookPattern:
-        """As `flat`, with the whole stack of a frame kept in the long-term cache, and none of its parts: S = K T.
+        """As `flat`, but only the whole stack of a frame stays in the long-term cache, not its parts: S = K T.
 
         Le Lan et al., "Stack-and-delay: a new codebook pattern for music generation", ICASSP 2024.
         """
@@ -147,13 +148,13 @@ class CodebookPattern:
 
     @classmethod
     def stack_delay(cls, codebooks: int, frame_order: Sequence[int]) -> CodebookPattern:
-        """K streams at once, each at another level of its frame; the frames come permuted: S = T + K - 1.
+        """K parallel streams, each at another level of its frame; the frames are permuted: S = T + K - 1.
 
-        Le Lan et al. 2024, as `stack`. The permutation keeps neighbours, of which one should see the other, from being
-        decoded beside each other.
+        Le Lan et al. 2024, as `stack`. The permutation separates neighbouring frames, so that one is decoded before the
+        other and is seen by it.
 
         Args:
-            frame_order: of the frames in a block, as the model was trained, such as (0, 2, 1, 3).
+            frame_order: order of the frames in a block, as the model was trained, such as (0, 2, 1, 3).
         """
         numbers = tuple(range(_count(codebooks)))
         zeros = (0,) * codebooks
@@ -161,13 +162,13 @@ class CodebookPattern:
 
     @classmethod
     def named(cls, layout: str, codebooks: int, **settings: object) -> CodebookPattern:
-        """A layout by its name, one of `LAYOUTS`, as model configurations give it.
+        """Return the layout of a name in `LAYOUTS`, as model configurations use it.
 
         Args:
-            settings: what the layout's constructor takes beside `codebooks`; "delay" without delays is [0 ... K - 1].
+            settings: arguments of the layout's constructor except `codebooks`; "delay" without delays is [0 ... K - 1].
 
         Raises:
-            ValueError: an unknown layout, or another number of delays than of codebooks.
+            ValueError: the layout is unknown, or the number of delays is not that of the codebooks.
         """
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}; pass one of {', '.join(LAYOUTS)}.")
@@ -180,45 +181,45 @@ class CodebookPattern:
             raise ValueError(f"delays={pattern.delays} for {codebooks} codebooks; pass one delay a codebook.")
         return pattern
 
-    # What a pattern does ----------------------------------------------------------------------------------------------
+    # Operations of a pattern ------------------------------------------------------------------------------------------
 
     @property
     def codebooks(self) -> int:
-        """K."""
+        """K, the number of codebooks."""
         return len(self.delays)
 
     def steps(self, num_frames: int) -> int:
-        """S, the steps that a clip of this many frames takes.
+        """Return S, the number of steps of a clip.
 
         Raises:
-            ValueError: a number of frames below 1.
+            ValueError: the number of frames is below 1.
         """
         return self.frames_by_step(num_frames).shape[1]
 
     def frames_by_step(self, num_frames: int) -> Tensor:
-        """The frame that each codebook holds at each step, -1 where it holds none: long [K, S]. Not to be written to.
+        """Return the frame that each codebook holds at each step, -1 for none: long [K, S]. Do not write to it.
 
         Raises:
-            ValueError: a number of frames below 1.
+            ValueError: the number of frames is below 1.
         """
         return _tables(self, num_frames)[0]
 
     def steps_by_frame(self, num_frames: int) -> Tensor:
-        """The step at which each frame of each codebook is decoded: long [K, T]. Not to be written to."""
+        """Return the step at which each frame of each codebook is decoded: long [K, T]. Do not write to it."""
         return _tables(self, num_frames)[1]
 
     def valid(self, num_frames: int) -> Tensor:
-        """Where a step holds a token; the other entries are the special token, forced: bool [K, S]."""
+        """Return where a step holds a token: bool [K, S]. The other entries are forced to the special token."""
         return self.frames_by_step(num_frames) >= 0
 
     def complete_after(self, num_frames: int) -> Tensor:
-        """The number of steps after which a frame has all its codebooks, and can be heard: long [T]."""
+        """Return the number of steps after which a frame has all its codebooks, and can be heard: long [T]."""
         return self.steps_by_frame(num_frames).amax(0) + 1
 
     def retained(self, num_frames: int) -> Tensor:
-        """The steps whose keys and values stay for later frames: bool [S]. All, unless the pattern is stacked.
+        """Return the steps whose keys and values stay for later frames: bool [S]. All, unless the pattern is stacked.
 
-        Where it is, a step that does not complete a frame is an inner one, of use to the steps of this frame only.
+        In a stacked pattern, a step that does not complete a frame serves only the steps of the same frame.
         """
         kept = torch.ones(self.steps(num_frames), dtype=torch.bool)
         if self.stacked:
@@ -226,17 +227,17 @@ class CodebookPattern:
         return kept
 
     def apply(self, codes: Tensor, special: int) -> Tensor:
-        """Codes by frame as the sequence that a model sees.
+        """Lay out codes by frame as the sequence that a model sees.
 
         Args:
             codes: [B, K, T].
-            special: what stands where a step holds no token of a codebook.
+            special: the id for entries without a token.
 
         Returns:
             [B, K, S].
 
         Raises:
-            ValueError: another number of codebooks, or no frames.
+            ValueError: the number of codebooks differs, or there are no frames.
         """
         self._check(codes)
         frames = self.frames_by_step(codes.shape[2]).to(codes.device)
@@ -244,28 +245,28 @@ class CodebookPattern:
         return held.masked_fill(frames < 0, special)
 
     def revert(self, sequence: Tensor) -> Tensor:
-        """A sequence back as codes by frame.
+        """Turn a sequence back into codes by frame.
 
         Args:
-            sequence: [B, K, S], or [B, K, S, ...]: logits, say.
+            sequence: [B, K, S], or [B, K, S, ...], such as logits.
 
         Returns:
             [B, K, T], or [B, K, T, ...].
 
         Raises:
-            ValueError: another number of codebooks, or a length that no number of frames gives.
+            ValueError: the number of codebooks differs, or no number of frames gives this length.
         """
         self._check(sequence)
         steps = self.steps_by_frame(self.num_frames(sequence.shape[2])).to(sequence.device)
         return sequence[:, torch.arange(self.codebooks, device=sequence.device)[:, None], steps]
 
     def num_frames(self, steps: int) -> int:
-        """T of a sequence of S steps.
+        """Return T of a sequence of S steps.
 
         Raises:
             ValueError: no number of frames takes this many steps.
         """
-        # Behind the first frame, each takes as many steps as all passes have levels.
+        # After the first frame, each frame takes as many steps as all passes have levels.
         each = sum(
             1 + max(level for level, at in zip(self.levels, self.passes, strict=True) if at == number)
             for number in range(max(self.passes) + 1)
@@ -288,12 +289,12 @@ class CodebookPattern:
 
 @lru_cache(maxsize=32)
 def _tables(pattern: CodebookPattern, num_frames: int) -> tuple[Tensor, Tensor]:
-    """The frame by step [K, S], and the step by frame [K, T]."""
+    """Return the frame by step [K, S], and the step by frame [K, T]."""
     if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
         raise ValueError(f"num_frames={num_frames!r}; pass an integer of at least 1.")
     block = len(pattern.frame_order)
     blocks = range(0, num_frames, block)
-    # The last block is cut off, and its frames come in the order of those that are there.
+    # The last block may be cut off; its remaining frames keep their order.
     order = [start + frame for start in blocks for frame in pattern.frame_order if start + frame < num_frames]
     columns: list[list[int]] = []  # by step, the frame of each codebook
     for number in range(max(pattern.passes) + 1):
@@ -306,7 +307,7 @@ def _tables(pattern: CodebookPattern, num_frames: int) -> tuple[Tensor, Tensor]:
         )
         for place in range(num_frames + max(pattern.delays[k] for k in members)):
             for level in by_rank:
-                # A level that lags has no steps before its first frame, but all that are left behind its last one.
+                # A lagging level has no steps before its first frame, but has its remaining steps after its last.
                 if place < min(pattern.delays[k] for k in level):
                     continue
                 column = [-1] * pattern.codebooks

@@ -1,66 +1,54 @@
-"""Official LlamaGen checkpoint files: read, recognise, check every key, build the model.
+"""Official checkpoint files of any family: read them without running code in them, and account for every tensor.
 
-The released files hold nothing but weights in one of four containers; which architecture they are of is read off keys
-and shapes. Files are read with `torch.load(weights_only=True)` only, memory-mapped where their format allows it.
+Files are read with `torch.load(weights_only=True)` only, memory-mapped if their format allows it. Each model's module
+documents the meaning of its keys.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from diffusers.models.modeling_utils import ModelMixin
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from visual_spec.models.next_token import llamagen, llamagen_vq
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.next_token.llamagen_vq import VQModel
+# Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
+# bare dict, Infinity's tokenizers "vae", and VAR's training "trainer" with "var_wo_ddp" in it.
+_CONTAINERS = (
+    ("model",),
+    ("module",),
+    ("state_dict",),
+    ("vae",),
+    ("trainer", "var_wo_ddp"),
+    ("var_wo_ddp",),
+)
 
-IMAGE_SIZES = (256, 384, 512)
-CAPTION_LENGTH, CAPTION_DIM, NUM_CLASSES = 120, 2048, 1000
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Where the weights are: DDP training writes "model", DeepSpeed "module", Lightning "state_dict", FSDP a bare dict, and
-# Infinity's tokenizers are in "vae".
-_CONTAINERS = ("model", "module", "state_dict", "vae")
-# Computed from the grid; a usage counter of training.
-_DROPPED = ("freqs_cis", "quantize.codebook_used")
-
-# What the weights of other families are called, and what to do with them.
-_FOREIGN = {
-    ".self_attn.q_proj.": "a transformers language model, such as Janus, Chameleon or Emu3; load its folder with "
-    "transformers' from_pretrained",
-    "ada_lin": "VAR; load it with ScaleImagePipeline.from_official, or alone with load_var_checkpoint of "
-    "visual_spec.models.next_scale.var, or make a folder of it by `visual-spec convert`",
-    "diffloss.": "MAR; this reader takes LlamaGen only",
-    "SelfAttention": "T5; pass its folder as text_encoder",
-    "encoder.down.": "a VQGAN of taming-transformers; LlamaGen's tokenizers are vq_ds16_*.pt and vq_ds8_*.pt",
-}
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         weights: tensors by official key.
-        dropped: the tensors that no model of ours has, by key.
-        arguments: those of the training run, where the file holds them.
+        arguments: those of the training run, if the file holds them.
     """
 
     path: Path
     weights: dict[str, Tensor]
-    dropped: dict[str, Tensor] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,36 +56,8 @@ Source = str | os.PathLike | Checkpoint
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """One known architecture: `model(**config)`, but for the picture size, which no weight depends on.
-
-    Attributes:
-        name: as printed, e.g. "LlamaGen-XL, text-conditional".
-        model: `LlamaGenTransformer` or `VQModel`.
-        preset: its name in the table of the model's module.
-        config: constructor arguments.
-    """
-
-    name: str
-    model: type[LlamaGenTransformer] | type[VQModel]
-    preset: str
-    config: dict[str, Any]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every key. Takes no memory: the model is built on the meta device, with one layer for all."""
-        layers = self.config.get("num_layers", 1)
-        with torch.device("meta"):
-            model = self.model(**{**self.config, **({"num_layers": 1} if layers > 1 else {})})
-        shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-        first = {key: shape for key, shape in shapes.items() if key.startswith("layers.0.")}
-        for layer in range(1, layers):
-            shapes |= {key.replace(".0.", f".{layer}.", 1): shape for key, shape in first.items()}
-        return shapes
-
-
-@dataclass(frozen=True)
 class Difference:
-    """How the keys of a file differ from those of an architecture."""
+    """The difference between the keys of a file and those of an architecture."""
 
     missing: list[str]
     unexpected: list[str]
@@ -121,41 +81,48 @@ class Difference:
 
     def __str__(self) -> str:
         groups = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshaped}
-        return "; ".join(f"{len(keys)} {what}: {_some(keys)}" for what, keys in groups.items() if keys)
+        return "; ".join(f"{len(keys)} {what}: {some(keys)}" for what, keys in groups.items() if keys)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """Read a file without running anything that is in it.
+    """Read a file without running any code in it.
+
+    Key prefixes of training wrappers (`module.` of DDP, `_orig_mod.` of torch.compile) are removed.
 
     Args:
-        path: of a `torch.save` file (`.pt`, `.pth`, `.bin`) or a safetensors file, with official keys.
+        path: a `torch.save` file (`.pt`, `.pth`, `.bin`) or a safetensors file, with official keys.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: another kind of file, a truncated one, one that needs pickle, or one that holds no weights; says
+        ValueError: the file is of another kind, damaged, needs pickle, or holds no plain weights; the message says
             what it is and what to do.
     """
     path = Path(path)
-    return _unpack(path, read_content(path))
+    return unpack_checkpoint(path, read_content(path))
 
 
-def read_content(path: Path, keep: str = "{'model': c['model']}", *, namespaces: bool = True) -> Any:
-    """What a file holds, read without running anything that is in it.
+def read_content(path: Path, keep: str = '{"model": c["model"]}', *, namespaces: bool = True) -> Any:
+    """Return the content of a file without running any code in it.
 
     Args:
-        keep: Python for the part of the content `c` that is to be saved anew, where reading the file would need pickle.
+        keep: Python expression for the part of the content `c` to save again, shown if the file needs pickle.
         namespaces: also read the argparse.Namespace of a training run, which is plain attributes.
 
     Raises:
-        FileNotFoundError, IsADirectoryError, ValueError: as `read_checkpoint`, but that any content will do.
+        FileNotFoundError, IsADirectoryError, ValueError: as in `read_checkpoint`, but any content is accepted.
     """
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a folder; name the checkpoint file in it, or load a folder that save_pretrained wrote with "
             "from_pretrained."
+        )
+    if path.exists() and not path.is_file():
+        # Opening a FIFO would wait for a writer, and a device may never end.
+        raise ValueError(
+            f"{path} is no regular file, but a pipe, a socket or a device; copy it to a file first."
         )
     with path.open("rb") as file:
         start = file.read(64)
@@ -174,25 +141,32 @@ def read_content(path: Path, keep: str = "{'model': c['model']}", *, namespaces:
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or damaged ({error}); copy or download it again.") from error
+    except Exception as error:  # a damaged header can raise any error
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ValueError(f"{path} is truncated or damaged ({reason}); copy or download it again.") from error
 
 
 def _load_torch(path: Path, mapped: bool, keep: str, known: list[Any]) -> Any:
     try:
-        # Training runs save their argparse.Namespace beside the weights: plain attributes, nothing that runs.
+        # Training runs save their argparse.Namespace beside the weights: plain attributes, no code.
         with torch.serialization.safe_globals(known):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    # Reading a damaged file can raise anything: IndexError, struct.error, TypeError, MemoryError ...
+    except Exception as error:
         reason = " ".join(str(error).split())
         asked = re.search(r"(?:Unsupported global: GLOBAL|Unsupported class|GLOBAL) ([\w.]+)", reason)
-        if asked or "Unsupported operand" in reason:
+        if isinstance(error, pickle.UnpicklingError) and (asked or "Unsupported operand" in reason):
             what = f"the Python object {asked[1]}" if asked else "Python objects other than tensors"
+            # Double quotes inside, because the shell command uses single ones.
+            literal = json.dumps(str(path), ensure_ascii=False)
+            program = (
+                f'import torch; c = torch.load({literal}, map_location="cpu", weights_only=False); '
+                f'torch.save({keep}, "weights.pt")'
+            )
             raise ValueError(
                 f"{path} holds {what}, so reading it would need pickle, which can run any code; it is refused. If you "
-                'trust where it comes from, save its tensors alone, and pass the new file: python -c "import torch; '
-                f"c = torch.load({str(path)!r}, map_location='cpu', weights_only=False); "
-                f"torch.save({keep}, 'weights.pt')\""
+                "trust where it comes from, save its tensors alone, and pass the new file: "
+                f"python -c {shlex.quote(program)}"
             ) from error
         shown = reason[:160].strip() or type(error).__name__
         raise ValueError(
@@ -201,241 +175,189 @@ def _load_torch(path: Path, mapped: bool, keep: str, known: list[Any]) -> Any:
         ) from error
 
 
-def _unpack(path: Path, content: Any) -> Checkpoint:
+def unpack_checkpoint(path: Path, content: Any) -> Checkpoint:
+    """Return the weights in the content of a file (`read_content`), and the arguments of the training run.
+
+    Raises:
+        ValueError: the content holds no plain weights.
+    """
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}; pass a file with a dict of weights.")
-    inner = next((content[name] for name in _CONTAINERS if isinstance(content.get(name), Mapping)), content)
+    inner = next((found for place in _CONTAINERS if (found := _at(content, place)) is not None), content)
     tensors = {key: value for key, value in inner.items() if isinstance(value, Tensor)}
     if not tensors or (inner is content and len(tensors) < len(inner)):
+        names = ", ".join(repr(".".join(place)) for place in _CONTAINERS)
         raise ValueError(
-            f"{path} holds no weights: neither a dict of tensors under {', '.join(map(repr, _CONTAINERS))}, nor one "
-            f"by itself, but {_some(map(repr, content))}."
+            f"{path} holds no weights: neither a dict of tensors under {names}, nor one by itself, but "
+            f"{some(map(repr, content))}."
+        )
+    if empty := [key for key, tensor in tensors.items() if tensor.is_meta]:
+        raise ValueError(
+            f"{path} holds shapes without values (meta tensors: {some(empty)}); save a filled model."
         )
     arguments = content.get("args") if inner is not content else None
     return Checkpoint(
         path=path,
-        weights={key: value for key, value in tensors.items() if key not in _DROPPED},
-        dropped={key: value for key, value in tensors.items() if key in _DROPPED},
+        weights=plain_weights(tensors, str(path)),
         arguments=vars(arguments) if isinstance(arguments, argparse.Namespace) else {},
     )
 
 
-# -- recognising ------------------------------------------------------------------------------------------------------
+def _at(content: Any, place: tuple[str, ...]) -> Mapping | None:
+    for name in place:
+        content = content.get(name) if isinstance(content, Mapping) else None
+    return content if isinstance(content, Mapping) else None
 
 
-def known_architectures() -> list[Architecture]:
-    """The official ones: every transformer preset for classes and for captions, and the tokenizers."""
-    captions = dict(num_classes=None, caption_dim=CAPTION_DIM, prefix_length=CAPTION_LENGTH)
-    found = []
-    for preset in llamagen.PRESETS:
-        found.append(transformer_architecture(preset, num_classes=NUM_CLASSES))
-        found.append(transformer_architecture(preset, **captions))
-    return found + [tokenizer_architecture(preset) for preset in llamagen_vq.PRESETS]
+# -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def transformer_architecture(preset: str, **changes: Any) -> Architecture:
-    """A transformer preset, class-conditional unless `caption_dim` is set."""
-    kind = "class-conditional" if changes.get("caption_dim") is None else "text-conditional"
-    config = {**llamagen.PRESETS[preset], **changes}
-    return Architecture(f"LlamaGen-{preset}, {kind}", LlamaGenTransformer, preset, config)
-
-
-def tokenizer_architecture(preset: str, **changes: Any) -> Architecture:
-    """A tokenizer preset."""
-    config = {**llamagen_vq.PRESETS[preset], **changes}
-    return Architecture(f"LlamaGen's tokenizer {preset}", VQModel, preset, config)
-
-
-def recognise(checkpoint: Checkpoint) -> Architecture:
-    """The architecture whose keys and shapes the file has, all of them and no other.
-
-    Raises:
-        ValueError: there is none; names the closest one and lists the missing, unexpected and mis-shaped keys.
-    """
-    guesses = list(_guesses(checkpoint.weights))
-    for guess in guesses:
-        if not Difference.between(checkpoint.weights, guess.shapes()):
-            return guess
-    # Guesses first: where several are as close, the one that was made for the file says more.
-    rated = [(Difference.between(checkpoint.weights, a.shapes()), a) for a in guesses + known_architectures()]
-    difference, closest = max(rated, key=lambda pair: pair[0].similarity)
-    if any(key.startswith("quantize.quant_resi.") for key in checkpoint.weights):
-        raise ValueError(
-            f"{checkpoint.path} is VAR's multi-scale tokenizer; load it together with its transformer by "
-            "ScaleImagePipeline.from_official, or alone with load_var_vq_checkpoint of "
-            "visual_spec.models.next_scale.var_vq."
-        )
-    if difference.similarity[1] == 0:
-        about = next((text for mark, text in _FOREIGN.items() if mark in " ".join(checkpoint.weights)), None)
-        raise ValueError(
-            f"{checkpoint.path} holds another architecture{f' (it looks like {about})' if about else ''}: none of its "
-            f"{len(checkpoint.weights)} keys ({_some(checkpoint.weights)}) is one of LlamaGen's or its tokenizers'."
-        )
-    hint = ""
-    if closest.model is LlamaGenTransformer and not guesses:
-        hint = (
-            " If the sizes are your own, build LlamaGenTransformer(...) and load the weights into it: "
-            "the number of heads cannot be read off them."
-        )
-    raise ValueError(
-        f"{checkpoint.path} is of no known architecture; the closest is {closest.name}, with {difference}.{hint}"
-    )
-
-
-def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
-    """Presets of the file's size, with the vocabulary, classes and captions that it has."""
-    tokens, codes = weights.get("tok_embeddings.weight"), weights.get("quantize.embedding.weight")
-    if tokens is not None and tokens.ndim == 2:
-        vocab_size, dim = tokens.shape
-        layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
-        classes = weights.get("cls_embedding.embedding_table.weight")
-        captions = weights.get("cls_embedding.uncond_embedding")
-        changes: dict[str, Any] = dict(vocab_size=vocab_size)
-        if captions is not None and captions.ndim == 2:
-            changes |= dict(num_classes=None, prefix_length=captions.shape[0], caption_dim=captions.shape[1])
-        elif classes is not None:
-            changes |= dict(num_classes=max(1, classes.shape[0] - 1))
-        for preset, size in llamagen.PRESETS.items():
-            if (size["num_layers"], size["dim"]) == (layers, dim):
-                yield transformer_architecture(preset, **changes)
-    elif codes is not None and codes.ndim == 2:
-        for preset in llamagen_vq.PRESETS:
-            yield tokenizer_architecture(preset, codebook_size=codes.shape[0], codebook_dim=codes.shape[1])
-
-
-def find_image_size(checkpoint: Checkpoint, patch_size: int, image_size: int | None = None) -> int:
-    """Side of the pictures in pixels: as asked, else from the rotary table, the training run, or the file's name.
+def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the tensors of a state dict in our form: with bare keys, dense, each with its own memory.
 
     Args:
-        checkpoint: of a transformer.
-        patch_size: pixels per token side of its tokenizer.
-        image_size: as asked.
+        tensors: as read; not changed.
+        name: name of their source, for errors.
 
     Raises:
-        ValueError: no size is given or found, one that is no multiple of the patch, or one that the file contradicts.
+        ValueError: a key is not a string, two keys are equal without wrapper prefixes, or a tensor has no dense values;
+            the message names them.
     """
-    table, given = checkpoint.dropped.get("freqs_cis"), checkpoint.arguments
-    sizes = "|".join(map(str, IMAGE_SIZES))
-    in_name = re.search(rf"(?<!\d)({sizes})(?!\d)", checkpoint.path.stem)
-    held = None
-    if table is not None:
-        prefix = checkpoint.weights.get("cls_embedding.uncond_embedding")
-        held = round((len(table) - (1 if prefix is None else len(prefix))) ** 0.5) * patch_size
-    elif "image_size" in given:
-        held = int(given["image_size"]) // int(given.get("downsample_size", 16)) * patch_size
-    if held is not None and image_size not in (None, held):
+    strange = [key for key in tensors if not isinstance(key, str)]
+    if strange:
         raise ValueError(
-            f"image_size={image_size} given, but {checkpoint.path} was trained for {held} pixels; pass {held}, or "
-            "leave image_size out."
+            f"{name} has keys that are no strings ({some(map(repr, strange))}); pass a state dict, as state_dict() "
+            "of a model makes it."
         )
-    size = image_size or held or (int(in_name[1]) if in_name else None)
-    if size is None:
-        raise ValueError(
-            f"{checkpoint.path} does not tell the size of its pictures; pass image_size "
-            f"({', '.join(map(str, IMAGE_SIZES))} for the official files, which have it in their names)."
-        )
-    if size < patch_size or size % patch_size:
-        raise ValueError(f"image_size={size}; pass a multiple of {patch_size}, the pixels per token side.")
-    return size
+    # torch.compile wraps any module, whole models or single layers; DDP wraps the whole model.
+    wrapped = all(key.replace("_orig_mod.", "").startswith("module.") for key in tensors)
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        kind = _strange_layout(tensor)
+        if kind:
+            raise ValueError(
+                f"{name}: {key} is {kind}; save the model with dense weights of one floating dtype, and pass that file."
+            )
+        bare = key.replace("_orig_mod.", "").removeprefix("module." if wrapped else "")
+        if bare in found:
+            raise ValueError(f"{name} has {bare} twice, once as {key}; pass a file with one set of weights.")
+        found[bare] = tensor.detach()
+    return _untied(found)
 
 
-# -- building ---------------------------------------------------------------------------------------------------------
+def _strange_layout(tensor: Tensor) -> str:
+    if tensor.is_quantized:
+        return f"quantised ({tensor.dtype})"
+    if tensor.layout != torch.strided:
+        return f"sparse ({tensor.layout})"
+    return ""
 
 
-def build(
-    checkpoint: Checkpoint, architecture: Architecture, *, dtype: torch.dtype | None = None, **changes: Any
-) -> Any:
-    """The model of a recognised file. Its weights stay mapped to the file unless `dtype` has them converted.
+def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory with others, or with themselves: a saved model could not tell them apart."""
+    owners: dict[int, int] = {}
+    for tensor in weights.values():
+        place = tensor.untyped_storage().data_ptr()
+        owners[place] = owners.get(place, 0) + 1
+    return {
+        key: tensor
+        if owners[tensor.untyped_storage().data_ptr()] == 1 and tensor.is_contiguous()
+        else tensor.clone(memory_format=torch.contiguous_format)
+        for key, tensor in weights.items()
+    }
+
+
+def check_values(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
+    """Refuse weights that no model can compute with. For weights on the meta device only the dtype is checked.
 
     Args:
-        dtype: of the weights; None keeps that of the file.
-        changes: constructor arguments beside the architecture's: grid_size or image_size.
+        weights: by key.
+        name: name of their source, for errors.
+        source: what the message suggests instead.
+
+    Raises:
+        ValueError: a weight is not of a floating dtype of at least 16 bits, or holds nan or infinity; the message names
+            it.
     """
-    with torch.device("meta"):
-        model: Any = architecture.model(**architecture.config, **changes)
-    model.load_state_dict(checkpoint.weights, assign=True)
-    assert not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
+    for key, tensor in weights.items():
+        if tensor.dtype not in FLOATING:
+            raise ValueError(
+                f"{name}: {key} is of {tensor.dtype}; weights are of {', '.join(map(_short, FLOATING))}. Nothing is "
+                f"cast without being asked; take {source}, or convert it yourself."
+            )
+    check_finite(weights, name, source)
+
+
+def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the original") -> None:
+    """Refuse floating weights with nan or infinity. Weights on the meta device have no values to check.
+
+    Raises:
+        ValueError: a weight holds nan or infinity; the message names the first key, and how many of its values are bad.
+    """
+    for key, tensor in weights.items():
+        # A sum checks all values without a second tensor of the same size; if the sum overflows, check again.
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        if not tensor.is_meta and not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
+            bad = int((~tensor.isfinite()).sum())
+            raise ValueError(
+                f"{name} is damaged: {bad} of {tensor.numel()} values of {key} are nan or infinite in "
+                f"{_short(tensor.dtype)}; copy or download {source} again."
+            )
+
+
+def fill(
+    model: M,
+    weights: Mapping[str, Tensor],
+    name: str,
+    *,
+    what: str = "",
+    constants: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> M:
+    """Give a model that was built on the meta device its weights. They stay mapped to the file unless cast.
+
+    Args:
+        weights: exactly those of the model's state dict, except constants.
+        name: name of their source, for errors.
+        what: name of what they should fit, for errors; the model's class if empty.
+        constants: buffers of official files that the model computes itself. They may be missing but not differ.
+        dtype: to cast the weights to; None keeps theirs.
+
+    Raises:
+        ValueError: keys are missing, unexpected or mis-shaped (the message lists them), or a constant has another
+            value; also as in `check_values`.
+    """
+    constants = {key: value for key, value in (constants or {}).items() if key in weights}
+    shapes = shapes_of(model) | {key: tuple(value.shape) for key, value in constants.items()}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(f"{name} does not fit {what or type(model).__name__}: {difference}.")
+    for key, constant in constants.items():
+        found = weights[key]
+        if not found.is_meta and not torch.equal(found.double(), constant.double()):
+            raise ValueError(
+                f"{name}: {key} is a constant, and has other values than this library computes with; pass the "
+                "official file."
+            )
+    weights = {key: value for key, value in weights.items() if key not in constants}
+    check_values(weights, name)
+    model.load_state_dict(weights, assign=True)
+    assert not any(buffer.is_meta for key, buffer in model.named_buffers() if key not in weights)
     if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
+        nn.Module.to(model, dtype)  # diffusers' own would warn about an empty list of modules
     return model.eval()
 
 
-def load_transformer(
-    source: Source,
-    *,
-    image_size: int | None = None,
-    patch_size: int = 16,
-    dtype: torch.dtype | None = None,
-) -> LlamaGenTransformer:
-    """The transformer of an official file, e.g. `c2i_XL_384.pt` or `t2i_XL_stage2_512.pt`.
-
-    Args:
-        source: the file, or what `read_checkpoint` made of it.
-        image_size: side of the pictures in pixels; None: see `find_image_size`.
-        patch_size: pixels per token side: 16, or 8 for a model over VQ-8 tokens.
-        dtype: of the weights; None keeps that of the file.
-
-    Raises:
-        ValueError, OSError: as `read_checkpoint`, `recognise` and `find_image_size`.
-    """
-    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
-    architecture = _of_kind(checkpoint, LlamaGenTransformer)
-    side = find_image_size(checkpoint, patch_size, image_size) // patch_size
-    return build(checkpoint, architecture, dtype=dtype, grid_size=side)
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every key of a model."""
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
 
 
-def load_tokenizer(source: Source, *, image_size: int = 256, dtype: torch.dtype | None = None) -> VQModel:
-    """The tokenizer of an official file, e.g. `vq_ds16_c2i.pt`.
-
-    Args:
-        source: the file, or what `read_checkpoint` made of it.
-        image_size: side of the pictures that `decode_tokens` makes; no weight depends on it.
-        dtype: of the weights; None keeps that of the file.
-
-    Raises:
-        ValueError, OSError: as `read_checkpoint` and `recognise`.
-    """
-    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
-    return build(checkpoint, _of_kind(checkpoint, VQModel), dtype=dtype, image_size=image_size)
-
-
-def load_pair(
-    transformer: Source,
-    vq_model: Source,
-    *,
-    image_size: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[LlamaGenTransformer, VQModel]:
-    """Transformer and tokenizer of two official files, for pictures of one size. See `load_transformer`."""
-    tokenizer = load_tokenizer(vq_model, dtype=dtype)
-    patch = tokenizer.patch_size
-    model = load_transformer(transformer, image_size=image_size, patch_size=patch, dtype=dtype)
-    tokenizer.register_to_config(image_size=model.grid.width * patch)
-    return model, tokenizer
-
-
-def _of_kind(checkpoint: Checkpoint, model: type[ModelMixin]) -> Architecture:
-    architecture = recognise(checkpoint)
-    if architecture.model is not model:
-        wanted = "an image tokenizer" if model is VQModel else "a transformer"
-        raise ValueError(f"{checkpoint.path} is {architecture.name}; pass the file of {wanted} here.")
-    return architecture
-
-
-def official_defaults(model: LlamaGenTransformer) -> dict[str, Any]:
-    """The guidance scale and top-k that the official code draws with.
-
-    Text: scale 7.5 and top-k 1000. Classes: no top-k, and the scale of the published FID (README of LlamaGen): 2.0 for
-    B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published one take that of the next smaller.
-    """
-    if model.config["caption_dim"] is not None:
-        return {"default_guidance_scale": 7.5, "default_top_k": 1000}
-    dim = model.config["dim"]
-    scale = 2.0 if dim < 1280 else 1.75 if dim < 3200 else 1.65
-    return {"default_guidance_scale": scale, "default_top_k": 0}
-
-
-def _some(names: Iterable[str], count: int = 4) -> str:
-    names = list(names)
+def some(names: Iterable[Any], count: int = 4) -> str:
+    """Return a list of names for an error: the first few, and how many more."""
+    names = list(map(str, names))
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Knowing weights again, so that nothing is put beside what another model made."""
+"""Fingerprints of weights, so that outputs of different models are not mixed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def fingerprint(modules: Iterable[nn.Module]) -> str:
-    """Twelve hexadecimal digits that change with any weight of the modules."""
+    """Return twelve hexadecimal digits that change with any weight of the modules."""
     digest = hashlib.sha256()
     for module in modules:
         for name, tensor in sorted(module.state_dict().items()):

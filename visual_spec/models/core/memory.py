@@ -1,4 +1,4 @@
-"""Whether the cache of a decode fits its device, asked before anything is allocated."""
+"""Check that the cache of a decode fits its device, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes of a GPU that PyTorch can still allocate, those that it holds unused included; None elsewhere."""
+    """Return the bytes of a GPU that PyTorch can still allocate, including those it holds unused; None elsewhere."""
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -14,13 +14,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_cache_fits(sample_bytes: int, batch_size: int, device: torch.device) -> None:
-    """Refuse a batch whose cache the device has no room for.
+    """Refuse a batch whose cache does not fit the device.
 
     Args:
-        sample_bytes: of the cache of one sample, its unconditional row included.
+        sample_bytes: cache size of one sample, its unconditional row included.
 
     Raises:
-        ValueError: names what is needed, what is free, and how many samples fit.
+        ValueError: the cache does not fit; gives the needed bytes, the free bytes, and how many samples fit.
     """
     free, needed = free_bytes(device), sample_bytes * batch_size
     if free is not None and needed > free:

@@ -1,9 +1,9 @@
 """Projections of one input as one matrix product: query, key and value, and the gate and value of gated layers.
 
 Decoding reads every weight once a call. Three products with narrow matrices are three launches, each too small to fill
-a GPU; with one matrix of all their rows there is one. `fuse_projections` joins them in place, in LlamaGen and in the
-decoders of transformers models (Janus, Chameleon, Emu3, GLM-Image). The layers' own code stays: it goes on to ask every
-projection by its name. The one that is asked first computes all of them, and the others hand out their parts.
+a GPU; one matrix of all their rows is one launch. `fuse_projections` joins them in place, in LlamaGen and in the
+decoders of transformers models (Janus, Chameleon, Emu3, GLM-Image). The layers' own code does not change: it still
+calls every projection by its name. The first one called computes all of them, and the others return their parts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# By the name of the layer that holds them, so that attention to another sequence is left alone. In the order in which
-# the layers ask, which is also that of their rows.
+# By the name of the layer that holds them, so that cross-attention is not touched. In the order in which the layers
+# call them, which is also the order of their rows.
 _GROUPS = {
     "self_attn": ("q_proj", "k_proj", "v_proj"),
     "mlp": ("gate_proj", "up_proj"),
@@ -25,17 +25,17 @@ _GROUPS = {
 def fuse_projections(model: nn.Module) -> None:
     """Join the projections of self-attention, and those of gated layers, in place.
 
-    Outputs are the same up to the rounding of a matrix product. No weight is held twice. State dicts keep the keys of
-    separate projections: files are written and read as before. Parameters are new ones, so an optimizer made before
-    knows them no more.
+    Outputs are the same up to the rounding of a matrix product. No weight is stored twice. State dicts keep the keys of
+    separate projections: files are written and read as before. Parameters are new ones, so an optimizer made earlier no
+    longer updates them.
 
     Args:
-        model: a `LlamaGenTransformer`, a transformers model, or any module around such layers. Biases, keys and values
-            narrower than the queries, and norms behind the projections are kept. Quantise it afterwards, not before.
+        model: a `LlamaGenTransformer`, a transformers model, or any module around such layers. Supports biases, keys
+            and values narrower than the queries, and norms after the projections. Quantise it afterwards, not before.
 
     Raises:
-        ValueError: nothing to join; or projections that are no plain linear layers of one dtype and device, all with a
-            bias or none. Then nothing was changed.
+        ValueError: there is nothing to join; or the projections are not plain linear layers of one dtype and device,
+            all with a bias or all without. Then nothing is changed.
     """
     found: list[tuple[nn.Module, tuple[str, ...]]] = []
     for path, layer in model.named_modules():
@@ -57,16 +57,16 @@ def fuse_projections(model: nn.Module) -> None:
         for index, name in enumerate(names[1:], 1):
             setattr(layer, name, Part(joined, index))
         joined.register_state_dict_post_hook(_write_separately)
-        # On the layer: when they load, the projections are shown their own keys only.
+        # A hook of the layer: on loading, the projections themselves only see their own keys.
         layer.register_load_state_dict_pre_hook(_read_separately)
 
 
 class JoinedProjections(nn.Linear):
-    """Several projections, one below the other in one matrix. Called, it is the first of them; see `Part`.
+    """Several projections as one matrix, one below the other. Calling it returns the first of them; see `Part`.
 
     Args:
-        layers: the projections, checked.
-        names: theirs in the layer that holds them.
+        layers: the projections, already checked.
+        names: their names in the layer that holds them.
     """
 
     def __init__(self, layers: list[nn.Linear], names: tuple[str, ...]) -> None:
@@ -82,13 +82,13 @@ class JoinedProjections(nn.Linear):
         self._held: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """A projection of `x [..., in]`, as a view of all of them."""
+        """Return one projection of `x [..., in]`, as a view of all of them."""
         held = self._held
-        # Asked in another order, or of another input, it computes anew, and is slow but right.
+        # If called in another order, or with another input, it computes again: slow but correct.
         if held is None or held[0] is not x:
             held = self._held = x, super().forward(x).split(self.sizes, -1)
         if index == len(self.sizes) - 1:
-            self._held = None  # nothing outlives the call of the layer
+            self._held = None  # hold nothing after the layer's call
         return held[1][index]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Part(nn.Module):
 
     def __init__(self, joined: JoinedProjections, index: int) -> None:
         super().__init__()
-        self._joined = (joined,)  # in a tuple: its parameters belong to the layer once
+        self._joined = (joined,)  # in a tuple, so that its parameters are registered once
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _check(path: str, names: tuple[str, ...], parts: list[Any]) -> None:
 
 
 def _write_separately(joined: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Hook of a matrix's state dict: the rows of each projection under its own key, as views."""
+    """Hook of a matrix's state dict: store the rows of each projection under its own key, as views."""
     layer = prefix.removesuffix(f"{joined.names[0]}.")
     whole = {kind: state.pop(f"{prefix}{kind}", None) for kind in ("weight", "bias")}
     start = 0
@@ -141,12 +141,12 @@ def _write_separately(joined: Any, state: dict[str, Any], prefix: str, metadata:
             if rows is not None:
                 state[f"{layer}{name}.{kind}"] = rows[
                     start : start + size
-                ]  # not split: quantised weights know slices
+                ]  # no split: quantised weights support slices only
         start += size
 
 
 def _read_separately(layer: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Hook of a layer before it loads: one matrix of the rows of each projection, if all are there."""
+    """Hook before a layer loads: join the rows of each projection to one matrix, if all are there."""
     for joined in (child for child in layer.children() if isinstance(child, JoinedProjections)):
         for kind in ("weight", "bias"):
             keys = [f"{prefix}{name}.{kind}" for name in joined.names]

@@ -1,4 +1,4 @@
-"""What a sampler knows of a model: its grid, its vocabulary, how to score a window of tokens or a scale of them."""
+"""The interface between samplers and models: the grid, the vocabulary, and the calls that score tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import on_host
+
 
 @dataclass(frozen=True)
 class TokenGrid:
     """The geometry of the tokens, in raster order: frames, then rows, then columns.
 
     Args:
-        height, width: tokens a frame has vertically and horizontally.
+        height, width: tokens of a frame vertically and horizontally.
         frames: number of frames (1 for an image).
-        codebooks: tokens stacked at one slot (1 unless the tokenizer is a multi-codebook one).
+        codebooks: tokens at one slot (1 unless the tokenizer has several codebooks).
 
     Raises:
-        ValueError: a size that is not an integer of at least 1.
+        ValueError: a size is not an integer of at least 1.
     """
 
     height: int
@@ -36,14 +38,14 @@ class TokenGrid:
 
     @property
     def num_tokens(self) -> int:
-        """Slots to decode: frames * height * width."""
+        """Number of slots to decode: frames * height * width."""
         return self.frames * self.height * self.width
 
     def coordinates(self, index: int) -> tuple[int, int, int]:
-        """(frame, row, column) of a slot.
+        """Return (frame, row, column) of a slot.
 
         Raises:
-            IndexError: a slot outside the grid.
+            IndexError: the slot is outside the grid.
         """
         if not 0 <= index < self.num_tokens:
             raise IndexError(f"slot {index} is outside the grid; it has slots 0 to {self.num_tokens - 1}.")
@@ -51,26 +53,26 @@ class TokenGrid:
         return frame, *divmod(rest, self.width)
 
     def left(self, index: int) -> int | None:
-        """The slot to the left, or None in column 0."""
+        """Return the slot to the left, or None in column 0."""
         return index - 1 if self.coordinates(index)[2] else None
 
     def up(self, index: int) -> int | None:
-        """The slot above in the same frame, or None in row 0."""
+        """Return the slot above in the same frame, or None in row 0."""
         return index - self.width if self.coordinates(index)[1] else None
 
     def previous_frame(self, index: int) -> int | None:
-        """The slot at the same place one frame earlier, or None in frame 0."""
+        """Return the slot at the same place one frame earlier, or None in frame 0."""
         return index - self.height * self.width if self.coordinates(index)[0] else None
 
 
 @dataclass
 class DecodeState:
-    """One batch in the course of decoding. A model subclasses it with its caches.
+    """One batch during decoding. A model subclasses it with its caches.
 
     Attributes:
         logits: [R, V], the prediction of slot 0. R = B, or 2B when guided: the conditional rows, then the
             unconditional ones.
-        guided: whether the unconditional rows are there.
+        guided: whether there are unconditional rows.
         window: the largest number of slots that one call will score.
     """
 
@@ -79,36 +81,36 @@ class DecodeState:
     window: int
 
     def rows(self, samples: Tensor) -> Tensor:
-        """The rows of some samples, long [N]; when guided, their unconditional ones come behind."""
+        """Return the rows of the samples long [N]; when guided, followed by their unconditional rows."""
         return torch.cat([samples, samples + self.logits.shape[0] // 2]) if self.guided else samples
 
     def select(self, samples: Tensor) -> None:
-        """Keep only some samples, long [N], in this order: those that are complete need no more room.
+        """Keep only the samples long [N], in this order, to free the room of completed ones.
 
         Raises:
-            NotImplementedError: by states that always hold the whole batch.
+            NotImplementedError: this state always holds the whole batch.
         """
         raise NotImplementedError
 
     def buffers(self) -> list[Tensor]:
-        """What calls read and write in place, in a fixed order: all that one state has to take over from another of the
-        same shape to go on as that one.
+        """Return what calls read and write in place, in a fixed order: copying it from another state of the same shape
+        makes this state continue as that one.
 
         Raises:
-            NotImplementedError: by states whose calls cannot be recorded as CUDA graphs.
+            NotImplementedError: calls on this state cannot be recorded as CUDA graphs.
         """
         raise NotImplementedError
 
 
 def modules_of(model: Any) -> list[nn.Module]:
-    """The model itself, or what an adapter runs."""
+    """Return the model itself, or the modules that an adapter runs."""
     if isinstance(model, nn.Module):
         return [model]
     return [value for value in vars(model).values() if isinstance(value, nn.Module)]
 
 
 def owner_of(model: Any) -> Any:
-    """What lives as long as the weights, to remember things by: adapters are made anew for every request."""
+    """Return an object that lives as long as the weights, as a key of caches: each request makes a new adapter."""
     modules = modules_of(model)
     return modules[0] if modules else model
 
@@ -127,7 +129,7 @@ class NextTokenModel(Protocol):
 
         Args:
             condition: whatever the model is conditioned on, `batch_size` rows of it, or None.
-            guided: also hold unconditional rows.
+            guided: whether to hold unconditional rows as well.
             window: the largest number of slots that one call will score.
 
         Returns:
@@ -138,27 +140,27 @@ class NextTokenModel(Protocol):
     def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
         """Feed tokens and score the slots that follow them.
 
-        The cache is written by slot: a rejected token is undone by feeding another one at its slot, and each
-        row advances at its own pace. Column `w` sees itself, the columns before it, and the slots before
-        `slots[b, 0]`. No host synchronisation.
+        The cache is written by slot: feeding another token at a slot undoes a rejected one, and each row advances at
+        its own pace. Position `w` of the window sees itself, the positions before it, and the slots before `slots[b,
+        0]`. No host synchronisation.
 
         Args:
-            state: what `prefill` returned.
+            state: the state from `prefill`.
             tokens: long [B, W].
             slots: long [B, W], consecutive in a row. They may run past the grid, up to
                 num_tokens + window - 1 (scratch room in the cache; those logits are ignored).
 
         Returns:
-            logits [R, W, V]; column `w` predicts slot `slots[b, w] + 1`.
+            logits [R, W, V]; position `w` predicts slot `slots[b, w] + 1`.
         """
         ...
 
 
 class TreeModel(NextTokenModel, Protocol):
-    """A next-token model that also scores several continuations of one text in one call.
+    """A next-token model that also scores several continuations of one sequence in one call.
 
-    The columns of a tree call are nodes. Column 0 is the root: the newest committed token, at its slot. Every other
-    column holds a draft, one slot behind its parent's; several columns may share a slot.
+    A tree call feeds nodes. Node 0 is the root: the newest committed token, at its slot. Every other node holds a
+    draft, one slot after its parent's; several nodes may share a slot.
     """
 
     def __call__(self, state: Any, tokens: Tensor, slots: Tensor, visible: Tensor | None = None) -> Tensor:
@@ -166,74 +168,116 @@ class TreeModel(NextTokenModel, Protocol):
 
         Args:
             tokens, slots: long [B, N], N <= the window of the prefill.
-            visible: bool [B, N, N]; [b, n, m] is true where column m is n itself or one of its ancestors. A column
-                also sees all slots before the root's, so these must have been fed, or kept.
+            visible: bool [B, N, N]; [b, n, m] is true if node m is n itself or one of its ancestors. A node also
+                sees all slots before the root's, so these must have been fed, or kept.
 
         Returns:
-            logits [R, N, V]; column n predicts slot `slots[b, n] + 1` behind the path to n. The cache by slot is
-            left as it was: `keep` brings the accepted columns there.
+            logits [R, N, V]; node n predicts slot `slots[b, n] + 1` after the path to n. The cache by slot does not
+            change: `keep` writes the accepted nodes there.
         """
         ...
 
-    def keep(self, state: Any, columns: Tensor, slots: Tensor) -> None:
-        """Make columns of the last tree call what is cached at slots.
+    def keep(self, state: Any, nodes: Tensor, slots: Tensor) -> None:
+        """Write the cache entries of nodes of the last tree call to slots.
 
         Args:
-            columns, slots: long [B, D]. Name the root and the accepted path; a row with a shorter path repeats a
-                pair, or names any column for slots that it will feed again.
+            nodes, slots: long [B, D]. Give the root and the accepted path; a row with a shorter path repeats a
+                pair, or gives any node for slots that it will feed again.
         """
         ...
 
 
 class OrderModel(NextTokenModel, Protocol):
-    """A next-token model that also feeds slots out of raster order, each column with its own view of the text."""
+    """A next-token model that also feeds slots out of raster order, each position with its own mask.
 
-    def __call__(self, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor | None = None) -> Tensor:
+    The caller says which slot each position predicts. A model trained in raster order can predict only one, the slot
+    after the fed one. If asked for another slot of the grid, it raises ValueError on the CPU (`check_raster`). On other
+    devices it does not read the request and returns the logits of the slot after the fed one. So orders that need more
+    require models that were trained for them.
+    """
+
+    def __call__(
+        self,
+        state: Any,
+        tokens: Tensor,
+        slots: Tensor,
+        *,
+        seen: Tensor | None = None,
+        predicted: Tensor | None = None,
+    ) -> Tensor:
         """Without `seen`: as `NextTokenModel`. With it: feed any slots, in any order.
 
-        The cache is written by slot, and what a slot holds is what was fed there last. A slot that holds nothing yet,
-        or something that a column should not know, is a slot that the column does not see.
+        The cache is written by slot, and a slot holds the last token fed there. A position must not see slots that hold
+        nothing yet, or something it should not know.
 
         Args:
             tokens: long [B, W], W <= the window of the prefill.
             slots: long [B, W], the slots of a row all different. They may run past the grid, up to
-                num_tokens + window - 1: scratch room for columns that are not needed, whose logits are ignored.
-            seen: bool [B, W, num_tokens], the grid slots that a column attends to. A slot fed in the same call
-                counts with its new token. Every column also sees the condition, and itself.
+                num_tokens + window - 1: scratch room for positions that feed nothing.
+            seen: bool [B, W, num_tokens], the grid slots that a position attends to. A slot fed in the same call
+                counts with its new token. Every position also sees the condition, and itself.
+            predicted: long [B, W], with `seen` only: the slot that each position predicts. A place past the grid, up to
+                num_tokens + window - 1, means none: those logits are ignored. None: `slots + 1`.
 
         Returns:
-            logits [R, W, V]; column w predicts slot `slots[b, w] + 1` given what it sees.
+            logits [R, W, V]; position w predicts slot `predicted[b, w]` given what it sees.
+
+        Raises:
+            ValueError: the model has no law for a slot to predict (checked only where reading does not stall).
         """
         ...
 
 
+def check_raster(slots: Tensor, predicted: Tensor | None, num_tokens: int) -> None:
+    """Refuse to predict slots other than those after `slots`, for a model that was trained in raster order.
+
+    Values are read on the CPU only: elsewhere this would stall the device.
+
+    Args:
+        slots, predicted: long [B, W], as in `OrderModel.__call__`.
+
+    Raises:
+        ValueError: another slot is to be predicted; the message names the first.
+    """
+    if predicted is None or not on_host(predicted):
+        return
+    wrong = ((predicted != slots + 1) & (predicted < num_tokens)).nonzero()
+    if len(wrong):
+        row, position = wrong[0].tolist()
+        raise ValueError(
+            f"asked to predict slot {int(predicted[row, position])} where slot {int(slots[row, position])} is fed; a "
+            "model that was trained in raster order predicts the slot behind. Use a raster or row order, or a model "
+            "that was trained for this one."
+        )
+
+
 # -- next-scale prediction -------------------------------------------------------------------------------------------
 #
-# A picture is a pyramid of token maps, coarse to fine; all tokens of one map are predicted at once, given the maps
-# before it (Tian et al. 2024, section 3.2). A token's slot is its place in the maps, one behind the other in raster
-# order: scale k has the slots from sum(n * n for n in scales[:k]) on.
+# A picture is a pyramid of token maps, coarse to fine. All tokens of one map are predicted at once, given the maps
+# before it (Tian et al. 2024, section 3.2). Slots count through the concatenated maps in raster order: scale k has
+# the slots from sum(n * n for n in scales[:k]) on.
 
 
-# A map's side in tokens, or its (height, width) where they differ.
+# A map's side in tokens, or its (height, width) if they differ.
 Side = int | tuple[int, int]
 
 
 def shape_of(side: Side) -> tuple[int, int]:
-    """Height and width of a map."""
+    """Return height and width of a map."""
     return (side, side) if isinstance(side, int) else side
 
 
 def area_of(side: Side) -> int:
-    """Places of a map."""
+    """Return the number of places of a map."""
     height, width = shape_of(side)
     return height * width
 
 
 def checked_stop(maps: Sequence[Tensor], stop: int | None, scales: Sequence[Side]) -> int:
-    """The first scale that a prefill with `maps` is not asked for; None stands for one behind the last.
+    """Return the first scale that a prefill with `maps` need not prepare; None stands for one after the last.
 
     Raises:
-        ValueError: it does not lie behind the scale that the maps predict.
+        ValueError: `stop` does not come after the scale that the maps predict.
     """
     count = len(scales)
     stop = count if stop is None else stop
@@ -246,19 +290,20 @@ def checked_stop(maps: Sequence[Tensor], stop: int | None, scales: Sequence[Side
 
 
 def sides_of(scales: Iterable[Side | Sequence[int]]) -> tuple[Side, ...]:
-    """Sides in their one spelling, by which they can be compared: an int for a square, else a tuple."""
+    """Return sides in a canonical form that can be compared: an int for a square, else a tuple."""
     pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in scales]
     return tuple(height if height == width else (height, width) for height, width in pairs)
 
 
 class ScaleTokenizer(Protocol):
-    """Pictures as residual token maps of growing size: what is known of a picture is a canvas that each map adds to.
+    """Pictures as residual token maps of growing size. A picture is a canvas to which each map adds.
 
-    All canvases of one decode have one shape, [B, D, h, w] with h, w the last map's unless a tokenizer says otherwise.
+    All canvases of one decode have one shape, [B, D, h, w], with h, w of the last map unless a tokenizer says
+    otherwise.
 
-    A place of a map holds one token, unless the tokenizer has an attribute `tokens_per_place`, T: then it holds T
-    tokens (the bits of a binary code), which are independent of each other, as those of all places are, given the maps
-    before. They follow each other, every one has a slot of its own, and for n * n below read n * n * T.
+    A place of a map holds one token. If the tokenizer has an attribute `tokens_per_place`, T, a place holds T tokens
+    (the bits of a binary code). Like the tokens of all places, these are independent given the earlier maps. They
+    follow each other and each has its own slot; below, read n * n * T for n * n.
     """
 
     @property
@@ -273,20 +318,20 @@ class ScaleTokenizer(Protocol):
 
     @property
     def codebook_size(self) -> int:
-        """V, the number of codes: of values that a token takes."""
+        """V, the number of codes, or of values of a token."""
         ...
 
     @property
     def codebook(self) -> Tensor:
-        """The codes [V, D] by token id; [V, D / T] with T tokens a place, whose codes are joined in their order."""
+        """The codes [V, D] by token id; with T tokens a place [V, D / T], joined in the order of the tokens."""
         ...
 
     def begin(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The canvas before the first map: zeros [B, D, h, w]."""
+        """Return the canvas before the first map: zeros [B, D, h, w]."""
         ...
 
     def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """The canvas with a map added to it. The canvas given is left as it was.
+        """Return the canvas with a map added to it. The given canvas does not change.
 
         Args:
             canvas: [B, D, h, w].
@@ -300,22 +345,22 @@ class ScaleTokenizer(Protocol):
         ...
 
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:
-        """What a model is fed to predict scale `scale`, 1 or later: the canvas at its size, [B, D, n, n]."""
+        """The input of a model that predicts `scale`, 1 or later: the canvas at that scale's size, [B, D, n, n]."""
         ...
 
     def decode_canvas(self, canvas: Tensor) -> Tensor:
-        """Pictures [B, 3, H, W] in [-1, 1]; of an unfinished canvas, what the picture looks like so far."""
+        """Return pictures [B, 3, H, W] in [-1, 1]; for an unfinished canvas, the picture so far."""
         ...
 
 
 @dataclass
 class ScaleState:
-    """One batch in the course of next-scale decoding. A model subclasses it with its caches.
+    """One batch during next-scale decoding. A model subclasses it with its caches.
 
     Attributes:
-        logits: [R, n * n, V], the prediction of the scale that the prefill ended at; [R, n * n * T, V] over a tokenizer
+        logits: [R, n * n, V], the prediction of the scale at which the prefill ended; [R, n * n * T, V] for a tokenizer
             with T tokens a place. R = B, or 2B when guided: the conditional rows, then the unconditional ones.
-        guided: whether the unconditional rows are there.
+        guided: whether there are unconditional rows.
     """
 
     logits: Tensor
@@ -323,15 +368,15 @@ class ScaleState:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the cache of keys and values holds for the whole decode. 0 for a model without one."""
+        """Bytes of the key and value cache for the whole decode; 0 for a model without one."""
         return 0
 
 
 class ScaleModel(Protocol):
     """A model that predicts all tokens of a scale at once, given the maps of the scales before it.
 
-    What it is told of earlier scales are input maps, `ScaleTokenizer.next_map`. They are the same for every model over
-    one tokenizer, so one model can go on where another stopped.
+    Earlier scales are given as input maps, `ScaleTokenizer.next_map`. They are the same for every model of one
+    tokenizer, so one model can continue where another stopped.
     """
 
     @property
@@ -356,14 +401,14 @@ class ScaleModel(Protocol):
         maps: Sequence[Tensor] = (),
         stop: int | None = None,
     ) -> Any:
-        """Run the condition, and the scales that are known already, in one forward; allocate the static cache.
+        """Run the condition, and the scales that are already known, in one forward; allocate the static cache.
 
         Args:
             condition: whatever the model is conditioned on, `batch_size` rows of it, or None.
-            guided: also hold unconditional rows.
+            guided: whether to hold unconditional rows as well.
             maps: the input maps [B, D, n, n] of the scales 1 .. k. A scale sees itself and the scales before it.
-            stop: the first scale that will not be asked for, above k; None: all will be. Nothing is cached for
-                scales behind the last one but one, whose keys and values nothing reads.
+            stop: the first scale that this model will not predict, above k; None: it predicts all. Nothing is cached
+                for scales after the last but one of them, because nothing would read it.
 
         Returns:
             A `ScaleState` (of the model's own subclass); its logits predict scale k = len(maps).
@@ -373,10 +418,10 @@ class ScaleModel(Protocol):
     def __call__(self, state: Any, map: Tensor, scale: int) -> Tensor:
         """Feed the input map of a scale, and predict its tokens. No host synchronisation.
 
-        The cache is written by slot: a scale may be fed again, and then what followed it has to be.
+        The cache is written by slot: a scale may be fed again, and then all later scales must be fed again.
 
         Args:
-            state: what `prefill` returned.
+            state: the state from `prefill`.
             map: [B, D, n, n], the same for conditional and unconditional rows.
             scale: 1 or later; the scales before it have been fed.
 
@@ -389,15 +434,15 @@ class ScaleModel(Protocol):
 # -- several codebooks -----------------------------------------------------------------------------------------------
 #
 # A neural audio codec gives K tokens a frame. A codebook pattern (`patterns.CodebookPattern`) lays them out in steps of
-# at most one token of each codebook. The tokens of one step, a column, are predicted together, and are independent of
-# each other given the columns before it.
+# at most one token of each codebook. The tokens of one step, a column, are predicted together. They are independent of
+# each other given the earlier columns.
 
 
 class ColumnModel(Protocol):
     """A model that predicts the next column of K tokens.
 
-    A slot is a step of the pattern, without the initial empty one, which is the prefill's business. What a step holds
-    no token of is forced: samplers put `special_id` there, never look at its logits, and feed it like any other token.
+    A slot is a step of the pattern, without the initial empty step, which belongs to the prefill. An entry without a
+    token is forced: samplers put `special_id` there, ignore its logits, and feed it like any other token.
     """
 
     @property
@@ -412,27 +457,27 @@ class ColumnModel(Protocol):
 
     @property
     def valid(self) -> Tensor:
-        """Where a step holds a token: bool [S, K], on any device. (`CodebookPattern.valid` is its transpose.)"""
+        """Where a step holds a token: bool [S, K], on any device. (The transpose of `CodebookPattern.valid`.)"""
         ...
 
     @property
     def special_id(self) -> int:
-        """What is fed, and returned, where a step holds no token. It may be V, or an id of the vocabulary."""
+        """The id fed and returned for entries without a token. It may be V, or an id of the vocabulary."""
         ...
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
-        """As `NextTokenModel.prefill`, but that the state's logits are [R, K, V]; they predict step 0."""
+        """As `NextTokenModel.prefill`, except that the state's logits are [R, K, V]; they predict step 0."""
         ...
 
     def __call__(self, state: Any, tokens: Tensor, steps: Tensor) -> Tensor:
         """Feed columns and score the steps that follow them.
 
-        The cache is written by step, as that of a `NextTokenModel` is by slot: a rejected column is undone by feeding
-        another one at its step, and each row advances at its own pace. No host synchronisation.
+        The cache is written by step, like that of a `NextTokenModel` by slot: feeding another column at a step undoes a
+        rejected one, and each row advances at its own pace. No host synchronisation.
 
         Args:
-            state: what `prefill` returned.
-            tokens: long [B, W, K], the special token where a step holds none.
+            state: the state from `prefill`.
+            tokens: long [B, W, K], the special token for entries without a token.
             steps: long [B, W], consecutive in a row. They may run past the grid, up to num_tokens + window - 1
                 (scratch room in the cache; all entries there are special, and those logits are ignored).
 
@@ -444,18 +489,18 @@ class ColumnModel(Protocol):
 
 # -- hidden tokens ---------------------------------------------------------------------------------------------------
 #
-# A masked model sees all slots at once, some of them hidden, and predicts what the hidden ones hold. Several codebooks
-# are decoded one after the other: stage k predicts codebook k, while those behind it are hidden. An image model has one
-# codebook, and one stage.
+# A masked model sees all slots at once, some of them hidden, and predicts the hidden tokens. Several codebooks are
+# decoded one after the other: stage k predicts codebook k while later ones are hidden. An image model has one codebook
+# and one stage.
 
 
 @dataclass
 class MaskedState:
-    """One batch in the course of masked decoding. A model subclasses it with what it keeps of the condition.
+    """One batch during masked decoding. A model subclasses it with what it keeps of the condition.
 
     Attributes:
-        guided: whether the unconditional rows are there.
-        device: where tokens are fed and logits come out.
+        guided: whether there are unconditional rows.
+        device: device of tokens and logits.
     """
 
     guided: bool
@@ -463,29 +508,29 @@ class MaskedState:
 
 
 class MaskedModel(Protocol):
-    """A model that predicts hidden tokens where they stand."""
+    """A model that predicts hidden tokens at their own slots."""
 
     @property
     def grid(self) -> TokenGrid:
-        """L = num_tokens slots of K codebooks."""
+        """The grid: L = num_tokens slots of K codebooks."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """V, of one codebook, without the mask: a model whose head scores the mask too leaves it out."""
+        """V, of one codebook, without the mask. A model whose head also scores the mask drops that score."""
         ...
 
     @property
     def mask_id(self) -> int:
-        """What is fed where a token is hidden. No token has this id."""
+        """The id fed for a hidden token. No token has this id."""
         ...
 
     def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
-        """Run what depends on the condition only.
+        """Compute everything that depends on the condition only.
 
         Args:
             condition: whatever the model is conditioned on, `batch_size` rows of it, or None.
-            guided: also hold unconditional rows.
+            guided: whether to hold unconditional rows as well.
 
         Returns:
             A `MaskedState` (of the model's own subclass).
@@ -493,12 +538,11 @@ class MaskedModel(Protocol):
         ...
 
     def __call__(self, state: Any, tokens: Tensor, stage: int) -> Tensor:
-        """Score codebook `stage` at every slot. No host synchronisation, and nothing is kept: tokens may be hidden
-        again.
+        """Score codebook `stage` at every slot. No host synchronisation. Keeps nothing, so tokens may be hidden again.
 
         Args:
-            state: what `prepare` returned.
-            tokens: long [B, L, K], the mask id where a token is hidden.
+            state: the state from `prepare`.
+            tokens: long [B, L, K], the mask id for hidden tokens.
 
         Returns:
             logits [R, L, V]; R = B, or 2B when guided: the conditional rows, then the unconditional ones.
@@ -507,35 +551,35 @@ class MaskedModel(Protocol):
 
 
 class Rescorer(Protocol):
-    """An autoregressive model that says how probable the tokens of a whole clip are, such as MusicGen."""
+    """An autoregressive model that scores the tokens of a whole clip, such as MusicGen."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def num_frames(self) -> int:
-        """T, frames of its clips."""
+        """T, frames of a clip."""
         ...
 
     @property
     def special_id(self) -> int:
-        """What is fed where there is no token."""
+        """The id fed where there is no token."""
         ...
 
     def teacher_forced(self, codes: Tensor, condition: Any) -> Tensor:
-        """Logits [B, K, T, V] of every code of whole clips, long [B, K, T], given those before it in the model's
+        """Logits [B, K, T, V] of every code of whole clips, long [B, K, T], given the earlier codes in the model's
         order."""
         ...
 
 
 class ClipModel(ColumnModel, Protocol):
-    """A `ColumnModel` that tells which frames its columns make up."""
+    """A `ColumnModel` that knows which frames its columns form."""
 
     @property
     def num_frames(self) -> int:
-        """T, frames of its clips."""
+        """T, frames of a clip."""
         ...
 
     def codes(self, tokens: Tensor, condition: Any) -> Tensor:
-        """Codes [B, K, T] of decoded columns [B, S, K], those that the condition gives in front."""
+        """Return codes [B, K, T] of decoded columns [B, S, K], starting with those that the condition gives."""
         ...

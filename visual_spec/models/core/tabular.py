@@ -1,6 +1,6 @@
 """A next-token model small enough to know its sequence law exactly: a table of logits by slot and prefix.
 
-It is what the exactness proofs run on, and the cheapest model to try a sampler with.
+The exactness proofs run on it, and it is the cheapest model to try a sampler with.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import seen_in_order
 from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
 
 _LARGEST_TABLE = 2**26
@@ -20,7 +21,7 @@ _LARGEST_TABLE = 2**26
 
 @dataclass
 class TabularState(DecodeState):
-    """Tokens fed so far, by slot: [B, num_tokens + window]; the table each row reads: [R]; the last tree: [B, N]."""
+    """Tokens fed so far, by slot: [B, num_tokens + window]; each row's table number: [R]; the last tree: [B, N]."""
 
     tokens: Tensor
     tables: Tensor
@@ -39,7 +40,7 @@ class TabularModel(nn.Module):
     Args:
         grid: geometry of the tokens.
         vocab_size: V.
-        order: how many tokens back the law looks; None is the whole prefix. A slot has V ** order rows.
+        order: number of previous tokens that the law depends on; None is the whole prefix. A slot has V ** order rows.
         conditions: number of conditional tables; one more serves the unconditional rows.
         seed: seed of the tables. The same arguments give the same tables on every machine.
         scale: standard deviation of the logits; larger is more peaked.
@@ -47,7 +48,7 @@ class TabularModel(nn.Module):
         dtype: dtype of the logits.
 
     Raises:
-        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+        ValueError: a size is out of range, or the table has more than 2**26 logits.
     """
 
     grid: TokenGrid
@@ -103,7 +104,7 @@ class TabularModel(nn.Module):
         """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
 
         Raises:
-            ValueError: a condition of another shape, dtype or range.
+            ValueError: the condition has another shape, dtype or range.
         """
         device = self.logits.device
         tables = _tables_of(condition, batch_size, self.conditions, guided).to(device)
@@ -122,49 +123,51 @@ class TabularModel(nn.Module):
         slots: Tensor,
         visible: Tensor | None = None,
         seen: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
-        """Logits [R, W, V] of the slots after `slots`; see `NextTokenModel.__call__`, with `visible` `TreeModel`.
+        """Return logits [R, W, V] of the slots after `slots`, as `NextTokenModel`; with `visible` as `TreeModel`.
 
-        With `seen` see `OrderModel`: a slot that a column does not see reads as the last id, V - 1, in its context
-        (not as 0, which a slot that was never fed holds: reading one has to show).
+        With `seen`, as `OrderModel`: any slot may be `predicted`, from the `order` slots before it. A slot that a
+        position does not see reads as the last id, V - 1 (not as 0, which slots never fed hold, so that a wrong read is
+        noticed).
         """
         if visible is None:
             state.tokens.scatter_(1, slots, tokens)
-            path = state.tokens[:, None].expand(
-                -1, slots.shape[1], -1
-            )  # [B, W, S], the text each column sees
+            path = state.tokens[:, None].expand(-1, slots.shape[1], -1)  # [B, W, S], the tokens seen
             if seen is not None:
-                itself = F.pad(seen, (0, state.window)).scatter(2, slots[..., None], True)
-                path = path.masked_fill(~itself, self.vocab_size - 1)
+                path = path.masked_fill(~seen_in_order(slots, seen, state.window), self.vocab_size - 1)
         else:
             state.tree = tokens
-            # Every column writes its ancestors and itself over a copy of the committed text.
+            # Every node writes its ancestors and itself over a copy of the committed tokens.
             spare = torch.where(visible, slots[:, None], state.tokens.shape[1])  # [B, N, N]
             path = F.pad(state.tokens, (0, 1))[:, None].repeat(1, slots.shape[1], 1)
             path.scatter_(2, spare, tokens[:, None].expand_as(spare))
-        context = torch.zeros_like(slots)  # [B, W], the last tokens in base V, the newest least significant
+        following = slots + 1 if predicted is None else predicted
+        # [B, W], the last tokens in base V, the newest least significant
+        context = torch.zeros_like(slots)
         for back in reversed(range(self.order)):
-            earlier = slots - back
+            earlier = following - 1 - back
             token = path.gather(2, earlier.clamp(min=0)[..., None])[..., 0].masked_fill(earlier < 0, 0)
             context = context * self.vocab_size + token
         # Past the grid any finite logits will do: the caller ignores them.
-        following = (slots + 1).clamp(max=self.grid.num_tokens - 1)
+        following = following.clamp(max=self.grid.num_tokens - 1)
         repeats = state.tables.shape[0] // slots.shape[0]
         return self.logits[state.tables[:, None], following.repeat(repeats, 1), context.repeat(repeats, 1)]
 
-    def keep(self, state: TabularState, columns: Tensor, slots: Tensor) -> None:
-        """Write the tokens of the last tree's columns at slots; see `TreeModel.keep`."""
+    def keep(self, state: TabularState, nodes: Tensor, slots: Tensor) -> None:
+        """Write the tokens of the last tree's nodes at slots; see `TreeModel.keep`."""
         assert state.tree is not None
-        state.tokens.scatter_(1, slots, state.tree.gather(1, columns))
+        state.tokens.scatter_(1, slots, state.tree.gather(1, nodes))
 
     def law_of_sequences(
         self, law: Callable[[Tensor, bool, Tensor], Tensor], *, condition: int = 0, guided: bool = False
     ) -> Tensor:
-        """The exact probability of every sequence under autoregressive sampling.
+        """Return the exact probability of every sequence under autoregressive sampling.
 
         Args:
-            law: a `TokenLaw`, or any map from (logits [R, 1, V], guided, slots [B, 1]) to log-probabilities [B, 1, V].
-            condition: the conditional table.
+            law: a `TokenLaw`, or any function from (logits [R, 1, V], guided, slots [B, 1]) to log-probabilities
+                [B, 1, V].
+            condition: the number of the conditional table.
             guided: pass the unconditional rows to the law as well.
 
         Returns:
@@ -173,7 +176,7 @@ class TabularModel(nn.Module):
         tables = torch.tensor([condition, self.conditions] if guided else [condition])
         probability = self.logits.new_ones(1)
         for slot in range(self.grid.num_tokens):
-            # A prefix longer than `order` is seen through its last `order` tokens only.
+            # A prefix longer than `order` acts through its last `order` tokens only.
             prefixes = torch.arange(self.vocab_size**slot) % self.vocab_size**self.order
             logits = self.logits[tables, slot][:, prefixes]  # [1 or 2, V ** slot, V]
             slots = torch.full((len(prefixes), 1), slot)
@@ -184,7 +187,7 @@ class TabularModel(nn.Module):
 
 @dataclass
 class TabularColumnState(DecodeState):
-    """Columns fed so far, by step: [B, S + window, K]; the table each row reads: [R]."""
+    """Columns fed so far, by step: [B, S + window, K]; each row's table number: [R]."""
 
     tokens: Tensor
     tables: Tensor
@@ -198,16 +201,17 @@ class TabularColumnState(DecodeState):
 class TabularColumnModel(nn.Module):
     """As `TabularModel`, for columns of K tokens: logits for every step, codebook, and context of the last columns.
 
-    A context holds the special token too, as a digit of its own: feeding it, or not, makes a difference.
+    The special token is a digit of its own in a context, so feeding it makes a difference.
 
     Args:
         valid: bool [S, K], where a step holds a token (`CodebookPattern.valid`, transposed).
         vocab_size: V; the special token is V.
-        order: how many columns back the law looks; None is all of them. A step has (V + 1) ** (K * order) contexts.
-        conditions, seed, scale, dependence, dtype: as of `TabularModel`.
+        order: number of previous columns that the law depends on; None is all. A step has (V + 1) ** (K * order)
+            contexts.
+        conditions, seed, scale, dependence, dtype: as in `TabularModel`.
 
     Raises:
-        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+        ValueError: a size is out of range, or the table has more than 2**26 logits.
     """
 
     valid: Tensor
@@ -233,7 +237,7 @@ class TabularColumnModel(nn.Module):
         steps, codebooks = valid.shape
         self.grid = TokenGrid(1, steps, codebooks=codebooks)
         order = steps - 1 if order is None else order
-        # The draw of the tables, and the checks, are those of a flat model with (V + 1) ** K tokens a slot.
+        # The checks, and the draw of the tables, are those of a flat model with (V + 1) ** K tokens a slot.
         contexts = (vocab_size + 1) ** (codebooks * order)
         shape = (conditions + 1, steps, contexts, codebooks, vocab_size)
         if vocab_size < 1 or conditions < 1 or order < 0 or not 0 <= dependence <= 1:
@@ -266,7 +270,7 @@ class TabularColumnModel(nn.Module):
         """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
 
         Raises:
-            ValueError: a condition of another shape, dtype or range.
+            ValueError: the condition has another shape, dtype or range.
         """
         tables = _tables_of(condition, batch_size, self.conditions, guided).to(self.logits.device)
         size = (batch_size, self.grid.width + window, self.grid.codebooks)
@@ -279,11 +283,10 @@ class TabularColumnModel(nn.Module):
         )
 
     def forward(self, state: TabularColumnState, tokens: Tensor, steps: Tensor) -> Tensor:
-        """Logits [R, W, K, V] of the steps after `steps`; see `ColumnModel.__call__`."""
+        """Return logits [R, W, K, V] of the steps after `steps`; see `ColumnModel.__call__`."""
         state.tokens.scatter_(1, steps[..., None].expand_as(tokens), tokens)
-        context = torch.zeros_like(
-            steps
-        )  # [B, W], the last columns in base V + 1, the newest least significant
+        # [B, W], the last columns in base V + 1, the newest least significant
+        context = torch.zeros_like(steps)
         for back in reversed(range(self.order)):
             earlier = steps - back
             at = earlier.clamp(min=0)[..., None].expand_as(tokens)
@@ -297,16 +300,17 @@ class TabularColumnModel(nn.Module):
     def law_of_sequences(
         self, law: Callable[[Tensor, bool, Tensor], Tensor], *, condition: int = 0, guided: bool = False
     ) -> Tensor:
-        """The exact probability of every sequence under autoregressive sampling, column by column.
+        """Return the exact probability of every sequence under autoregressive sampling, column by column.
 
         Args:
-            law: a `TokenLaw`, or any map from (logits [R, 1, V], guided, steps [B, 1]) to log-probabilities [B, 1, V].
-            condition: the conditional table.
+            law: a `TokenLaw`, or any function from (logits [R, 1, V], guided, steps [B, 1]) to log-probabilities
+                [B, 1, V].
+            condition: the number of the conditional table.
             guided: pass the unconditional rows to the law as well.
 
         Returns:
-            [V ** N] for N valid entries; a sequence's index is its valid tokens, step by step and within a step by
-            codebook, read as a number in base V, the first most significant.
+            [V ** N] for N valid entries. A sequence's index is its valid tokens, ordered by step and then by codebook,
+            read as a number in base V, the first most significant.
         """
         tables = torch.tensor([condition, self.conditions] if guided else [condition])
         probability = self.logits.new_ones(1)
@@ -319,7 +323,7 @@ class TabularColumnModel(nn.Module):
                 token = torch.full((1,), self.special_id)
                 if valid:
                     log_probs = law(logits[:, :, codebook].flatten(0, 1)[:, None], guided, steps)[:, 0]
-                    # What was drawn at this step does not change the other codebooks of it.
+                    # Tokens drawn at this step do not change the step's other codebooks.
                     count = len(probability) // len(contexts)
                     conditional = log_probs.exp().repeat_interleave(count, 0)
                     probability = (probability[:, None] * conditional).flatten()
@@ -333,7 +337,7 @@ class TabularColumnModel(nn.Module):
 
 @dataclass
 class TabularMaskedState(MaskedState):
-    """The table each row reads: [R]."""
+    """Each row's table number: [R]."""
 
     tables: Tensor
 
@@ -342,12 +346,12 @@ class TabularMaskedModel(nn.Module):
     """A `MaskedModel` as a table: logits for every codebook, slot, and state of all entries, hidden or not.
 
     Args:
-        grid: geometry of the tokens, with their codebooks.
+        grid: geometry of the tokens, including codebooks.
         vocab_size: V; the mask is V. There are (V + 1) ** (L * K) contexts.
-        conditions, seed, scale, dtype: as of `TabularModel`.
+        conditions, seed, scale, dtype: as in `TabularModel`.
 
     Raises:
-        ValueError: a size that is out of range, or a table of more than 2**26 logits.
+        ValueError: a size is out of range, or the table has more than 2**26 logits.
     """
 
     logits: Tensor
@@ -388,17 +392,16 @@ class TabularMaskedModel(nn.Module):
         """Choose the table of every row. `condition`: None (table 0), or long [B] of table numbers.
 
         Raises:
-            ValueError: a condition of another shape, dtype or range.
+            ValueError: the condition has another shape, dtype or range.
         """
         device = self.logits.device
         tables = _tables_of(condition, batch_size, self.conditions, guided).to(device)
         return TabularMaskedState(guided, device, tables)
 
     def forward(self, state: TabularMaskedState, tokens: Tensor, stage: int) -> Tensor:
-        """Logits [R, L, V] of codebook `stage`, given tokens [B, L, K]; see `MaskedModel.__call__`."""
-        context = torch.zeros_like(
-            tokens[:, 0, 0]
-        )  # [B], all entries in base V + 1, the first most significant
+        """Return logits [R, L, V] of codebook `stage`, given tokens [B, L, K]; see `MaskedModel.__call__`."""
+        # [B], all entries in base V + 1, the first most significant
+        context = torch.zeros_like(tokens[:, 0, 0])
         for entry in tokens.flatten(1).unbind(1):
             context = context * (self.vocab_size + 1) + entry
         repeats = len(state.tables) // len(tokens)
@@ -406,7 +409,7 @@ class TabularMaskedModel(nn.Module):
 
 
 def _tables_of(condition: Tensor | None, batch_size: int, conditions: int, guided: bool) -> Tensor:
-    """The number of the table that each row reads: long [R]. The unconditional one is behind the others."""
+    """Return the table number of each row: long [R]. The unconditional table is the last."""
     if condition is None:
         condition = torch.zeros(batch_size, dtype=torch.long)
     if condition.shape != (batch_size,) or condition.dtype != torch.long:

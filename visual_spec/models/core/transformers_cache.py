@@ -1,13 +1,14 @@
-"""What the adapters to transformers' image generators share: prompts, and a cache that is written by place."""
+"""The parts that adapters to transformers' image generators share: prompts, and a cache that is written by place."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from visual_spec.models.core.cache import Places, StaticCache
 
 
 @dataclass
@@ -16,13 +17,13 @@ class Prompt:
 
     Attributes:
         ids: long [B, T].
-        mask: bool [B, T], true at tokens. Padding stands to the left, and no row is empty.
+        mask: bool [B, T], true at tokens. Padding is on the left, and no row is empty.
         positions: long [B, T], or [3, B, T] for rotary embeddings with three axes; None counts the tokens from 0.
-        start: long [B], the position behind the prompt; None is the number of tokens.
+        start: long [B], the position after the prompt; None is the number of tokens.
 
     Raises:
-        TypeError: ids that are no integers.
-        ValueError: shapes that differ, or a row whose last column is masked.
+        TypeError: the ids are not integers.
+        ValueError: the shapes differ, or the last position of a row is masked.
     """
 
     ids: Tensor
@@ -43,12 +44,12 @@ class Prompt:
         self.ids, self.mask = self.ids.long(), self.mask.bool()
         if not self.mask[:, -1].all():
             raise ValueError(
-                "the last column of a prompt is masked; pad prompts on the left, and leave none empty."
+                "the last position of a prompt is masked; pad prompts on the left, and leave none empty."
             )
 
     @property
     def where(self) -> tuple[Tensor, Tensor]:
-        """Positions of the tokens, and the position behind them."""
+        """Return the positions of the tokens, and the position after them."""
         counted = (self.mask.cumsum(-1) - 1).clamp_min(0)
         return (
             counted if self.positions is None else self.positions,
@@ -56,7 +57,7 @@ class Prompt:
         )
 
     def repeat(self, times: int) -> Prompt:
-        """Every row `times` times, the copies of a row beside each other."""
+        """Repeat every row `times` times, with the copies of a row adjacent."""
         batch = None if self.positions is None else self.positions.ndim - 2
         return Prompt(
             self.ids.repeat_interleave(times, 0),
@@ -68,22 +69,22 @@ class Prompt:
 
 @dataclass
 class ImagePrompt:
-    """What a picture is conditioned on: the prompt, and for guidance the one that stands for no caption."""
+    """The condition of a picture: the prompt, and for guidance the prompt that stands for no caption."""
 
     prompt: Prompt
     unconditional: Prompt | None = None
 
     def repeat(self, times: int) -> ImagePrompt:
-        """Every row `times` times, the copies of a row beside each other."""
+        """Repeat every row `times` times, with the copies of a row adjacent."""
         other = self.unconditional
         return ImagePrompt(self.prompt.repeat(times), None if other is None else other.repeat(times))
 
 
 def one_size(image_sizes: Any) -> tuple[int, int]:
-    """Height and width in tokens, of (height, width) or of a list or tensor [B, 2] of one size.
+    """Return height and width in tokens, from (height, width) or a list or tensor [B, 2] of one size.
 
     Raises:
-        ValueError: no size, something else, or several sizes.
+        ValueError: there is no size, several sizes, or another kind of value.
     """
     sizes = image_sizes.tolist() if isinstance(image_sizes, Tensor) else image_sizes
     pairs = list(sizes) if isinstance(sizes, (list, tuple)) else []
@@ -104,10 +105,10 @@ def one_size(image_sizes: Any) -> tuple[int, int]:
 
 
 def filled(ids: Tensor, drawn: Tensor, placeholder: int) -> Tensor:
-    """Ids [B, T] with the image tokens `drawn` [n] at the placeholders.
+    """Return ids [B, T] with the image tokens `drawn` [n] in place of the placeholders.
 
     Raises:
-        ValueError: another number of placeholders.
+        ValueError: the number of placeholders is not n.
     """
     places = ids == placeholder
     if int(places.sum()) != len(drawn):
@@ -121,51 +122,42 @@ def filled(ids: Tensor, drawn: Tensor, placeholder: int) -> Tensor:
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Window:
-    """Where the next forward writes, [R, W], and how many places it reads."""
-
-    rows: Tensor
-    places: Tensor
-    size: int
-
-
 class _SlotLayer(CacheLayerMixin):
-    """Keys and values [R, H, S, D] of one layer."""
+    """Keys and values [R, H, S, D] of one layer: a static cache of its own, on the layer's device."""
 
     is_compileable = True
 
-    def __init__(self, num_places: int, window: _Window) -> None:
+    def __init__(self, num_places: int, places: Places) -> None:
         super().__init__()
         self.num_places = num_places
-        self.window = window
+        self.places = places
+        self.held: StaticCache | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Zeros, not empty: masked places still enter the product with the values, and 0 * nan is nan.
-        self.keys, self.values = (
-            x.new_zeros(*x.shape[:2], self.num_places, x.shape[3]) for x in (key_states, value_states)
-        )
+        rows, heads, _, head_dim = key_states.shape
+        shape = (1, rows, heads, self.num_places, head_dim)
+        self.hold(StaticCache.allocate(key_states, shape, self.places))
+
+    def hold(self, held: StaticCache) -> None:
+        """Take over a static cache; `keys` and `values` are views of it for transformers."""
+        self.held = held
+        self.keys, self.values = held.keys[0], held.values[0]
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [R, H, W, D] at the window's places; the first `size` places [R, H, size, D]."""
-        if not self.is_initialized:
+        """Write [R, H, W, D] where `SlotCache.at` said. Returns the places that are read, [R, H, size, D]."""
+        if self.held is None:
             self.lazy_initialization(key_states, value_states)
-        rows, places, size = self.window.rows, self.window.places, self.window.size
-        assert self.keys is not None and self.values is not None
-        if places.device != key_states.device:  # a model spread over devices
-            rows, places = rows.to(key_states.device), places.to(key_states.device)
-        self.keys.transpose(1, 2)[rows, places] = key_states.transpose(1, 2)
-        self.values.transpose(1, 2)[rows, places] = value_states.transpose(1, 2)
-        return self.keys[:, :, :size], self.values[:, :, :size]
+        assert self.held is not None
+        return self.held.update(0, key_states.transpose(1, 2), value_states.transpose(1, 2))
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self.window.size, 0
+        return self.places.size, 0
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return 0  # rows differ: positions are passed with every call
+        return 0  # rows differ, so positions are passed with every call
 
     def get_max_length(self) -> int:
         return self.num_places
@@ -174,44 +166,41 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A static cache that is written by place, each row at places of its own.
-
-    `at` says where the next forward writes; the mask passed to that forward says what is seen. So a place is undone by
-    writing it again, and rows of a batch move at their own pace.
+    """`StaticCache` in the form of transformers: one per layer, allocated at the first forward on the layer's device.
 
     Args:
         num_layers: layers of the decoder.
-        num_places: keys that a row can hold. Allocated at the first forward, on the device of each layer.
+        num_places: most keys of a row.
     """
 
     def __init__(self, num_layers: int, num_places: int) -> None:
-        nowhere = torch.zeros(0, dtype=torch.long)
-        self.window = _Window(nowhere, nowhere, 0)
-        super().__init__(layers=[_SlotLayer(num_places, self.window) for _ in range(num_layers)])
+        self.places = Places()
+        super().__init__(layers=[_SlotLayer(num_places, self.places) for _ in range(num_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values; 0 before the first forward."""
+        return sum(held.nbytes for _, held in self._held())
 
     def at(self, places: Tensor, size: int) -> None:
-        """Have the next forward write at places [R, W], and read the first `size` places."""
-        self.window.rows = torch.arange(len(places), device=places.device)[:, None]
-        self.window.places, self.window.size = places, size
+        """Make the next forward write at places [R, W], and read the first `size` places."""
+        self.places.set(places, size)
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these rows, long [N]."""
-        for layer in self.layers:
-            assert isinstance(layer, _SlotLayer) and layer.keys is not None and layer.values is not None
-            here = rows.to(layer.keys.device)
-            layer.keys, layer.values = layer.keys[here], layer.values[here]
+        """Keep only the rows long [N], in this order."""
+        for layer, held in self._held():
+            held.select(rows)
+            layer.hold(held)
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers, each [R, H, S, D]."""
-        layers = [layer for layer in self.layers if isinstance(layer, _SlotLayer)]
-        return [held for layer in layers for held in (layer.keys, layer.values) if held is not None]
+        """Return keys and values of all layers, each [1, R, H, S, D]."""
+        return [buffer for _, held in self._held() for buffer in held.buffers()]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy what stands at places `sources` [R, D] to places `targets` [R, D]."""
-        rows = torch.arange(len(sources), device=sources.device)[:, None]
-        for layer in self.layers:
-            assert isinstance(layer, _SlotLayer) and layer.keys is not None and layer.values is not None
-            for held in (layer.keys, layer.values):
-                by_place = held.transpose(1, 2)  # [R, S, H, D]
-                at = [index.to(held.device) for index in (rows, sources, targets)]
-                by_place[at[0], at[2]] = by_place[at[0], at[1]]
+        """Copy the contents of places `sources` [R, D] to places `targets` [R, D]."""
+        for _, held in self._held():
+            held.copy(sources, targets)
+
+    def _held(self) -> list[tuple[_SlotLayer, StaticCache]]:
+        layers = [layer for layer in self.layers if isinstance(layer, _SlotLayer)]
+        return [(layer, layer.held) for layer in layers if layer.held is not None]

@@ -1,15 +1,15 @@
 """EAGLE for columns: a small drafter that extrapolates the features of a MusicGen, guidance included.
 
-EAGLE (Li et al., ICML 2024) drafts tokens from what its target's output head read; EAGLE-3 (Li et al., NeurIPS 2025,
-section 3) reads some of the target's earlier layers too, and lets the drafter's own state stand in where the target has
-not been yet. Here a token is a column of K codes, and two things follow from the heads of MusicGen, which are linear:
+EAGLE (Li et al., ICML 2024) drafts tokens from the input of its target's output head. EAGLE-3 (Li et al., NeurIPS 2025,
+section 3) also reads some of the target's earlier layers, and uses the drafter's own state where the target has not run
+yet. Here a token is a column of K codes. MusicGen's heads are linear, so
 
-* one state per column is enough for all codebooks, which are independent given the columns before;
-* the logits of classifier-free guidance are those of guided features, u + s (c - u). So the drafter goes on from guided
-  features, in one row a sample, where its target needs two. Its logits are guided already.
+* one state per column is enough for all codebooks, which are independent given the earlier columns;
+* the logits of classifier-free guidance are those of guided features, u + s (c - u). So the drafter continues from
+  guided features, in one row a sample, where its target needs two. Its logits are already guided.
 
-The columns of a wave hang on each other closely (phase, and in a delay pattern the codes of one frame), so what is
-drafted behind a wrong column is mostly wrong: drafts from exact context are what a gain takes.
+The columns of a wave depend closely on each other (phase, and in a delay pattern the codes of one frame), so a draft
+after a wrong column is mostly wrong: only drafts from exact context give a speed-up.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenModules, MusicgenState
+from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.drafters.eagle import attend_unrolled, shift
 
 
 class ColumnBlock(nn.Module):
-    """Self-attention and a GELU network, normalised before each, as a MusicGen layer without its text."""
+    """Self-attention and a GELU network with pre-normalisation: a MusicGen layer without text attention."""
 
     def __init__(self, dim: int, num_heads: int, ffn_dim: int) -> None:
         super().__init__()
@@ -42,52 +45,55 @@ class ColumnBlock(nn.Module):
         self.down = nn.Linear(ffn_dim, dim, bias=False)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, H, W, D] of hidden [B, W, dim]."""
+        """Return queries, keys and values [B, H, W, D] of hidden [B, W, dim]."""
         parts = self.qkv(self.attention_norm(hidden)).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         return query, key, value
 
     def finish(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """The block's output, from its input and the mixed values [B, H, W, D]."""
+        """Return the block's output, from its input and the attention output [B, H, W, D]."""
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
         return hidden + self.down(F.gelu(self.up(self.ffn_norm(hidden))))
 
 
 @dataclass
 class ColumnEagleState(DecodeState):
-    """The drafter's side of one decoding run. Places are those of `MusicgenState`.
+    """The drafter's state of one decode. Places are those of `MusicgenState`.
 
     Attributes:
         target, beside: the model, and its own state.
-        guidance_scale: of the features.
-        keys, values: of each block, [B, H, 1 + S + window, D], by place.
-        features: [B, 2 + S + window, dim], by place: of what predicted the column there, the target's where it has
-            been, else the drafter's.
+        guidance_scale: guidance scale of the features.
+        cache: cache of all blocks, 1 + S + window places.
+        features: [B, 2 + S + window, dim], by place: the features that predicted the column there, the target's where
+            it has run, else the drafter's.
+        observed: as `features`, but only the target's.
     """
 
     target: MusicgenColumnModel
     beside: MusicgenState
     guidance_scale: float
-    keys: list[Tensor]
-    values: list[Tensor]
+    cache: StaticCache
     features: Tensor
+    observed: Tensor
 
 
-class ColumnEagleDrafter(ModelMixin, ConfigMixin):
-    """Drafts columns for a MusicGen, in one row a sample. It reads no caption: the features have.
+class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
+    """Drafts columns for a MusicGen, in one row a sample. It reads no caption: the features already depend on it.
 
     The embeddings, positions and heads are the target's.
 
     Args:
         vocab_size, num_codebooks, dim, num_layers: those of the target (`ColumnEagleDrafter.for_target`).
-        taps: the target's layers, counted from 1, whose output is read beside the last one's.
-        num_blocks, num_heads, ffn_dim: of the drafter.
+        taps: the target's layers, counted from 1, whose output is read in addition to the last one's.
+        num_blocks, num_heads, ffn_dim: sizes of the drafter.
 
     Raises:
-        ValueError: taps that are not layers before the last.
+        ValueError: the taps are not layers before the last.
     """
 
     _no_split_modules = ["ColumnBlock"]
+
+    stored_as = (torch.float8_e4m3fn,)  # the matrices of the embedded one (scripts/assemble_tunes.py)
 
     @register_to_config
     def __init__(
@@ -106,7 +112,7 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
             raise ValueError(
                 f"taps={tuple(taps)}; pass layers from 1 to {num_layers - 1}, before the last one."
             )
-        # The sizes of embeddings and of layers' outputs differ by orders of magnitude.
+        # Embeddings and layer outputs differ in size by orders of magnitude.
         self.feature_norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(1 + len(taps)))
         self.fuse = nn.Linear((1 + len(taps)) * dim, dim, bias=False)
         self.embedding_norm, self.state_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
@@ -116,7 +122,7 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
 
     @classmethod
     def for_target(cls, model: Any, **settings: Any) -> ColumnEagleDrafter:
-        """A fresh drafter for a MusicGen of transformers.
+        """Return a fresh drafter for a MusicGen of transformers.
 
         Args:
             settings: taps, num_blocks, num_heads, ffn_dim; default: an early and a middle layer, one block of the
@@ -130,7 +136,7 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
             "ffn_dim": config.ffn_dim,
         }
         drafter = cls(**_sizes(modules), **usual | settings)
-        # Its features go to the target's heads, so they start at the scale of the target's own.
+        # Its features go to the target's heads, so they start at the scale of the target's features.
         drafter.final_norm.load_state_dict(modules.decoder.layer_norm.state_dict())
         return drafter
 
@@ -143,7 +149,7 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
         """Refuse a target that this drafter was not made for.
 
         Raises:
-            ValueError: names the sizes that differ.
+            ValueError: sizes differ; the message names them.
         """
         if not isinstance(target, MusicgenModules):
             raise ValueError(
@@ -161,21 +167,22 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
 
     # -- decoding: the ColumnFeatureDrafter contract of the samplers -------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def follow(
         self, model: MusicgenColumnModel, state: MusicgenState, *, window: int, guidance_scale: float
     ) -> ColumnEagleState:
-        """The drafter's cache beside a target that has just been prefilled; a prompt's columns are fed at once.
+        """Return the drafter's cache beside a target that has just been prefilled. A prompt's columns are fed at once.
 
         Raises:
-            ValueError: as `check_target`.
+            ValueError: as in `check_target`.
         """
         self.check_target(model)
         first = self.read(state.hidden, state.guided, guidance_scale)  # [B, 1 + P', dim]
         batch_size, places = len(first), 1 + model.num_steps + window
         heads = self.config["num_heads"]
-        # Zeros, not empty: masked places still enter the product with the values, and 0 * nan is nan.
-        empty = first.new_zeros(batch_size, heads, places, first.shape[-1] // heads)
+        shape = (len(self.blocks), batch_size, heads, places, first.shape[-1] // heads)
+        features = F.pad(first, (0, 0, 1, places - first.shape[1]))
         drafting = ColumnEagleState(
             logits=state.logits,
             guided=False,
@@ -183,52 +190,51 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
             target=model,
             beside=state,
             guidance_scale=guidance_scale,
-            keys=[empty.clone() for _ in self.blocks],
-            values=[empty.clone() for _ in self.blocks],
-            features=F.pad(first, (0, 0, 1, places - first.shape[1])),
+            cache=StaticCache.allocate(first, shape),
+            features=features,
+            observed=features.clone(),
         )
         if model.first_step:
             steps = torch.arange(-model.first_step, 0, device=first.device).expand(batch_size, -1)
             self(drafting, torch.zeros_like(steps)[..., None].expand(-1, -1, model.num_codebooks), steps)
-            drafting.features[:, 1 : 1 + first.shape[1]] = first  # in place of what it thought of the prompt
+            drafting.features[:, 1 : 1 + first.shape[1]] = first  # replaces the drafter's own features
         return drafting
 
+    @loads_weights
     @torch.no_grad()
     def observe(self, state: ColumnEagleState, steps: Tensor) -> None:
-        """Note the target's features of its last call, which fed columns at steps [B, W]."""
+        """Record the target's features of its last call, which fed columns at steps [B, W]."""
         beside = state.beside
         features = self.read(beside.hidden, beside.guided, state.guidance_scale)  # [B, W, dim]
         rows = torch.arange(len(steps), device=steps.device)[:, None]
-        state.features[rows, steps + state.target.first_step + 2] = features
+        places = steps + state.target.first_step + 2
+        state.observed[rows, places] = features
+        # A call that commits nothing makes the drafter read its newest column again. The feature there has been
+        # replaced by the drafter's own if the drafter read the column before it in the same call.
+        places = torch.cat([places[:, :1] - 1, places], 1)
+        state.features[rows, places] = state.observed[rows, places]
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, state: ColumnEagleState, tokens: Tensor, steps: Tensor) -> Tensor:
-        """Feed columns [B, W, K] at steps [B, W]; logits [B, W, K, V], guided, column w predicting step
+        """Feed columns [B, W, K] at steps [B, W]; guided logits [B, W, K, V], position w predicting step
         `steps[b, w] + 1`.
 
-        Reads the features of `steps` and leaves its own for the steps behind them, so that the next call can go on
+        Reads the features of `steps` and writes its own for the steps after them, so that the next call can continue
         from there.
         """
         target, beside = state.target, state.beside
         at = steps + target.first_step  # [B, W]
         rows, places = torch.arange(len(at), device=at.device)[:, None], 1 + at
         tokens = torch.where(beside.free[at], tokens, beside.forced[rows, at])
-        size = 1 + target.num_steps + state.window
-        if (
-            places.device.type == "cpu"
-        ):  # reading the maximum costs no synchronisation and spares the unused tail
-            size = int(places.max()) + 1
-        keys_at = torch.arange(
-            size, device=places.device
-        )  # at place 0, the empty step, the drafter holds nothing
-        visible = ((keys_at > 0) & (keys_at <= places[..., None]))[:, None]  # [B, 1, W, S]
+        seen = state.cache.causal(places)
+        seen[..., :1].zero_()  # at place 0, the empty step, the drafter holds nothing
         hidden = self._mix(target, tokens, state.features[rows, places])
         hidden = hidden + beside.positions[places.clamp_max(target.num_steps)]
-        for block, keys, values in zip(self.blocks, state.keys, state.values, strict=True):
+        for index, block in enumerate(self.blocks):
             query, key, value = block.project(hidden)
-            keys.transpose(1, 2)[rows, places] = key.transpose(1, 2)
-            values.transpose(1, 2)[rows, places] = value.transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(query, keys[:, :, :size], values[:, :, :size], visible)
+            keys, values = state.cache.update(index, key.transpose(1, 2), value.transpose(1, 2))
+            mixed = F.scaled_dot_product_attention(query, keys, values, seen[:, None])
             hidden = block.finish(hidden, mixed)
         state.features[rows, places + 1] = hidden
         return target.score(self.final_norm(hidden))
@@ -236,10 +242,10 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def read(self, hidden: Sequence[Tensor], guided: bool, guidance_scale: float | Tensor) -> Tensor:
-        """What the drafter makes of the target's layers: [B, W, dim].
+        """Return the drafter's input from the target's layers: [B, W, dim].
 
         Args:
-            hidden: of each layer its output [R, W, dim], the last one's normalised.
+            hidden: the output [R, W, dim] of each layer, the last one's normalised.
             guidance_scale: a number, or [B, 1, 1].
         """
         last = hidden[-1]
@@ -260,18 +266,18 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
     def unrolled(
         self, target: MusicgenColumnModel, sequence: Tensor, features: Tensor, steps: int
     ) -> list[Tensor]:
-        """What the drafter's heads read on whole clips when it goes on from its own features, with gradients.
+        """The input of the drafter's heads on whole clips when it continues from its own features, with gradients.
 
         Training-time test (EAGLE-3, section 3.1): in step t every column is t - 1 drafts away from the last feature of
-        the target, and attends to what it would when decoding: keys of step 1 up to there, then one of each later step.
+        the target. It attends to the same keys as in decoding: keys of step 1 up to there, then one of each later step.
 
         Args:
-            sequence: long [B, N, K], columns as the target knows them, fed at steps 0 to N - 1 of the pattern.
-            features: [B, N, dim], from `read`, of what predicted these columns.
+            sequence: long [B, N, K], columns as the target takes them, fed at steps 0 to N - 1 of the pattern.
+            features: [B, N, dim], from `read`, those that predicted these columns.
             steps: at least 1.
 
         Returns:
-            One [B, N, dim] for each step: what predicts steps 1 to N. In step t the first t - 1 have no meaning.
+            One [B, N, dim] for each step, which predicts steps 1 to N. In step t the first t - 1 have no meaning.
         """
         length = sequence.shape[1]
         positions = target.position_table(1 + length)[1:].to(features)
@@ -291,7 +297,7 @@ class ColumnEagleDrafter(ModelMixin, ConfigMixin):
 
 
 def _sizes(modules: MusicgenModules) -> dict[str, int]:
-    """The sizes in which a drafter and its target agree."""
+    """Return the sizes in which a drafter and its target must agree."""
     return {
         "vocab_size": modules.vocab_size,
         "num_codebooks": modules.num_codebooks,

@@ -1,9 +1,9 @@
 """EAGLE: a one-layer drafter that extrapolates the features of its target (Li et al., "EAGLE: speculative sampling
 requires rethinking feature uncertainty", ICML 2024, section 3.1).
 
-The feature of a slot is what the target's output head read to predict it. The drafter reads the token at slot i and the
-feature of slot i, and makes up the feature of slot i + 1; the target's own norm and head turn it into logits. Where the
-target has not been yet, the drafter's own features stand in.
+The feature of a slot is the input of the target's output head that predicted the slot. The drafter reads the token at
+slot i and the feature of slot i, and predicts the feature of slot i + 1; the target's own norm and head turn it into
+logits. Where the target has not run yet, the drafter's own features are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache, seen_in_tree
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import (
     LlamaGenTransformer,
     RMSNorm,
@@ -30,34 +33,33 @@ from visual_spec.models.next_token.llamagen import (
 
 @dataclass
 class EagleState(DecodeState):
-    """The drafter's side of one decoding run.
+    """The drafter's state of one decode.
 
     Attributes:
         target: the model whose embedding, norm and head the drafter uses.
-        keys, values: [R, H, L + window, D], by slot; the columns of a tree lie in the last `window` places.
+        cache: cache of one layer and L + window slots; the nodes of a tree are in the last `window` ones.
         rotary: [L, D / 2, 2].
-        features: [R, L + window + 1, dim], by slot: the target's where it has been, else the drafter's.
-        tree: [R, N, dim], the drafter's features behind the columns of the last tree call.
+        features: [R, L + window + 1, dim], by slot: the target's where it has run, else the drafter's.
+        tree: [R, N, dim], the drafter's features after the nodes of the last tree call.
     """
 
     target: LlamaGenTransformer
-    keys: Tensor
-    values: Tensor
+    cache: StaticCache
     rotary: Tensor
     features: Tensor
     tree: Tensor
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
-        self.keys, self.values, self.logits = self.keys[rows], self.values[rows], self.logits[rows]
-        self.features, self.tree = self.features[rows], self.tree[rows]
+        self.cache.select(rows)
+        self.logits, self.features, self.tree = self.logits[rows], self.features[rows], self.tree[rows]
 
 
-class EagleDrafter(ModelMixin, ConfigMixin):
+class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """Drafts for a `LlamaGenTransformer`, on all rows of a batch: with guidance both branches are drafted.
 
     It owns a projection of [token embedding; feature] to one vector, and one block of the target's kind over the image
-    tokens, with 2-D rotary positions. It needs no caption: the features have read it.
+    tokens, with 2-D rotary positions. It needs no caption: the features already depend on it.
 
     Args:
         vocab_size, dim, num_heads, grid_size, norm_eps: those of the target (`EagleDrafter.for_target`).
@@ -75,7 +77,7 @@ class EagleDrafter(ModelMixin, ConfigMixin):
         norm_eps: float = 1e-5,
     ):
         super().__init__()
-        # Embeddings are far smaller than features; without a norm the projection would hardly see them at first.
+        # Embeddings are far smaller than features; without a norm the projection would at first hardly use them.
         self.embedding_norm = RMSNorm(dim, norm_eps)
         self.fc = nn.Linear(2 * dim, dim, bias=False)
         self.block = TransformerBlock(dim, num_heads, feed_forward_width(dim), norm_eps)
@@ -87,14 +89,14 @@ class EagleDrafter(ModelMixin, ConfigMixin):
 
     @classmethod
     def for_target(cls, target: LlamaGenTransformer) -> EagleDrafter:
-        """A fresh drafter of the target's size."""
+        """Return a fresh drafter of the target's size."""
         return cls(**{name: target.config[name] for name in _SHARED})
 
     def check_target(self, target: Any) -> None:
         """Refuse a target that this drafter was not made for.
 
         Raises:
-            ValueError: names the sizes that differ.
+            ValueError: sizes differ; the message names them.
         """
         if not isinstance(target, LlamaGenTransformer):
             raise ValueError(
@@ -112,19 +114,18 @@ class EagleDrafter(ModelMixin, ConfigMixin):
 
     # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def follow(self, model: LlamaGenTransformer, state: Any, *, window: int) -> EagleState:
-        """The drafter's cache beside a target that has just been prefilled: `state.features` [R, 1, dim].
+        """Return the drafter's cache beside a target that has just been prefilled: `state.features` [R, 1, dim].
 
         Raises:
-            ValueError: as `check_target`.
+            ValueError: as in `check_target`.
         """
         self.check_target(model)
         first = state.features
         rows, dim, heads = first.shape[0], self.config["dim"], self.config["num_heads"]
         places = self.grid.num_tokens + window
-        shape = (rows, heads, places, dim // heads)
-        # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
         features = F.pad(first.new_zeros(rows, places, dim), (0, 0, 1, 0))
         features[:, :1] = first
         return EagleState(
@@ -132,61 +133,54 @@ class EagleDrafter(ModelMixin, ConfigMixin):
             guided=state.guided,
             window=window,
             target=model,
-            keys=first.new_zeros(shape),
-            values=first.new_zeros(shape),
+            cache=StaticCache.allocate(first, (1, rows, heads, places, dim // heads)),
             rotary=self.rotary_table().to(first.device),
             features=features,
             tree=first.new_zeros(rows, 1, dim),
         )
 
+    @loads_weights
     @torch.no_grad()
     def observe(self, state: EagleState, features: Tensor, slots: Tensor) -> None:
-        """Note the target's features [R, W, dim] at slots [B, W], which predicted the slots behind their own."""
+        """Record the target's features [R, W, dim] at slots [B, W]; each predicted the slot after its own."""
         if state.guided:
             slots = slots.repeat(2, 1)
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         state.features[rows, slots + 1] = features
 
+    @loads_weights
     @torch.no_grad()
     def forward(
         self, state: EagleState, tokens: Tensor, slots: Tensor, visible: Tensor | None = None
     ) -> Tensor:
-        """Feed tokens [B, W] at slots [B, W]; logits [R, W, V], column w predicting slot `slots[b, w] + 1`.
+        """Feed tokens [B, W] at slots [B, W]; logits [R, W, V], position w predicting slot `slots[b, w] + 1`.
 
-        Reads the features of `slots` and leaves its own for the slots behind them, so that the next call can go on
+        Reads the features of `slots` and writes its own for the slots after them, so that the next call can continue
         from there.
 
-        With `visible`, bool [B, N, N], the columns are a forest behind the cached text, see `TreeModel`. It grows level
-        by level: the columns of the call before come first, and those that are new have their parents among them.
+        With `visible`, bool [B, N, N], the tokens are nodes of a forest after the cached tokens, see `TreeModel`. It
+        grows level by level: the nodes of the previous call come first, and new nodes have their parents among them.
         """
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
         num_tokens, width = self.grid.num_tokens, slots.shape[1]
         rows = torch.arange(len(slots), device=slots.device)[:, None]
-        columns = torch.arange(num_tokens + state.window, device=slots.device)
         features = state.features[rows, slots]  # [R, W, dim]
         if visible is None:
-            places, size = slots, num_tokens + state.window
-            if (
-                slots.device.type == "cpu"
-            ):  # reading the maximum costs no synchronisation here and spares the unused tail
-                size = int(slots.max()) + 1
-            seen = columns[:size] <= slots[..., None]  # [R, W, S]
+            seen = state.cache.causal(slots)
         else:
-            places, size = num_tokens + columns[:width].expand_as(slots), num_tokens + width
-            earlier = columns[:num_tokens] < slots[:, :1, None]  # [R, 1, L], the cached text
-            seen = torch.cat([earlier.expand(-1, width, -1), visible], -1)
-            # The parent is the last column that a column sees before itself; its feature came out of the last call.
+            seen = seen_in_tree(slots, visible, num_tokens)
+            nodes = torch.arange(width, device=slots.device)
+            state.cache.at(num_tokens + nodes.expand_as(slots), num_tokens + width)
+            # The parent is the last node that a node sees before itself; the last call computed its feature.
             before = visible & ~torch.eye(width, dtype=torch.bool, device=slots.device)
-            parent = (before * columns[:width]).amax(-1).clamp_(max=state.tree.shape[1] - 1)
+            parent = (before * nodes).amax(-1).clamp_(max=state.tree.shape[1] - 1)
             features = torch.where(before.any(-1, keepdim=True), state.tree[rows, parent], features)
         hidden = self._mix(state.target, tokens, features)
         table = state.rotary[slots.clamp_max(num_tokens - 1)]
         q, k, v = self._project(hidden, table)
-        state.keys.transpose(1, 2)[rows, places] = k
-        state.values.transpose(1, 2)[rows, places] = v
-        keys, values = state.keys[:, :, :size], state.values[:, :, :size]
+        keys, values = state.cache.update(0, k, v)
         hidden = hidden + self.block.attention.attend(q, keys, values, seen[:, None])
         predicted = self._finish(state.target, hidden)
         if visible is None:
@@ -198,7 +192,7 @@ class EagleDrafter(ModelMixin, ConfigMixin):
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def rotary_table(self) -> Tensor:
-        """The target's table of angles: [L, D / 2, 2], float32, or float64 for a float64 model."""
+        """Return the target's table of angles: [L, D / 2, 2], float32, or float64 for a float64 model."""
         head_dim = self.config["dim"] // self.config["num_heads"]
         return rotary_table(self.grid.width, head_dim, dtype=torch.promote_types(self.dtype, torch.float32))
 
@@ -217,11 +211,11 @@ class EagleDrafter(ModelMixin, ConfigMixin):
     def unrolled(
         self, target: LlamaGenTransformer, tokens: Tensor, features: Tensor, steps: int
     ) -> list[Tensor]:
-        """What the drafter predicts on whole pictures when it goes on from its own features, with gradients.
+        """Return the drafter's predictions on whole pictures when it continues from its own features, with gradients.
 
         Training-time test (Li et al., "EAGLE-3", NeurIPS 2025, section 3.1; harmonised context alignment in Zhang
-        et al., "HASS", ICLR 2025): in step t every slot is t - 1 drafts away from the last feature of the target. What
-        it attends to is just what it would when decoding: keys of step 1 up to there, then one of each later step.
+        et al., "HASS", ICLR 2025): in step t every slot is t - 1 drafts away from the last feature of the target. It
+        attends to the same keys as in decoding: keys of step 1 up to there, then one of each later step.
 
         Args:
             tokens: long [R, N], fed at slots 0 to N - 1.
@@ -253,13 +247,13 @@ _SHARED = ("vocab_size", "dim", "num_heads", "grid_size", "norm_eps")
 
 
 def logits_of(target: LlamaGenTransformer, features: Tensor) -> Tensor:
-    """The target's head on features [..., dim]: logits [..., V], at least float32."""
+    """Return the logits [..., V] of the target's head on features [..., dim], at least float32."""
     logits = target.output(features)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def attend_unrolled(query: Tensor, cached: list[tuple[Tensor, Tensor]], distance: Tensor) -> Tensor:
-    """Values [R, H, N, D] mixed as in the last step of `EagleDrafter.unrolled`.
+    """Return values [R, H, N, D] mixed by attention as in the last step of `EagleDrafter.unrolled`.
 
     Args:
         query: [R, H, N, D].
@@ -271,7 +265,7 @@ def attend_unrolled(query: Tensor, cached: list[tuple[Tensor, Tensor]], distance
         return F.scaled_dot_product_attention(query, first_keys, first_values, is_causal=True)
     scale = query.shape[-1] ** -0.5
     scores = (query @ first_keys.mT * scale).masked_fill(distance < step, -torch.inf)
-    # The key of step s that stands where this query's text was drafted in step s.
+    # The key of step s at the place where this query's sequence was drafted in step s.
     later = [(shift(keys, step - s), shift(values, step - s)) for s, (keys, values) in enumerate(cached) if s]
     own = [(query * keys).sum(-1, keepdim=True) * scale for keys, _ in later]  # [R, H, N, 1] each
     weights = torch.cat([scores, *own], -1).softmax(-1)
@@ -282,5 +276,5 @@ def attend_unrolled(query: Tensor, cached: list[tuple[Tensor, Tensor]], distance
 
 
 def shift(values: Tensor, by: int) -> Tensor:
-    """Values [..., N, D] moved `by` slots later, zeros in front."""
+    """Shift values [..., N, D] by `by` slots to later ones, with zeros in front."""
     return values if by == 0 else F.pad(values[..., :-by, :], (0, 0, by, 0))

@@ -1,7 +1,7 @@
-"""The drafter of multi-scale local speculative decoding: a small picture first, then a guess of every large token.
+"""The drafter of multi-scale local speculative decoding: a small picture first, then a draft of every large token.
 
 MuLo-SD (Peruzzo et al., Qualcomm AI Research 2026) drafts at low resolution and turns the low-resolution tokens into
-candidates for the high-resolution ones by a learned up-sampler. Both halves are kept together here.
+candidates for the high-resolution ones by a learned up-sampler. This module holds both.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import Any
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 
 
@@ -27,12 +30,12 @@ class _ConvBlock(nn.Module):
         return x + self.conv2(F.gelu(self.conv1(self.norm(x))))
 
 
-class TokenUpsampler(ModelMixin, ConfigMixin):
-    """Logits of the high-resolution tokens, each by itself, from the low-resolution ones.
+class TokenUpsampler(SavedModel, ModelMixin, ConfigMixin):
+    """Predicts logits of each high-resolution token independently, from the low-resolution tokens.
 
     Args:
         vocab_size: codes; both resolutions share the tokenizer.
-        low_side, factor: tokens per side of the small grid, and how many times larger the other is.
+        low_side, factor: tokens per side of the small grid, and the factor to the large grid.
         width, num_blocks: channels, and residual blocks at each resolution.
     """
 
@@ -50,29 +53,30 @@ class TokenUpsampler(ModelMixin, ConfigMixin):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the large grid."""
+        """Number of tokens of the large grid."""
         return (self.config["low_side"] * self.config["factor"]) ** 2
 
+    @loads_weights
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits `[B, (low_side * factor)^2, V]`, raster order, of low-resolution tokens `[B, low_side^2]`."""
+        """Return logits `[B, (low_side * factor)^2, V]`, raster order, from low-resolution tokens `[B, low_side^2]`."""
         side = self.config["low_side"]
-        x = self.embedding(tokens).mT.unflatten(-1, (side, side))  # [B, C, h, w]
+        x = rearrange(self.embedding(tokens), "b (h w) c -> b c h w", h=side)
         for block in self.low:
             x = block(x)
         x = F.pixel_shuffle(self.spread(x), self.config["factor"])
         for block in self.high:
             x = block(x)
-        return self.head(self.norm(x.flatten(2).mT))
+        return self.head(self.norm(rearrange(x, "b c h w -> b (h w) c")))
 
 
-class MultiscaleDrafter(ModelMixin, ConfigMixin):
+class MultiscaleDrafter(SavedModel, ModelMixin, ConfigMixin):
     """A low-resolution transformer and the up-sampler that reads its tokens.
 
     Args:
         transformer_config, upsampler_config: the settings of `LlamaGenTransformer` and `TokenUpsampler`.
 
     Raises:
-        ValueError: if the up-sampler reads another grid or vocabulary than the transformer writes.
+        ValueError: the up-sampler and the transformer have different grids or vocabularies.
     """
 
     @register_to_config

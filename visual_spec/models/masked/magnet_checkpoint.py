@@ -1,9 +1,9 @@
 """Official MAGNeT checkpoints (Ziv et al. 2024), as audiocraft exports them, into transformers' modules.
 
 A folder holds `state_dict.bin`, the language model, and `compression_state_dict.bin`, its EnCodec or the name of one.
-Both are `torch.save` files of a dict: the weights under "best_state", and under "xp.cfg" the settings of the training
-run, as YAML. The text encoder, a T5, is not in them. The language model becomes a `MusicgenForCausalLM`, whose modules
-compute the same when no mask makes them causal; `models.musicgen.MagnetModel` runs them.
+Both are `torch.save` files of a dict with the weights under "best_state", and the settings of the training run under
+"xp.cfg", as YAML. The text encoder, a T5, is not included. The language model becomes a `MusicgenForCausalLM`, whose
+modules compute the same without a causal mask; `models.musicgen.MagnetModel` runs them.
 
 Files are read with `torch.load(weights_only=True)` only, and every key is accounted for.
 """
@@ -12,24 +12,39 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers import EncodecConfig, EncodecModel, MusicgenForCausalLM
 from transformers.models.encodec.modeling_encodec import EncodecConvTranspose1d
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
 
-from visual_spec.models.core.checkpoints import Difference, read_content
+from visual_spec.models.core.checkpoints import (
+    Difference,
+    check_values,
+    fill,
+    plain_weights,
+    read_content,
+    some,
+)
+from visual_spec.models.masked.audiocraft_settings import (
+    TrainingSettings,
+    count,
+    counts,
+    flag,
+    number,
+    read_settings,
+    shown,
+    word,
+)
 
 LANGUAGE_MODEL, CODEC = "state_dict.bin", "compression_state_dict.bin"
 
-_KEEP = "{k: c[k] for k in ('best_state', 'xp.cfg') if k in c}"
+_KEEP = '{k: c[k] for k in ("best_state", "xp.cfg") if k in c}'
 _OUTPUT_PROJECTION = "condition_provider.conditioners.description.output_proj"
 _LAYER_NAMES = {
     "self_attn": "self_attn",
@@ -44,18 +59,18 @@ _LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class MagnetSettings:
-    """What a checkpoint says of itself beside its weights. Where it does not, the values are those of the official
-    10 s music model, but for the first number of steps, which is 60 for clips longer than 10 s.
+    """The settings of a checkpoint. Missing ones have the values of the official 10 s music model, except the first
+    number of steps, which is 60 for clips longer than 10 s.
 
     Attributes:
-        duration: seconds of the clips that it was trained on.
+        duration: seconds of the training clips.
         frame_rate: frames a second.
         sampling_rate: of the codec.
-        reach: frames that stages behind the first look to either side; None: all.
+        reach: frames to either side that stages after the first see; None: all.
         span: frames that are hidden together.
-        steps: of each codebook.
+        steps: steps of each codebook.
         temperature, top_k, top_p: of the law.
-        guidance_scale, least_guidance: at the beginning of a codebook, and where it falls to.
+        guidance_scale, least_guidance: the scale at the beginning of a codebook, and the one it falls to.
         text_encoder: name of the T5 whose states the model reads.
     """
 
@@ -74,7 +89,7 @@ class MagnetSettings:
 
     @property
     def num_frames(self) -> int:
-        """T, frames of a clip. Audiocraft cuts the rest off behind the last whole span; here that is decoded too."""
+        """T, frames of a clip. Audiocraft drops the frames after the last whole span; here they are decoded as well."""
         return round(self.duration * self.frame_rate)
 
 
@@ -83,8 +98,8 @@ class MagnetCheckpoint:
     """A language model and its settings.
 
     Attributes:
-        model: has the projection of the text encoder's states as `enc_to_dec_proj`, where `MagnetModel` looks for it.
-            For the results of audiocraft run it with `padding="zeros"`.
+        model: the language model; `enc_to_dec_proj` is the projection of the text encoder's states. Run it with
+            `padding="zeros"` to get the results of audiocraft.
     """
 
     model: MusicgenForCausalLM
@@ -94,29 +109,27 @@ class MagnetCheckpoint:
 def load_magnet(
     source: str | os.PathLike, *, dtype: torch.dtype | None = None, num_heads: int | None = None
 ) -> MagnetCheckpoint:
-    """The language model of an official checkpoint.
+    """Return the language model of an official checkpoint.
 
     Args:
         source: `state_dict.bin`, or the folder that holds it.
-        dtype: of the weights; None keeps that of the file (float16, of official ones).
-        num_heads: of the attention, for a file without settings; no weight tells them.
+        dtype: dtype of the weights; None keeps that of the file (float16 for official ones).
+        num_heads: attention heads, for a file without settings; the weights do not determine them.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: no checkpoint, or one of another model; one that needs pickle; settings that transformers' modules
-            do not have; missing, unexpected or mis-shaped keys, which are listed.
+        ValueError: the file is not a checkpoint, is one of another model, or needs pickle; settings are not supported
+            by transformers' modules; or keys are missing, unexpected or mis-shaped, which the message lists.
     """
     path = _file(source, LANGUAGE_MODEL)
-    weights, config = _read(path)
-    kind = config.get("lm_model", "transformer_lm_magnet")
+    weights, config = _unpack(path, read_content(path, _KEEP))
+    kind = config("lm_model", "transformer_lm_magnet")
     if kind != "transformer_lm_magnet":
         raise ValueError(
             f"{path} holds a {kind!r}, not MAGNeT's 'transformer_lm_magnet'; MusicGen is loaded from its transformers "
             "folder, with MusicgenForConditionalGeneration.from_pretrained."
         )
-    _refuse_others(
-        path,
-        config,
+    config.refuse_others(
         {
             "transformer_lm.norm_first": (True,),
             "transformer_lm.activation": ("gelu",),
@@ -135,33 +148,32 @@ def load_magnet(
             "fuser.cross_attention_pos_emb": (False, None),
         },
     )
-    heads = _lookup(config, "transformer_lm.num_heads", num_heads)
-    model = _language_model(path, weights, heads)
+    heads = config("transformer_lm.num_heads", num_heads)
+    model = _language_model(path, weights, heads, config("transformer_lm.num_layers"))
     dim, width = weights[f"{_OUTPUT_PROJECTION}.weight"].shape
     model.enc_to_dec_proj = nn.Linear(width, dim, device="meta")
-    model.load_state_dict(dict(_renamed(weights)), assign=True)
-    # Computed, not loaded; on the meta device there was nothing to compute.
+    # These buffers are computed, not loaded; on the meta device they were not computed.
     positions: Any = model.model.decoder.embed_positions
-    positions.weights = positions.get_embedding(positions.num_positions, positions.embedding_dim)
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    with torch.device("cpu"):
+        positions.weights = positions.get_embedding(positions.num_positions, positions.embedding_dim)
     kept = weights["emb.0.weight"].dtype if dtype is None else dtype
-    nn.Module.to(model, kept)
-    return MagnetCheckpoint(model.eval(), _settings(config, len(model.lm_heads)))
+    model = fill(model, dict(_renamed(weights)), str(path), dtype=kept)
+    return MagnetCheckpoint(model, _settings(config, len(model.lm_heads)))
 
 
 def load_magnet_codec(
     source: str | os.PathLike, *, pretrained: str | os.PathLike | None = None
 ) -> EncodecModel:
-    """The EnCodec of an official checkpoint, in float32.
+    """Return the EnCodec of an official checkpoint, in float32.
 
     Args:
         source: `compression_state_dict.bin`, or the folder that holds it.
-        pretrained: what to load where the file only names a codec (the music models name `facebook/encodec_32khz`):
-            another name or folder of it. None: what the file says.
+        pretrained: name or folder of a codec to load in place of one that the file only names (the music models name
+            `facebook/encodec_32khz`). None: the one that the file names.
 
     Raises:
         FileNotFoundError, OSError: there is no such file, or no such codec.
-        ValueError: as `load_magnet`.
+        ValueError: as in `load_magnet`.
     """
     path = _file(source, CODEC)
     content = read_content(path, _KEEP)
@@ -177,9 +189,7 @@ def load_magnet_codec(
                 f"({' '.join(str(error).split())[:160]})."
             ) from error
     weights, config = _unpack(path, content)
-    _refuse_others(
-        path,
-        config,
+    config.refuse_others(
         {
             "compression_model": ("encodec",),
             "encodec.autoencoder": ("seanet",),
@@ -193,10 +203,20 @@ def load_magnet_codec(
             "seanet.encoder": ({}, None),
         },
     )
-    codec = EncodecModel(_codec_config(path, config))
+    settings = _codec_config(config, most=len(weights))
+    # First without memory: settings that do not match the weights may ask for any size.
+    try:
+        with torch.device("meta"):
+            codec = EncodecModel(settings)
+    except (ValueError, RuntimeError, OverflowError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{path} has settings that make no EnCodec: {' '.join(str(error).split())[:160]}"
+        ) from error
     official = {_official_codec_key(codec, key): key for key in codec.state_dict()}
     shapes = {name: tuple(codec.state_dict()[key].shape) for name, key in official.items()}
     _check_keys(path, weights, shapes, "an EnCodec with the settings in the file")
+    check_values(weights, str(path))
+    codec = EncodecModel(settings)
     codec.load_state_dict({key: weights[name] for name, key in official.items()})
     return codec.eval()
 
@@ -216,56 +236,18 @@ def _file(source: str | os.PathLike, name: str) -> Path:
     return path
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return _unpack(path, read_content(path, _KEEP))
-
-
-def _unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and settings."""
+def _unpack(path: Path, content: Any) -> tuple[dict[str, Tensor], TrainingSettings]:
+    """Return weights and settings."""
     state = content.get("best_state") if isinstance(content, Mapping) else None
     if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
-        state = state["model"]  # of a training run that was not exported
+        state = state["model"]  # a training run that was not exported
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        held = ", ".join(map(repr, list(content)[:4])) if isinstance(content, Mapping) else "no dict"
+        held = some(map(repr, content)) if isinstance(content, Mapping) else "no dict"
         raise ValueError(
             f"{path} holds no weights under 'best_state' ({held}); pass a file that audiocraft exported, such as the "
             f"{LANGUAGE_MODEL} and {CODEC} of facebook/magnet-small-10secs."
         )
-    text = content.get("xp.cfg", "")
-    config = yaml.safe_load(text) if isinstance(text, str) else dict(text)
-    if config is not None and not isinstance(config, dict):
-        raise ValueError(f"{path} has settings (xp.cfg) that are no mapping, but a {type(config).__name__}.")
-    return dict(state), config or {}
-
-
-def _lookup(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """A setting by its dotted name; one that refers to another, "${other.name}", is followed."""
-    value: Any = config
-    for part in name.split("."):
-        if isinstance(value, str) and (other := re.fullmatch(r"\$\{([\w.]+)\}", value)):
-            value = _lookup(config, other[1], {})
-        if not isinstance(value, Mapping) or part not in value:
-            return default
-        value = value[part]
-    if isinstance(value, str) and (other := re.fullmatch(r"\$\{([\w.]+)\}", value)):
-        return _lookup(config, other[1], default)
-    return value
-
-
-def _refuse_others(path: Path, config: Mapping[str, Any], allowed: Mapping[str, Iterable[Any]]) -> None:
-    """Refuse settings that change what the weights mean. Those that are not there have their usual values."""
-    nothing = object()
-    found = {name: _lookup(config, name, nothing) for name in allowed}
-    wrong = [
-        f"{name}={value!r} instead of {next(iter(allowed[name]))!r}"
-        for name, value in found.items()
-        if value is not nothing and value not in allowed[name]
-    ]
-    if wrong:
-        raise ValueError(
-            f"{path} was trained with {', '.join(wrong)}, which transformers' modules do not compute; official "
-            "checkpoints do without."
-        )
+    return plain_weights(state, str(path)), read_settings(path, content.get("xp.cfg", ""))
 
 
 def _check_keys(
@@ -278,15 +260,21 @@ def _check_keys(
 # -- the language model ------------------------------------------------------------------------------------------------
 
 
-def _language_model(path: Path, weights: Mapping[str, Tensor], num_heads: int | None) -> MusicgenForCausalLM:
-    """The model for weights whose keys and shapes are all right; on the meta device."""
+def _language_model(
+    path: Path, weights: Mapping[str, Tensor], num_heads: Any, num_layers: Any
+) -> MusicgenForCausalLM:
+    """Return the model for weights whose keys and shapes are all right, on the meta device.
+
+    Args:
+        num_heads, num_layers: from the settings; None if they do not say.
+    """
     table, linear = weights.get("emb.0.weight"), weights.get("transformer.layers.0.linear1.weight")
     text = weights.get(f"{_OUTPUT_PROJECTION}.weight")
     if table is None or linear is None or text is None or not table.ndim == linear.ndim == text.ndim == 2:
-        shown = ", ".join(list(weights)[:4])
+        held = ", ".join(list(weights)[:4])
         raise ValueError(
             f"{path} is no MAGNeT checkpoint: of emb.0.weight, transformer.layers.0.linear1.weight and "
-            f"{_OUTPUT_PROJECTION}.weight it does not hold all as matrices, but {len(weights)} keys such as {shown}."
+            f"{_OUTPUT_PROJECTION}.weight it does not hold all as matrices, but {len(weights)} keys such as {held}."
         )
     books = len({key.split(".")[1] for key in weights if key.startswith("emb.")})
     layers = len({key.split(".")[2] for key in weights if key.startswith("transformer.layers.")})
@@ -306,6 +294,10 @@ def _language_model(path: Path, weights: Mapping[str, Tensor], num_heads: int | 
             shapes |= {f"{start}.{name}.weight": (dim,), f"{start}.{name}.bias": (dim,)}
         shapes |= {f"{start}.linear1.weight": (hidden, dim), f"{start}.linear2.weight": (dim, hidden)}
     _check_keys(path, weights, shapes, f"a MAGNeT of {books} codebooks, {layers} layers and width {dim}")
+    if num_layers not in (None, layers):
+        raise ValueError(
+            f"{path} holds {layers} layers, and its settings say {shown(num_layers)}; copy or download it again."
+        )
     if num_heads is None:
         raise ValueError(
             f"{path} does not tell the number of attention heads; pass num_heads (16 for the official small models, 24 "
@@ -332,7 +324,7 @@ def _language_model(path: Path, weights: Mapping[str, Tensor], num_heads: int | 
 
 
 def _renamed(weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Weights of the language model by transformers' keys."""
+    """Yield the weights of the language model under transformers' keys."""
     for key, value in weights.items():
         part = key.split(".")
         if part[0] == "emb":
@@ -346,75 +338,90 @@ def _renamed(weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
         else:
             start = f"model.decoder.layers.{part[2]}.{_LAYER_NAMES[part[3]]}"
             if part[4] == "in_proj_weight":
-                # Queries, keys and values, one below the other. Copies: tensors that share memory cannot be saved.
+                # Queries, keys and values, one below the other. Copied, because tensors that share memory cannot be
+                # saved.
                 for name, matrix in zip("qkv", value.chunk(3), strict=True):
                     yield f"{start}.{name}_proj.weight", matrix.clone()
             else:
                 yield f"{start}.{'.'.join(part[4:])}", value
 
 
-def _settings(config: Mapping[str, Any], num_codebooks: int) -> MagnetSettings:
-    duration = float(_lookup(config, "dataset.segment_duration", 10))
+def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:
+    duration = config.of_kind(number, "dataset.segment_duration", 10)
     first = 20 if duration <= 10 else 60
     usual = [first] + [10] * (num_codebooks - 1)
-    reach = int(_lookup(config, "transformer_lm.subcodes_context", 5))
+    reach = config.of_kind(count, "transformer_lm.subcodes_context", 5)
     generate = "generate.lm"
     return MagnetSettings(
         duration=duration,
-        frame_rate=int(_lookup(config, "transformer_lm.compression_model_framerate", 50)),
-        sampling_rate=int(_lookup(config, "sample_rate", 32_000)),
+        frame_rate=config.of_kind(count, "transformer_lm.compression_model_framerate", 50),
+        sampling_rate=config.of_kind(count, "sample_rate", 32_000),
         reach=None if reach < 0 else reach,
-        span=int(_lookup(config, "masking.span_len", 3)),
-        steps=tuple(int(count) for count in _lookup(config, f"{generate}.decoding_steps", usual)),
-        temperature=float(_lookup(config, f"{generate}.temp", 3.0)),
-        top_k=int(_lookup(config, f"{generate}.top_k", 0)),
-        # Audiocraft's 0 is no top-p.
-        top_p=float(_lookup(config, f"{generate}.top_p", 0.9)) or 1.0,
-        guidance_scale=float(_lookup(config, f"{generate}.max_cfg_coef", 10.0)),
-        least_guidance=float(_lookup(config, f"{generate}.min_cfg_coef", 1.0)),
-        text_encoder=str(_lookup(config, "conditioners.description.t5.name", "t5-base")),
+        span=config.of_kind(count, "masking.span_len", 3),
+        steps=tuple(config.of_kind(counts, f"{generate}.decoding_steps", usual)),
+        temperature=config.of_kind(number, f"{generate}.temp", 3.0),
+        top_k=config.of_kind(count, f"{generate}.top_k", 0),
+        # Audiocraft's 0 means no top-p.
+        top_p=config.of_kind(number, f"{generate}.top_p", 0.9) or 1.0,
+        guidance_scale=config.of_kind(number, f"{generate}.max_cfg_coef", 10.0),
+        least_guidance=config.of_kind(number, f"{generate}.min_cfg_coef", 1.0),
+        text_encoder=config.of_kind(word, "conditioners.description.t5.name", "t5-base"),
     )
 
 
 # -- the codec ---------------------------------------------------------------------------------------------------------
 
 
-def _codec_config(path: Path, config: Mapping[str, Any]) -> EncodecConfig:
-    def of(name: str, default: Any) -> Any:
-        return _lookup(config, name, default)
-
-    if not of("seanet.lstm", 2):
-        raise ValueError(f"{path} was trained with seanet.lstm=0; transformers' EnCodec always has an LSTM.")
-    rate, ratios = int(of("encodec.sample_rate", 32_000)), [int(r) for r in of("seanet.ratios", [8, 5, 4, 2])]
-    bins, books = int(of("rvq.bins", 1024)), int(of("rvq.n_q", 8))
+def _codec_config(config: TrainingSettings, most: int) -> EncodecConfig:
+    """Return the configuration for the settings, with at most `most` parts of a kind, the number of tensors."""
+    of = config.of_kind
+    if not of(count, "seanet.lstm", 2):
+        raise ValueError(
+            f"{config.path} was trained with seanet.lstm=0; transformers' EnCodec always has an LSTM."
+        )
+    rate = of(count, "encodec.sample_rate", 32_000)
+    ratios = of(counts, "seanet.ratios", [8, 5, 4, 2])
+    bins, books = of(count, "rvq.bins", 1024), of(count, "rvq.n_q", 8)
+    numbers = {"seanet.n_residual_layers": of(count, "seanet.n_residual_layers", 1), "rvq.n_q": books}
+    numbers["seanet.lstm"] = of(count, "seanet.lstm", 2)
+    for name, value in numbers.items():
+        if value > most:
+            raise ValueError(
+                f"{config.path} was trained with {name}={value}, and holds {most} tensors; they differ."
+            )
+    if min(rate, books, *ratios) < 1 or bins < 2:
+        raise ValueError(
+            f"{config.path} was trained with encodec.sample_rate={rate}, seanet.ratios={ratios}, rvq.bins={bins} and "
+            f"rvq.n_q={books}; all are at least 1, and bins 2."
+        )
     frame_rate = math.ceil(rate / math.prod(ratios))
     made = EncodecConfig(
-        # Kilobits a second of all codebooks: transformers counts codebooks in them, rounding down.
+        # Kilobits a second of all codebooks: transformers derives the number of codebooks from them, rounding down.
         target_bandwidths=[(books + 0.01) * frame_rate * math.ceil(math.log2(bins)) / 1000],
         sampling_rate=rate,
-        audio_channels=int(of("encodec.channels", 1)),
-        hidden_size=int(of("seanet.dimension", 128)),
-        num_filters=int(of("seanet.n_filters", 32)),
-        num_residual_layers=int(of("seanet.n_residual_layers", 1)),
+        audio_channels=of(count, "encodec.channels", 1),
+        hidden_size=of(count, "seanet.dimension", 128),
+        num_filters=of(count, "seanet.n_filters", 32),
+        num_residual_layers=of(count, "seanet.n_residual_layers", 1),
         upsampling_ratios=ratios,
-        kernel_size=int(of("seanet.kernel_size", 7)),
-        last_kernel_size=int(of("seanet.last_kernel_size", 7)),
-        residual_kernel_size=int(of("seanet.residual_kernel_size", 3)),
-        dilation_growth_rate=int(of("seanet.dilation_base", 2)),
-        use_causal_conv=bool(of("seanet.causal", False)),
-        pad_mode=str(of("seanet.pad_mode", "constant")),
-        compress=int(of("seanet.compress", 2)),
-        num_lstm_layers=int(of("seanet.lstm", 2)),
-        trim_right_ratio=float(of("seanet.decoder.trim_right_ratio", 1.0)),
+        kernel_size=of(count, "seanet.kernel_size", 7),
+        last_kernel_size=of(count, "seanet.last_kernel_size", 7),
+        residual_kernel_size=of(count, "seanet.residual_kernel_size", 3),
+        dilation_growth_rate=of(count, "seanet.dilation_base", 2),
+        use_causal_conv=of(flag, "seanet.causal", False),
+        pad_mode=of(word, "seanet.pad_mode", "constant"),
+        compress=of(count, "seanet.compress", 2),
+        num_lstm_layers=of(count, "seanet.lstm", 2),
+        trim_right_ratio=of(number, "seanet.decoder.trim_right_ratio", 1.0),
         codebook_size=bins,
-        use_conv_shortcut=not of("seanet.true_skip", True),
+        use_conv_shortcut=not of(flag, "seanet.true_skip", True),
     )
     assert made.num_quantizers == books
     return made
 
 
 def _official_codec_key(codec: EncodecModel, key: str) -> str:
-    """What audiocraft calls a tensor of transformers' EnCodec."""
+    """Return audiocraft's name of a tensor of transformers' EnCodec."""
     if key.startswith("quantizer."):
         return key.replace("quantizer.layers.", "quantizer.vq.layers.").replace(".codebook.", "._codebook.")
     side, _, rest = key.partition(".layers.")

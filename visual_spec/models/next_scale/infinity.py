@@ -1,11 +1,12 @@
 """Infinity: a text-conditional transformer that predicts token maps bit by bit (Han et al. 2024, arXiv 2412.04431).
 
-As VAR, it predicts all tokens of a scale at once, given the maps before it. A token is d bits, each with logits of its
-own (section 3, "Infinite-Vocabulary Classifier"): for a sampler, d tokens out of two a place. Captions come as T5
-features: pooled, they are the first input and the condition of AdaLN; as they are, every layer attends to them.
+Like VAR, it predicts all tokens of a scale at once, given the maps before it. A token is d bits, each with its own
+logits (section 3, "Infinite-Vocabulary Classifier"): for a sampler, d tokens per place, each one of two values.
+Captions come as T5 features. Pooled, they are the first input and the condition of AdaLN; every layer also attends to
+the unpooled features.
 
-One class serves tiny sizes and the official checkpoints. It is a `ScaleModel` with `num_layers` in its config, so that
-`CompressedVAR` compresses its cache (ScaleKV), and two of them decode together (CoDe).
+One class serves tiny sizes and the official checkpoints. It is a `ScaleModel` with `num_layers` in its config, so
+`CompressedVAR` can compress its cache (ScaleKV), and two of them can decode together (CoDe).
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
+from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, modulated
 from visual_spec.models.next_token.llamagen import RMSNorm, TextCondition, rotary_table
 
-# The released ones are 2b (over `infinity_vae_d32reg.pth`) and 8b (over `infinity_vae_d56_f8_14_patchify.pth`).
+# Released are 2b (with `infinity_vae_d32reg.pth`) and 8b (with `infinity_vae_d56_f8_14_patchify.pth`).
 PRESETS: dict[str, dict[str, Any]] = {
     "125m": {"bits": 32, "dim": 768, "num_layers": 12, "num_heads": 8},
     "1b": {"bits": 32, "dim": 1536, "num_layers": 24, "num_heads": 16},
@@ -39,23 +44,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _EPSILON = 1e-6  # of every norm
 
-# A caption, or a caption and what guidance is to lead away from, in place of no caption.
+# A caption; or a pair, the caption and a negative caption that replaces the null caption in guidance.
 Prompt = TextCondition | tuple[TextCondition, TextCondition]
 
 
 @dataclass
 class InfinityState(ScaleState):
-    """One decoding run.
+    """The state of one decode.
 
     Attributes:
         cache: keys and values of the maps.
         text_keys, text_values: `[layers, R, H, T, D]`, those of the captions.
-        text_mask: bool `[R, 1, 1, T]`, the words that each row has.
-        modulations: `[layers, R, 6, dim]`, what AdaLN makes of the condition, the same at every scale.
+        text_mask: bool `[R, 1, 1, T]`, the words of each row.
+        modulations: `[layers, R, 6, dim]`, AdaLN's output for the condition, the same at every scale.
         head_modulation: `[R, 2, dim]`, the same for the head.
         rotations: `[L, D / 2, 2]`, cosines and sines of every place.
-        fed: scales that were fed; 0 where the prefill was all that will be asked for.
-        stop: the first scale that will not be asked for.
+        fed: number of scales fed; 0 if the prefill was the only forward needed.
+        stop: the first scale that will not be predicted.
     """
 
     cache: ScaleCache
@@ -70,8 +75,8 @@ class InfinityState(ScaleState):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values of maps that are held from call to call, at most. `text_bytes` come on top."""
-        return self.cache.num_bytes
+        """Most bytes of keys and values of maps held from call to call. `text_bytes` are not included."""
+        return self.cache.most_bytes
 
     @property
     def text_bytes(self) -> int:
@@ -90,7 +95,7 @@ class FeedForward(nn.Module):
 
 
 class _TextAttention(nn.Module):
-    """What attends to words: keys without a bias, values with one."""
+    """Attention to words: keys without a bias, values with one."""
 
     def __init__(self, dim: int, source_dim: int, heads: int):
         super().__init__()
@@ -100,14 +105,14 @@ class _TextAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[R, H, T, D]` of words `[R, T, source_dim]`."""
+        """Return keys and values `[R, H, T, D]` of words `[R, T, source_dim]`."""
         bias = torch.cat([torch.zeros_like(self.v_bias), self.v_bias])
-        both = F.linear(text, self.mat_kv.weight, bias).unflatten(-1, (2, self.heads, -1))
-        k, v = both.permute(2, 0, 3, 1, 4)
+        both = F.linear(text, self.mat_kv.weight, bias)
+        k, v = rearrange(both, "r t (two h d) -> two r h t d", two=2, h=self.heads)
         return k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """`q [R, H, W, D]` over words `[R, H, T, D]`, of which `mask [R, 1, 1, T]` are there -> `[R, W, dim]`."""
+        """Attend `q [R, H, W, D]` to words `[R, H, T, D]` where `mask [R, 1, 1, T]` is true: `[R, W, dim]`."""
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.proj(seen.transpose(1, 2).flatten(2))
 
@@ -123,14 +128,14 @@ class CrossAttention(_TextAttention):
 
 
 class AttentivePool(_TextAttention):
-    """One learned query a head, over the words of a caption."""
+    """Attention pooling: one learned query per head, over the words of a caption."""
 
     def __init__(self, dim: int, source_dim: int, heads: int):
         super().__init__(dim, source_dim, heads)
         self.mat_q = nn.Parameter(torch.zeros(1, heads, dim // heads))
 
     def forward(self, text: Tensor, mask: Tensor) -> Tensor:
-        """`[R, dim]` of words `[R, T, source_dim]`."""
+        """Return `[R, dim]` from words `[R, T, source_dim]`."""
         k, v = self.read(text)
         q = self.mat_q.expand(len(text), -1, -1)[:, :, None]
         return self.attend(q, k, v, mask[:, None, None])[:, 0]
@@ -161,27 +166,27 @@ class InfinityBlock(nn.Module):
         return x + self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
 
 
-class InfinityTransformer(ModelMixin, ConfigMixin):
+class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `ScaleModel` over the bits of a bitwise multi-scale tokenizer, conditioned on T5 features of a caption.
 
     Logits of a scale are `[R, n * n * bits, 2]`: the bits of a place one after the other, places in raster order.
 
     Args:
-        bits: of a place, `tokens_per_place` of the tokenizer; also the channels of an input map.
+        bits: bits of a place, `tokens_per_place` of the tokenizer; also the channels of an input map.
         dim, num_layers, num_heads: width, depth and attention heads; `PRESETS` lists the official sizes.
         ffn_dim: hidden width of the feed-forward layers; None: 4 * dim, rounded to a multiple of 256.
         caption_dim: channels of caption features.
         caption_length: the most words of a caption.
-        pool_heads: heads of the pool that makes one vector of a caption.
+        pool_heads: heads of the pooling that makes one vector of a caption.
         scales: places per side of each map, or (height, width), coarse to fine; `scales_for` gives the official ones.
             No weight depends on them.
-        rope_grid: the map on which positions are counted; those of smaller maps are spread over it. None: of an
-            official schedule that of its pictures of 1 M pixels, else the last map.
+        rope_grid: the map on which positions are counted; positions of smaller maps are spread over it. None: for an
+            official schedule the largest map of its ratio (1 M pixels), else the last map.
         num_levels: the most scales.
 
     Raises:
-        ValueError: scales that are not ordered coarse to fine, do not begin with one place, or are too many; a width
-            that does not fit the heads.
+        ValueError: the scales are not ordered coarse to fine, do not begin with one place, or are too many; or the
+            width does not fit the heads.
     """
 
     _repeated_blocks = ["InfinityBlock"]
@@ -215,7 +220,7 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
                 "4 * num_heads and of pool_heads"
             )
         self.vocab_size, self.code_dim = 2, bits
-        # The first place of each scale, and behind the last one L.
+        # The first place of each scale, then L.
         self.offsets = offsets_of(self.scales)
         self.cfg_uncond = nn.Parameter(torch.zeros(caption_length, caption_dim))
         self.text_norm = RMSNorm(caption_dim, _EPSILON)
@@ -234,7 +239,7 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         self._initialise()
 
     def _initialise(self) -> None:
-        """As VAR: every layer begins close to the identity, and the laws close to uniform."""
+        """Initialise as in VAR: every layer begins close to the identity, and the laws close to uniform."""
         dim, depth = self.config["dim"], len(self.blocks)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -261,8 +266,8 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         """Refuse a condition that does not fit this model.
 
         Raises:
-            TypeError: for something else than caption features, or a pair of them.
-            ValueError: for another shape, a caption without words, or one with too many.
+            TypeError: the condition is not caption features, or a pair of them.
+            ValueError: the features have another shape, or a caption has no words or too many.
         """
         pair = condition if isinstance(condition, tuple) else (condition,)
         if not 1 <= len(pair) <= 2 or not all(isinstance(part, TextCondition) for part in pair):
@@ -285,14 +290,14 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
     def embed_condition(
         self, condition: Prompt, *, guided: bool = False, dropped: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the network reads of captions, unconditional rows last when `guided`.
+        """Return the network's text inputs, unconditional rows last when `guided`.
 
-        Rows without a caption have as many learned words as the caption, or the caption to lead away from if the
-        condition is a pair. `dropped`, bool `[B]`, marks rows that lose their caption (training for guidance).
+        Rows without a caption have as many learned words as the caption, or the negative caption if the condition is a
+        pair. `dropped`, bool `[B]`, marks rows that lose their caption (training for guidance).
 
         Returns:
-            The pooled caption `[R, dim]`; its words `[R, T, dim]`; bool `[R, T]`, which of them are there. T is the
-            longest of the batch.
+            The pooled caption `[R, dim]`; its words `[R, T, dim]`; bool `[R, T]`, the mask of words. T is that of the
+            longest caption of the batch.
         """
         positive, negative = condition if isinstance(condition, tuple) else (condition, None)
         features, mask = self._words(positive)
@@ -309,19 +314,19 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         return self.text_proj_for_sos["ca"](text, mask), self.text_proj_for_ca(text), mask
 
     def _words(self, condition: TextCondition) -> tuple[Tensor, Tensor]:
-        """Features and mask without the columns in which no caption has a word."""
+        """Return features and mask without the positions where no caption has a word."""
         device, dtype = self.cfg_uncond.device, self.cfg_uncond.dtype
         mask = condition.mask.to(device, torch.bool)
-        columns = mask.any(0)
-        features, mask = condition.features.to(device, dtype)[:, columns], mask[:, columns]
+        used = mask.any(0)
+        features, mask = condition.features.to(device, dtype)[:, used], mask[:, used]
         return features.masked_fill(~mask[..., None], 0), mask
 
     def _null_words(self, mask: Tensor) -> Tensor:
-        """The learned words of no caption `[B, T, caption_dim]`, in their order, at the places of `mask`."""
+        """Return the learned words of the null caption `[B, T, caption_dim]`, in order, at the places of `mask`."""
         return self.cfg_uncond[(mask.cumsum(1) - 1).clamp(min=0)].masked_fill(~mask[..., None], 0)
 
     def _rotations(self, device: torch.device) -> Tensor:
-        """Cosines and sines `[L, D / 2, 2]`, float32: half of the pairs turns by row, the other half by column."""
+        """Return cosines and sines `[L, D / 2, 2]`, float32: half of the pairs rotate by row, half by column."""
         grid = self.config["rope_grid"]
         height, width = shape_of(rope_grid_of(self.scales) if grid is None else sides_of([grid])[0])
         side = max(height, width)
@@ -341,12 +346,12 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
             )
 
     def _embed_map(self, map: Tensor, scale: int) -> Tensor:
-        """`[B, n * n, dim]` of an input map `[B, bits, n, n]`."""
-        words = self.word_embed(map.flatten(2).transpose(1, 2).to(self.word_embed.weight.dtype))
+        """Return `[B, n * n, dim]` for an input map `[B, bits, n, n]`."""
+        words = self.word_embed(rearrange(map, "b c h w -> b (h w) c").to(self.word_embed.weight.dtype))
         return words + self.lvl_embed.weight[scale]
 
     def _embed(self, pooled: Tensor, maps: Sequence[Tensor]) -> Tensor:
-        """Inputs `[R, places, dim]` of scale 0, the pooled caption, and of the scales that `maps` belong to."""
+        """Return inputs `[R, places, dim]` of scale 0, the pooled caption, and of the scales of `maps`."""
         for scale, map in enumerate(maps, 1):
             self._check_map(map, scale, len(maps[0]))
         first = pooled[:, None] + self.pos_start + self.lvl_embed.weight[0]
@@ -362,19 +367,19 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         return cast(list[InfinityBlock], list(self.blocks))
 
     def _modulations(self, pooled: Tensor) -> Tensor:
-        """What AdaLN makes of pooled captions `[R, dim]`: `[layers, R, 6, dim]`."""
+        """Return AdaLN's output for pooled captions `[R, dim]`: `[layers, R, 6, dim]`."""
         shared = self.shared_ada_lin(pooled).unflatten(-1, (6, -1))
         return torch.stack([block.ada_gss[0] + shared for block in self._layers])
 
     def _logits(self, hidden: Tensor, modulation: Tensor) -> Tensor:
-        """`[R, places * bits, 2]`."""
+        """Return logits `[R, places * bits, 2]`."""
         logits = self.head(modulated(hidden, *modulation.unbind(1)))
-        return (
-            logits.unflatten(-1, (-1, 2)).flatten(1, 2).to(torch.promote_types(logits.dtype, torch.float32))
-        )
+        logits = rearrange(logits, "r place (bit two) -> r (place bit) two", two=2)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def prefill(
         self,
@@ -391,13 +396,13 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         The head is applied to the last of these scales only.
 
         Args:
-            condition: features and mask of `batch_size` captions, or a pair: the second ones stand in for no caption
-                in the unconditional rows.
-            cache: an empty one of another kind, made for these maps and `stop`; None: a static one that keeps
+            condition: features and mask of `batch_size` captions, or a pair: the second captions replace the null
+                caption in the unconditional rows.
+            cache: an empty cache of another kind, made for these maps and `stop`; None: a static one that keeps
                 everything. `CompressedVAR` passes its own.
 
         Raises:
-            TypeError, ValueError: as `check_condition`; maps of other shapes, or `stop` not behind them.
+            TypeError, ValueError: as in `check_condition`; or the maps have other shapes, or `stop` is not after them.
         """
         self.check_condition(condition, batch_size)
         stop = checked_stop(maps, stop, self.scales)
@@ -407,13 +412,13 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         mask = mask[:, None, None]
         text = [block.ca.read(words) for block in self._layers]
         hidden = self._embed(pooled, maps)
-        # The last scale asked for is read by none; where this forward ends there, nothing at all is read again.
+        # No scale reads the last one, so it is not cached; if this forward ends there, nothing is cached.
         more = len(maps) < stop - 1
         if cache is None:
             heads = self.config["num_heads"]
             size = self.offsets[stop - 1] if more else 0
             shape = (len(self.blocks), len(pooled), heads, size, self.config["dim"] // heads)
-            cache = StaticCache(hidden.new_empty(shape), hidden.new_empty(shape), self.offsets)
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets)
         state = InfinityState(
             logits=hidden,  # until there are
             guided=guided,
@@ -431,12 +436,13 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         state.logits = self._logits(hidden[:, self.offsets[len(maps)] :], state.head_modulation)
         return state
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, state: InfinityState, map: Tensor, scale: int) -> Tensor:
         """Feed the input map `[B, bits, n, n]` of a scale; logits `[R, n * n * bits, 2]`. See `ScaleModel.__call__`.
 
         Raises:
-            ValueError: a map of another shape, or a scale that does not follow those fed, or lies at or behind `stop`.
+            ValueError: the map has another shape, or the scale is not the next one, or is not below `stop`.
         """
         rows = len(state.head_modulation)
         again = " or one from 1 on again" if state.cache.repeatable else ""
@@ -454,7 +460,7 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
         return self._logits(hidden, state.head_modulation)
 
     def _run(self, state: InfinityState, hidden: Tensor, scales: range) -> Tensor:
-        """All layers over the inputs `[R, places, dim]` of some scales."""
+        """Run all layers on the inputs `[R, places, dim]` of some scales."""
         rotation = state.rotations[self.offsets[scales.start] : self.offsets[scales.stop]]
         for index, block in enumerate(self._layers):
             text = (state.text_keys[index], state.text_values[index], state.text_mask)
@@ -467,10 +473,10 @@ class InfinityTransformer(ModelMixin, ConfigMixin):
     def teacher_forced(
         self, maps: Sequence[Tensor], condition: Prompt, dropped: Tensor | None = None
     ) -> Tensor:
-        """Logits `[B, places * bits, 2]` for every slot of scales 0 to `len(maps)`, with gradients.
+        """Return logits `[B, places * bits, 2]` for every slot of scales 0 to `len(maps)`, with gradients.
 
         Args:
-            maps: the input maps `[B, bits, n, n]` of scales 1 on, as `ScaleTokenizer.next_map` makes them.
+            maps: the input maps `[B, bits, n, n]` of scales 1 on, from `ScaleTokenizer.next_map`.
             condition: features and mask of B captions.
             dropped: bool `[B]`, rows that lose their caption.
         """

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
 from visual_spec.models.core.protocol import Side
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for
 
-# Of the official training: masks, which depend on the schedule alone.
+# Masks of the official training, which depend only on the schedule.
 _DROPPED = ("lvl_1L", "attn_bias_for_masking", "Infinity_visible_kvlen", "Infinity_invisible_qlen")
 _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.")
 
@@ -28,46 +28,41 @@ def load_infinity_checkpoint(
     rope_grid: Side | None = None,
     dtype: torch.dtype | None = None,
 ) -> InfinityTransformer:
-    """The transformer of an official file, e.g. `infinity_2b_reg.pth`, or folder of shards, e.g. `infinity_8b_weights`.
+    """Return the transformer of an official file (`infinity_2b_reg.pth`) or folder of shards (`infinity_8b_weights`).
 
     Sizes are read off the weights. Constants that the official files carry (the zero bias of keys) are checked and
     dropped.
 
     Args:
-        source: the file, the folder with its index, what `read_checkpoint` made of a file, or a state dict.
-        scales: places per side of each map; no weight depends on them, but a model is trained for some pixels
+        source: the file, the folder with its index, the result of `read_checkpoint`, or a state dict.
+        scales: places per side of each map; no weight depends on them, but a model is trained for some picture sizes
             (`infinity_8b_512x512_weights` for `scales_for(512)`).
         rope_grid: see `InfinityTransformer`.
-        dtype: of the weights; None keeps that of the file.
+        dtype: dtype of the weights; None keeps that of the file.
 
     Raises:
-        ValueError, OSError: as `read_checkpoint`; weights that are not Infinity's; missing, unexpected or mis-shaped
-            keys, which are listed.
+        ValueError, OSError: as in `read_checkpoint`; or the weights are not Infinity's; or keys are missing, unexpected
+            or mis-shaped, which the message lists.
     """
     if isinstance(source, Mapping):
-        given, name = dict(source), "the state dict"
+        given, name = plain_weights(source, "the state dict"), "the state dict"
     elif isinstance(source, Checkpoint):
         given, name = dict(source.weights), str(source.path)
     else:
         given, name = _read(Path(source)), str(source)
-    weights = _renamed(given)
+    weights = _renamed(given, name)
     config = _read_config(weights, name)
     with torch.device("meta"):
         model = InfinityTransformer(**config, scales=scales, rope_grid=rope_grid)
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    constants = [f"blocks.{i}.{part}.zero_k_bias" for i in range(len(model.blocks)) for part in ("sa", "ca")]
-    constants.append("text_proj_for_sos.ca.zero_k_bias")
-    shapes |= {key: (config["dim"],) for key in constants if key in weights}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(f"{name} does not fit Infinity of {config}: {difference}.")
-    model.load_state_dict({key: weights[key] for key in model.state_dict()}, assign=True)
-    if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
-    return model.eval()
+    places = [f"blocks.{layer}.{part}" for layer in range(len(model.blocks)) for part in ("sa", "ca")]
+    zeros = {
+        f"{place}.zero_k_bias": torch.zeros(config["dim"]) for place in (*places, "text_proj_for_sos.ca")
+    }
+    return fill(model, weights, name, what=f"Infinity of {config}", constants=zeros, dtype=dtype)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Weights of a file, or of all shards that the index of a folder names."""
+    """Return the weights of a file, or of all shards in a folder's index."""
     if not path.is_dir():
         return read_checkpoint(path).weights
     indices = sorted(path.glob("*.index.json"))
@@ -77,18 +72,39 @@ def _read(path: Path) -> dict[str, Tensor]:
             "which holds one, an official file, or load what save_pretrained wrote with from_pretrained."
         )
     weights: dict[str, Tensor] = {}
-    for shard in sorted(
-        {Path(name).name for name in json.loads(indices[0].read_text())["weight_map"].values()}
-    ):
+    for shard in _shards(indices[0]):
         weights |= read_checkpoint(path / shard).weights
     return weights
 
 
-def _renamed(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under our names: official layers are in chunks of equal size, ours are not."""
+def _shards(index: Path) -> list[str]:
+    """Return the file names of an index; all these files are in its folder."""
+    try:
+        return sorted({Path(name).name for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index} is no index of shards: it has no weight_map from keys to files; copy or download it again."
+        ) from error
+
+
+def _renamed(given: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the weights under our names: official layers are in chunks of equal size, ours are not.
+
+    Raises:
+        ValueError: the chunks have unequal sizes, so a layer is missing, perhaps the last.
+    """
     given = {key: value for key, value in given.items() if key not in _DROPPED}
     chunked = {key: match for key in given if (match := _CHUNK.match(key))}
-    per_chunk = len({match[2] for match in chunked.values() if match[1] == "0"})
+    layers: dict[int, set[int]] = {}
+    for match in chunked.values():
+        layers.setdefault(int(match[1]), set()).add(int(match[2]))
+    sizes = {chunk: len(found) for chunk, found in sorted(layers.items())}
+    per_chunk = max(sizes.values(), default=0)
+    if set(sizes) != set(range(len(sizes))) or min(sizes.values(), default=0) < per_chunk:
+        raise ValueError(
+            f"{name} lacks layers: its chunks (block_chunks.*) have {', '.join(f'{c}: {n}' for c, n in sizes.items())} "
+            "of them, and all have as many in official files; copy or download it again."
+        )
 
     def ours(key: str) -> str:
         match = chunked.get(key)

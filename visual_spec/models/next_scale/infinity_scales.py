@@ -1,7 +1,7 @@
 """The token maps of Infinity (Han et al. 2024, arXiv 2412.04431, section 3): schedules, and ScaleKV's budgets for them.
 
-A picture of 1 M pixels has thirteen maps; smaller ones have the first of these. There is a schedule for each of 15
-ratios of height to width; pictures are 16 pixels wide for each place of the last map.
+A picture of 1 M pixels has thirteen maps; smaller pictures have the first of these. There is a schedule for each of 15
+ratios of height to width. A picture has 16 pixels for each place of the last map, in both directions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from visual_spec.models.core.protocol import Side, sides_of
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, offsets_of
 
-# Height and width of the maps by ratio; those below 1 are the same with sides exchanged.
+# Height and width of the maps by ratio; ratios below 1 have the same maps with sides exchanged.
 _MAPS: dict[float, tuple[tuple[int, ...], tuple[int, ...]]] = {
     1.0: (
         (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64),
@@ -47,10 +47,10 @@ _MAPS: dict[float, tuple[tuple[int, ...], tuple[int, ...]]] = {
     ),
 }
 
-# How many of them pictures of this many pixels a side have: 0.06M, 0.25M, 0.60M and 1M in the official code.
+# Number of maps by picture side in pixels: 0.06M, 0.25M, 0.60M and 1M in the official code.
 SIZES = {256: 7, 512: 10, 768: 12, 1024: 13}
 
-# ScaleKV's published tables of a tenth: by scale, what a drafter and what a refiner may read; and the drafters.
+# ScaleKV's published tables for a share of a tenth: by scale, the tokens of a drafter and of a refiner; the drafters.
 _PUBLISHED: dict[str, tuple[int, dict[int, tuple[int, int]], tuple[int, ...]]] = {
     "2b": (
         32,
@@ -66,19 +66,19 @@ _PUBLISHED: dict[str, tuple[int, dict[int, tuple[int, int]], tuple[int, ...]]] =
 
 
 def ratios() -> list[float]:
-    """The ratios of height to width that there are schedules for, ascending."""
+    """Return the ratios of height to width that have schedules, ascending."""
     return sorted({*_MAPS, *(1 / ratio for ratio in _MAPS)})
 
 
 def scales_for(size: int = 1024, ratio: float = 1.0) -> tuple[Side, ...]:
-    """The official schedule.
+    """Return the official schedule.
 
     Args:
-        size: side in pixels of a square picture of about as many pixels, a key of `SIZES`.
-        ratio: of height to width; the nearest of `ratios()` is taken.
+        size: side in pixels of a square picture with about the same number of pixels, a key of `SIZES`.
+        ratio: ratio of height to width; the nearest of `ratios()` is used.
 
     Raises:
-        ValueError: another size, or a ratio that is not above 0.
+        ValueError: the size is another one, or the ratio is not above 0.
     """
     if size not in SIZES:
         raise ValueError(f"size={size} given; Infinity draws about as many pixels as {list(SIZES)} squared.")
@@ -93,7 +93,7 @@ def scales_for(size: int = 1024, ratio: float = 1.0) -> tuple[Side, ...]:
 
 
 def rope_grid_of(scales: Sequence[Side]) -> Side:
-    """The map that positions are counted on: of an official schedule the largest of its ratio, else the last one."""
+    """The map on which positions are counted: for an official schedule the largest of its ratio, else the last."""
     scales = sides_of(scales)
     for ratio in ratios():
         whole = scales_for(1024, ratio)
@@ -103,13 +103,13 @@ def rope_grid_of(scales: Sequence[Side]) -> Side:
 
 
 def published_budget(preset: str) -> ScaleBudget:
-    """ScaleKV's published budget of a tenth, for square pictures of 1024 pixels.
+    """Return ScaleKV's published budget of a tenth, for square pictures of 1024 pixels.
 
     Args:
         preset: "2b" or "8b".
 
     Raises:
-        ValueError: another one.
+        ValueError: the preset is another one.
     """
     if preset not in _PUBLISHED:
         raise ValueError(f"preset={preset!r}; there are published budgets for {', '.join(_PUBLISHED)}.")
@@ -118,7 +118,7 @@ def published_budget(preset: str) -> ScaleBudget:
     rows, chosen = [], []
     for scale, before in enumerate(offsets_of(scales)[:-1]):
         drafter, refiner = table.get(scale, (before, before))
-        # In the last scale of the 2B one of its two drafters is left.
+        # In the last scale of the 2B model, only one of its two drafters remains.
         named = () if scale not in table else drafters[:1] if (preset, scale) == ("2b", 12) else drafters
         rows.append(tuple(drafter if layer in named else refiner for layer in range(layers)))
         chosen.append(named)

@@ -1,9 +1,9 @@
 """The bitwise multi-scale tokenizer of Infinity (Han et al. 2024, arXiv 2412.04431, section 3, "Visual Tokenizer").
 
-A picture is a latent map, and each of its token maps codes what the smaller ones have left, as in VAR. A place is coded
-by the signs of its channels alone (binary spherical quantization, Zhao et al. 2024): d bits stand for a vector of the
-unit sphere with entries +-1 / sqrt(d), and so for one of 2^d codes, without a table. One class serves tiny sizes and
-the official `infinity_vae_d*.pth`.
+A picture is a latent map. Each of its token maps codes what the smaller ones have left, as in VAR. The code of a place
+is the signs of its channels (binary spherical quantization, Zhao et al. 2024): d bits stand for a vector of the unit
+sphere with entries +-1 / sqrt(d), one of 2^d codes, without a table. One class serves tiny sizes and the official
+`infinity_vae_d*.pth`.
 """
 
 from __future__ import annotations
@@ -19,101 +19,32 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
-from torch import Tensor, nn
+from einops import rearrange
+from torch import Tensor
 
-from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of
+from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder
 from visual_spec.models.next_scale.infinity_scales import scales_for
-from visual_spec.models.next_token.llamagen_vq import Downsample, PositionNorm, ResnetBlock, Upsample
+from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 
-# What the official files wrap each convolution and each norm in.
+# Wrappers of each convolution and each norm in the official files.
 _WRAPPED = re.compile(
     r"((?:^|\.)(?:conv|conv_in|conv_out|conv1|conv2|nin_shortcut)\.)conv\.(?=\w+$)"
     r"|((?:^|\.)(?:norm1|norm2|norm_out)\.)norm\.(?=\w+$)"
 )
-# Powers of two, from which the official code makes numbers of bits.
+# Powers of two, with which the official code makes numbers of bits.
 _CONSTANTS = ("quantizer.lfq.mask", "quantize.lfq.mask")
 
 
-class _Level(nn.Module):
-    """One resolution: residual blocks, then the resampler."""
+class BitwiseVQModel(
+    MultiscaleTokenizer, ModelMixin, ConfigMixin
+):  # diffusers looks for the bases in this module
+    """Maps pictures to bits of all scales and back: a `ScaleTokenizer` with `tokens_per_place` bits a place.
 
-    def __init__(self, widths: list[int], groups: int | None, resample: str | None):
-        super().__init__()
-        self.block = nn.ModuleList(ResnetBlock(a, b, groups) for a, b in pairwise(widths))
-        if resample == "down":
-            self.downsample = Downsample(widths[-1])
-        elif resample == "up":
-            self.upsample = Upsample(widths[-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (*self.block, *(child for name, child in self.named_children() if name != "block")):
-            x = layer(x)
-        return x
-
-
-class _Middle(nn.Module):
-    def __init__(self, width: int, groups: int | None):
-        super().__init__()
-        self.block_1 = ResnetBlock(width, width, groups)
-        self.block_2 = ResnetBlock(width, width, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.block_1(x))
-
-
-def _normalise(channels: int, groups: int | None) -> nn.GroupNorm:
-    return PositionNorm(1, channels, eps=1e-6) if groups is None else nn.GroupNorm(groups, channels, eps=1e-6)
-
-
-class _Encoder(nn.Module):
-    def __init__(self, width: int, multipliers: Sequence[int], blocks: int, bits: int, groups: int | None):
-        super().__init__()
-        self.conv_in = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList()
-        current = width
-        for level, multiplier in enumerate(multipliers):
-            widths = [current] + [width * multiplier] * blocks
-            self.down.append(_Level(widths, groups, "down" if level < len(multipliers) - 1 else None))
-            current = widths[-1]
-        self.mid = _Middle(current, groups)
-        self.norm_out = _normalise(current, groups)
-        self.conv_out = nn.Conv2d(current, bits, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for level in self.down:
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
-
-
-class _Decoder(nn.Module):
-    def __init__(self, width: int, multipliers: Sequence[int], blocks: int, bits: int, groups: int | None):
-        super().__init__()
-        current = width * multipliers[-1]
-        self.conv_in = nn.Conv2d(bits, current, 3, padding=1)
-        self.mid = _Middle(current, groups)
-        levels = []
-        for level in range(len(multipliers) - 1, -1, -1):
-            widths = [current] + [width * multipliers[level]] * (blocks + 1)
-            levels.append(_Level(widths, groups, "up" if level > 0 else None))
-            current = widths[-1]
-        self.up = nn.ModuleList(reversed(levels))  # numbered from the highest resolution
-        self.norm_out = _normalise(current, groups)
-        self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(x))
-        for level in reversed(self.up):
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
-
-
-class BitwiseVQModel(ModelMixin, ConfigMixin):
-    """Pictures to bits of all scales and back: a `ScaleTokenizer` with `tokens_per_place` bits a place.
-
-    Tokens of a picture are bits, long `[B, L * T]`: the maps from coarse to fine, each in raster order, and the T bits
-    of a place one after the other. The canvas is a latent map `[B, bits, h, w]`.
+    Tokens of a picture are bits, long `[B, L * T]`: the maps from coarse to fine, each in raster order, with the T bits
+    of a place adjacent. The canvas is a latent map `[B, bits, h, w]`.
 
     Args:
         bits: d, channels of the latent map.
@@ -122,13 +53,13 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
         blocks_per_level: residual blocks per encoder level; the decoder has one more.
         scales: side of each token map, or (height, width), coarse to fine; `scales_for` gives the official ones.
         patchify: a place of a token map covers 2 x 2 of the latent map, and so has 4 d bits: those of channel 0 at its
-            four corners in raster order, then those of channel 1. The official 8B.
-        norm_groups: groups of each GroupNorm; None normalises every position by itself.
+            four corners in raster order, then those of channel 1, and so on. Used by the official 8B.
+        norm_groups: groups of each GroupNorm; None normalises every position separately.
 
     The defaults are those of the official `infinity_vae_d32reg.pth` at 1024 pixels.
 
     Raises:
-        ValueError: no scales, or sides that are not ordered coarse to fine.
+        ValueError: there are no scales, or the sides are not ordered coarse to fine.
     """
 
     @register_to_config
@@ -146,9 +77,8 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
         self.scales = sides_of(scales)
         check_scales(self.scales)
         self.bits, self._cell = bits, 2 if patchify else 1
-        shape = (base_channels, tuple(channel_multipliers), blocks_per_level, bits, norm_groups)
-        self.encoder = _Encoder(*shape)
-        self.decoder = _Decoder(*shape)
+        design = Design(base_channels, tuple(channel_multipliers), blocks_per_level, bits, norm_groups)
+        self.encoder, self.decoder = Encoder(design), Decoder(design)
 
     @property
     def tokens_per_place(self) -> int:
@@ -157,17 +87,17 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
 
     @property
     def code_dim(self) -> int:
-        """Channels of an input map: one a bit."""
+        """Channels of an input map, one per bit."""
         return self.tokens_per_place
 
     @property
     def codebook_size(self) -> int:
-        """Values of a bit."""
+        """Number of values of a bit."""
         return 2
 
     @property
     def codebook(self) -> Tensor:
-        """`[2, 1]`: what bit 0 and bit 1 stand for, in at least float32."""
+        """`[2, 1]`: the numbers of bit 0 and bit 1, in at least float32."""
         return torch.tensor([[-1.0], [1.0]], device=self.device, dtype=self._wide) / math.sqrt(self.bits)
 
     @property
@@ -178,76 +108,69 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the pictures in pixels."""
-        height, width = shape_of(self.scales[-1])
-        return height * self.patch_size, width * self.patch_size
-
-    @property
-    def num_tokens(self) -> int:
-        """Bits of a picture, all scales together."""
-        return sum(self._sizes)
+        return self.picture_shape
 
     @property
     def _wide(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [area_of(side) * self.tokens_per_place for side in self.scales]
 
     # -- the canvas ---------------------------------------------------------------------------------------------------
 
     def begin(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The empty canvas `[B, bits, h, w]`; device and dtype are the model's unless given, at least float32."""
+        """The empty canvas `[B, bits, h, w]`, at least float32; device and dtype are the model's unless given."""
         shape = (batch_size, self.bits, *self._latent_shape(-1))
         return torch.zeros(shape, device=device or self.device, dtype=dtype or self._wide)
 
     def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """The canvas after the bits `[B, n * n * T]` of a scale are drawn onto it.
+        """Return the canvas after drawing the bits `[B, n * n * T]` of a scale onto it.
 
         Raises:
-            ValueError: another number of bits than the scale has.
+            ValueError: the number of bits is not the scale's.
         """
-        if tokens.ndim != 2 or tokens.shape[1] != self._sizes[scale]:
+        if tokens.ndim != 2 or tokens.shape[1] != self.map_sizes[scale]:
             raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scale {scale} has [B, {self._sizes[scale]}]: "
+                f"tokens of shape {tuple(tokens.shape)} given; scale {scale} has [B, {self.map_sizes[scale]}]: "
                 f"{self.tokens_per_place} bits for each of {area_of(self.scales[scale])} places."
             )
         values = self.codebook.to(canvas.device, canvas.dtype)[tokens, 0]  # [B, n * n * T]
-        codes = values.unflatten(1, (*shape_of(self.scales[scale]), -1)).movedim(-1, 1)  # [B, T, n, n]
+        height, width = shape_of(self.scales[scale])
+        codes = rearrange(values, "b (h w t) -> b t h w", h=height, w=width)
         return self.accumulate_codes(canvas, scale, codes)
 
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
-        """As `accumulate`, for codes `[B, T, n, n]` that need not be of bits."""
+        """As `accumulate`, for codes `[B, T, n, n]` that need not come from bits."""
         codes = codes.to(canvas.dtype)
         if self._cell > 1:
             codes = F.pixel_shuffle(codes, self._cell)
         return canvas + _resized(codes, canvas.shape[-2:])
 
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:
-        """What a model reads to predict a scale >= 1: the canvas so far at its size, `[B, T, n, n]`.
+        """Return the model's input for a scale >= 1: the canvas so far at that scale's size, `[B, T, n, n]`.
 
         It is interpolated, not averaged, as in the official sampling and training of the transformer.
         """
         small = _resized(canvas, self._latent_shape(scale))
         return F.pixel_unshuffle(small, self._cell) if self._cell > 1 else small
 
+    @loads_weights
     def decode_canvas(self, canvas: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, whole or after its first scales only."""
+        """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, complete or after its first scales only."""
         return self.decoder(canvas.to(self.dtype)).clamp(-1, 1)
 
     # -- pictures and tokens ------------------------------------------------------------------------------------------
 
+    @loads_weights
     def encode_latents(self, images: Tensor) -> Tensor:
-        """The map `[B, bits, h, w]` that the canvas is to become, of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return the map `[B, bits, h, w]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.encoder(images)
 
     def quantise(self, latents: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Code a map `[B, bits, h, w]` scale by scale: each takes the signs of what is left, averaged to its size.
+        """Code a map `[B, bits, h, w]` scale by scale: each scale takes the signs of the rest, averaged to its size.
 
         Returns:
-            For every scale its bits, long `[B, n * n * T]`, and the canvas with them.
+            For every scale its bits, long `[B, n * n * T]`, and the canvas including them.
         """
         latents = latents.to(torch.promote_types(latents.dtype, torch.float32))
         tokens, canvas, canvases = [], torch.zeros_like(latents), []
@@ -258,58 +181,13 @@ class BitwiseVQModel(ModelMixin, ConfigMixin):
             signs = (left > 0).long()
             if self._cell > 1:
                 signs = F.pixel_unshuffle(signs, self._cell)
-            tokens.append(signs.flatten(2).mT.flatten(1))
+            tokens.append(rearrange(signs, "b t h w -> b (h w t)"))
             canvas = self.accumulate(canvas, scale, tokens[-1])
             canvases.append(canvas)
         return tokens, canvases
 
-    def encode_tokens(self, images: Tensor) -> Tensor:
-        """Bits, long `[B, L * T]`, of pictures `[B, 3, H, W]` in [-1, 1].
-
-        Raises:
-            ValueError: pictures of another size than the scales are for.
-        """
-        if images.ndim != 4 or tuple(images.shape[1:]) != (3, *self.image_size):
-            raise ValueError(
-                f"pictures of shape {tuple(images.shape)} given; this tokenizer encodes [B, 3, {self.image_size[0]}, "
-                f"{self.image_size[1]}]; resample them first."
-            )
-        return torch.cat(self.quantise(self.encode_latents(images))[0], 1)
-
-    def maps_of(self, tokens: Tensor) -> list[Tensor]:
-        """What a model reads to predict scales 1, 2, ... of the pictures with bits `[B, L * T]`."""
-        canvas, maps = self.begin(len(tokens), tokens.device), []
-        for scale, part in enumerate(self._split(tokens)[:-1]):
-            canvas = self.accumulate(canvas, scale, part)
-            maps.append(self.next_map(canvas, scale + 1))
-        return maps
-
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of bits `[B, L * T]`.
-
-        Raises:
-            ValueError: another number of bits than the scales have, or something else than 0 and 1.
-        """
-        parts = self._split(tokens)
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high > 1:
-            raise ValueError(f"tokens from {low} to {high} given; allowed are the bits 0 and 1.")
-        canvas = self.begin(len(tokens), tokens.device)
-        for scale, part in enumerate(parts):
-            canvas = self.accumulate(canvas, scale, part)
-        return self.decode_canvas(canvas)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
-        return self.decode_tokens(self.encode_tokens(images))
-
-    def _split(self, tokens: Tensor) -> Sequence[Tensor]:
-        if tokens.ndim != 2 or tokens.shape[1] != self.num_tokens:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scales {self.scales} of {self.tokens_per_place} bits a "
-                f"place have [B, {self.num_tokens}]."
-            )
-        return tokens.split(self._sizes, 1)
+    def tokens_of(self, latents: Tensor) -> list[Tensor]:
+        return self.quantise(latents)[0]
 
     def _latent_shape(self, scale: int) -> tuple[int, int]:
         height, width = shape_of(self.scales[scale])
@@ -320,7 +198,7 @@ def check_scales(scales: Sequence[Side]) -> None:
     """Refuse maps that are not ordered coarse to fine.
 
     Raises:
-        ValueError: such, or none, or sides below 1.
+        ValueError: the maps are not so ordered, there are none, or a side is below 1.
     """
     shapes = [shape_of(side) for side in scales]
     shrinks = any(a > c or b > d for (a, b), (c, d) in pairwise(shapes))
@@ -341,44 +219,44 @@ def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
 def load_infinity_vq_checkpoint(
     source: Source | Mapping[str, Tensor], *, dtype: torch.dtype | None = None, **config: Any
 ) -> BitwiseVQModel:
-    """The tokenizer of an official file, e.g. `infinity_vae_d32reg.pth`, or `infinity_vae_d56_f8_14_patchify.pth`.
+    """Return the tokenizer of an official file: `infinity_vae_d32reg.pth` or `infinity_vae_d56_f8_14_patchify.pth`.
 
-    Sizes are read off the weights. A file that shrinks pictures by 8 only is taken to be for 2 x 2 patches, as the
-    official ones are.
+    Sizes are read off the weights. A file that shrinks pictures by 8 only is assumed to use 2 x 2 patches, as the
+    official ones do.
 
     Args:
-        source: the file, what `read_checkpoint` made of it, or a state dict.
-        dtype: of the weights; None keeps that of the file.
-        config: constructor arguments of `BitwiseVQModel` that differ, e.g. `scales=scales_for(512)`: one file serves
-            all picture sizes.
+        source: the file, the result of `read_checkpoint`, or a state dict.
+        dtype: dtype of the weights; None keeps that of the file.
+        config: other constructor arguments of `BitwiseVQModel`, e.g. `scales=scales_for(512)`: one file serves all
+            picture sizes.
 
     Raises:
-        ValueError, OSError: as `read_checkpoint`; a file that is no such tokenizer; missing, unexpected or mis-shaped
-            keys, which are listed.
+        ValueError, OSError: as in `read_checkpoint`; or the file is not such a tokenizer; or keys are missing,
+            unexpected or mis-shaped, which the message lists.
     """
     if isinstance(source, Mapping):
-        given, name = dict(source), "the state dict"
+        given, name = plain_weights(source, "the state dict"), "the state dict"
     else:
         checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(os.fspath(source))
         given, name = dict(checkpoint.weights), str(checkpoint.path)
     renamed = {key: _WRAPPED.sub(r"\1\2", key) for key in given if key not in _CONSTANTS}
     weights: dict[str, Tensor] = {}
     for key, ours in renamed.items():
-        # A name that there is twice keeps its own, and so is listed as unexpected.
+        # If a name occurs twice, one keeps its own name and is listed as unexpected.
         weights[key if ours in weights or (ours != key and ours in given) else ours] = given[key]
     config = {**_read_config(weights, name), **config}
     with torch.device("meta"):
         model = BitwiseVQModel(**config)
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    for key in _CONSTANTS:
-        if key in given:
-            weights[key], shapes[key] = given[key], (model.bits,)
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(f"{name} does not fit Infinity's tokenizer of {config}: {difference}.")
-    model.load_state_dict({key: weights[key] for key in model.state_dict()}, assign=True)
-    if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
-    return model.eval()
+    powers, constants = (
+        2 ** torch.arange(model.bits),
+        {},
+    )  # with 64 bits the last one is negative, as in the official code
+    for key in given.keys() & set(_CONSTANTS):
+        weights[key] = given[key]
+        first = given[key].flatten()[:1]
+        constants[key] = powers if first.is_meta or first.eq(1).all() else powers.flip(0)
+    what = f"Infinity's tokenizer of {config}"
+    return fill(model, weights, name, what=what, constants=constants, dtype=dtype)
 
 
 def _read_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:

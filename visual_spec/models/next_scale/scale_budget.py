@@ -1,8 +1,8 @@
-"""How many tokens each layer of a next-scale transformer may keep: the budgets of ScaleKV, and the bytes they take.
+"""Budgets of ScaleKV: how many tokens each layer of a next-scale transformer may keep, and the bytes they take.
 
-ScaleKV (Li et al. 2025, arXiv 2505.19602): some layers, the drafters, look at all of the maps so far, the others, the
-refiners, mostly at the map at hand. So refiners are left with a budget that shrinks from scale to scale, and drafters
-have the rest, while the sum over layers stays what it would be if all were treated alike.
+ScaleKV (Li et al. 2025, arXiv 2505.19602): some layers, the drafters, attend to all maps so far; the others, the
+refiners, attend mostly to the current map. So refiners get a budget that shrinks from scale to scale, and drafters get
+the rest. The sum over layers stays what it would be if all layers had the same budget.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ WINDOW = 4  # the observation window: the centres of a grid of 4 x 4 over the ne
 
 
 def offsets_of(scales: Sequence[Side]) -> tuple[int, ...]:
-    """The first place of each scale, and behind the last one the number of places."""
+    """Return the first place of each scale, then the number of places."""
     return (0, *accumulate(map(area_of, scales)))
 
 
 def window_size(side: Side) -> int:
-    """Tokens in the observation window of a map of this side: all of a small one."""
+    """Return the size of the observation window of a map of this side: at most the whole map."""
     height, width = shape_of(side)
     return min(height, WINDOW) * min(width, WINDOW)
 
 
 @dataclass(frozen=True)
 class ScaleBudget:
-    """For each scale and layer, how many cached tokens the layer may read there. The map at hand is not counted.
+    """The number of cached tokens that each layer may read at each scale. The current map is not counted.
 
     Args:
         scales: tokens per side of each map, or (height, width), coarse to fine.
-        tokens: [scales][layers]. What a scale may read is what was kept after the scale before it, so entry k is
-            applied then. Entry 0 is of no use: there is nothing to read.
-        drafters: [scales], the layers that the budget was made for as drafters; empty: none. For reports only.
+        tokens: [scales][layers]. A scale can read only what was kept after the previous scale, so entry k is applied
+            then. Entry 0 is not used: there is nothing to read.
+        drafters: [scales], the drafter layers that the budget was made for; empty: none. For reports only.
 
     Raises:
-        ValueError: a table of another shape, or an entry below the observation window of the scale before it, which
-            is always kept: 16 tokens, or the whole map if that is smaller.
+        ValueError: the table has another shape, or an entry is below the observation window of the previous scale,
+            which is always kept: 16 tokens, or the whole map if it is smaller.
     """
 
     scales: tuple[Side, ...]
@@ -72,7 +72,7 @@ class ScaleBudget:
 
     @classmethod
     def full(cls, scales: Sequence[Side], num_layers: int) -> Self:
-        """The budget that evicts nothing."""
+        """Return the budget that evicts nothing."""
         return cls(sides_of(scales), tuple((first,) * num_layers for first in offsets_of(scales)[:-1]))
 
     @classmethod
@@ -85,20 +85,20 @@ class ScaleBudget:
         drafters: Mapping[int, Collection[int]] | None = None,
         decay: float = 0.1,
     ) -> Self:
-        """The paper's rule: at every scale the layers share the same total; refiners get less from scale to scale.
+        """Return the paper's budget: layers share the same total at every scale; refiners get less from scale to scale.
 
         Args:
             scales: tokens per side of each map.
             num_layers: layers of the model.
-            share: of the full cache, that of all scales but the last, in (0, 1].
-            drafters: the layers that are drafters, by scale. Where there are none, layers share alike.
-            decay: what refiners lose with each scale from the first that the budget binds at, as a part of what they
-                would get if layers shared alike; they never get less than the observation window. In the published
-                tables of a tenth they lose 0.11 (2B) and 0.17 (8B) a scale on average.
+            share: share of the full cache, that of all scales but the last, in (0, 1].
+            drafters: the drafter layers, by scale. At a scale without drafters, layers share equally.
+            decay: what refiners lose with each scale from the first at which the budget binds, as a part of an equal
+                share. They never get less than the observation window. In the published tables of a tenth they lose
+                0.11 (2B) and 0.17 (8B) a scale on average.
 
         Raises:
-            ValueError: a share outside of (0, 1], or so small that the observation window does not fit; a negative
-                decay; drafters that are no layers.
+            ValueError: the share is outside (0, 1], or too small for the observation window; the decay is negative; or
+                a drafter is not a layer.
         """
         scales = sides_of(scales)
         offsets = offsets_of(scales)
@@ -134,10 +134,10 @@ class ScaleBudget:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The budget that `to_dict` wrote, also after a way through JSON.
+        """Return the budget from the output of `to_dict`, also after a round trip through JSON.
 
         Raises:
-            ValueError: as the class; missing entries.
+            ValueError: as in the class; or entries are missing.
         """
         missing = [name for name in ("scales", "tokens") if name not in values]
         if missing:
@@ -151,7 +151,7 @@ class ScaleBudget:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, for JSON."""
+        """Return plain lists, for JSON."""
         return {
             "scales": list(self.scales),
             "tokens": [list(row) for row in self.tokens],
@@ -163,7 +163,7 @@ class ScaleBudget:
         return len(self.tokens[0])
 
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """[scales][layers]: how many cached tokens a layer does read, which is less than it may while there are few."""
+        """[scales][layers]: how many cached tokens a layer does read, at most those that exist."""
         rows = [(0,) * self.num_layers]
         for side, budget in zip(self.scales, self.tokens[1:], strict=False):
             rows.append(tuple(min(b, kept + area_of(side)) for b, kept in zip(budget, rows[-1], strict=True)))
@@ -177,7 +177,7 @@ class ScaleBudget:
 
 
 def _row(total: int, num_layers: int, drafters: Sequence[int], small: int, most: int) -> tuple[int, ...]:
-    """`total` over the layers: `small` for a refiner, the rest for drafters; what they cannot use goes back."""
+    """Divide `total` over the layers: `small` per refiner, the rest for drafters; what they cannot use goes back."""
     refiners = [layer for layer in range(num_layers) if layer not in drafters]
     row = dict.fromkeys(range(num_layers), 0)
     if drafters and refiners:
@@ -188,7 +188,7 @@ def _row(total: int, num_layers: int, drafters: Sequence[int], small: int, most:
 
 
 def _spread(amount: int, count: int, most: int) -> list[int]:
-    """`amount` in `count` parts that differ by at most 1, the larger ones first, and none above `most`."""
+    """Divide `amount` into `count` parts that differ by at most 1, larger ones first, none above `most`."""
     part, rest = divmod(amount, count)
     return [min(most, part + (index < rest)) for index in range(count)]
 
@@ -198,14 +198,14 @@ class CacheBytes:
     """Bytes of keys and values in one decode.
 
     Attributes:
-        by_scale: held from before while each scale is predicted; 0 for those of the prefill.
-        held: the largest of them, and what `ScaleState.cache_bytes` says.
-        joined: the largest transient copy: cached keys and values of one layer joined with those of the map at hand.
-        peak: the most at any time: what all layers hold, some before and some after this scale, and the copies of the
-            layer at work.
+        by_scale: bytes held from earlier scales while each scale is predicted; 0 for those of the prefill.
+        held: the largest of them, equal to `ScaleState.cache_bytes`.
+        joined: the largest transient copy: cached keys and values of one layer joined with those of the current map.
+        peak: the most at any time: the caches of all layers, some before and some after this scale, and the copies of
+            the current layer.
         full: held by an uncompressed cache.
 
-    Activations, among them the new map's own keys and values before they are joined, are not counted.
+    Activations are not counted, nor the current map's own keys and values before they are joined.
     """
 
     by_scale: tuple[int, ...]
@@ -225,17 +225,17 @@ def cache_bytes(
     known: int = 0,
     stop: int | None = None,
 ) -> CacheBytes:
-    """What `VARTransformer` allocates for keys and values, by arithmetic alone.
+    """Return the bytes that `VARTransformer` allocates for keys and values, by arithmetic alone.
 
     Args:
-        config: that of the transformer: scales, dim and num_layers.
+        config: config of the transformer: scales, dim and num_layers.
         budget: None is the plain cache, allocated once.
         batch_size, guided, dtype: of the decode; guidance doubles the rows.
-        known: input maps that the prefill is given.
-        stop: the first scale that is not asked for; None: all are.
+        known: number of input maps given to the prefill.
+        stop: the first scale that is not predicted; None: all are.
 
     Raises:
-        ValueError: a budget for another model.
+        ValueError: the budget is for another model.
     """
     scales, layers = sides_of(config["scales"]), config["num_layers"]
     stop = len(scales) if stop is None else stop
@@ -278,7 +278,7 @@ def check_budget(budget: ScaleBudget, scales: Sequence[Side], num_layers: int) -
     """Refuse a budget that was made for another model.
 
     Raises:
-        ValueError: names both.
+        ValueError: scales or layers differ; the message names both.
     """
     if (budget.scales, budget.num_layers) != (sides_of(scales), num_layers):
         raise ValueError(

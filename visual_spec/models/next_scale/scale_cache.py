@@ -1,12 +1,12 @@
-"""Where the keys and values of a next-scale transformer go: all of them kept, or most of them evicted (ScaleKV).
+"""Key and value caches of next-scale transformers: one that keeps everything, and one that evicts most (ScaleKV).
 
-ScaleKV (Li et al. 2025, arXiv 2505.19602) keeps, after each scale, those cached tokens that the newest map attends to
-most, within a budget a layer (`scale_budget.py`). `CompressedVAR(model, budget)` is a `ScaleModel` like the model
-itself, so that the sampler, and the stages of collaborative decoding, take one for the other.
+After each scale, ScaleKV (Li et al. 2025, arXiv 2505.19602) keeps the cached tokens with the most attention from the
+newest map, within a budget per layer (`scale_budget.py`). `CompressedVAR(model, budget)` is a `ScaleModel` like the
+model itself, so the sampler, and the stages of collaborative decoding, accept either.
 
 Departures from the published code, all towards the paper: observers are the queries that attention used, normalised
 and scaled, not a second projection without either; their scores go through the softmax; pooling is an average.
-One of our own: small maps are not pooled, where five neighbours are a third of a row (`pool_of`; docs/LOG.md).
+One of our own: small maps are not pooled, because five neighbours are a third of a row (`pool_of`; docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.models.core.cache import EvictingCache, KeyValues, StaticCache
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, Side, area_of, shape_of
 from visual_spec.models.next_scale.scale_budget import WINDOW, ScaleBudget, check_budget, offsets_of
 
@@ -26,12 +27,12 @@ _POOL, _POOLED_SIDE = 5, 32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Every query `[R, H, W, D]` over all of `k, v [R, H, S, D]`."""
+    """Attend every query `[R, H, W, D]` to all of `k, v [R, H, S, D]`."""
     return F.scaled_dot_product_attention(q, k, v, scale=1.0)
 
 
 def block_causal(q: Tensor, k: Tensor, v: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Every scale over itself and those before it: one call a scale, so that no mask is needed and none is paid."""
+    """Attend every scale to itself and earlier scales, in one call a scale, so that no mask is needed."""
     bounds = [bound for bound in offsets if bound <= q.shape[2]]
     return torch.cat([attend(q[:, :, a:b], k[:, :, :b], v[:, :, :b]) for a, b in pairwise(bounds)], 2)
 
@@ -46,16 +47,16 @@ class ScaleCache(Protocol):
     repeatable: bool
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes held from call to call, at most, over the whole decode."""
+    def most_bytes(self) -> int:
+        """The most bytes held from call to call over the whole decode."""
         ...
 
     def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store what later scales may read, and give every query what it sees.
+        """Store what later scales may read, and return the attention output of every query.
 
         Args:
             layer: index of the layer; layers come in order.
-            scales: those at hand: one, or in a prefill all from 0 on.
+            scales: the current scale, or in a prefill all scales from 0 on.
             q, k, v: scaled queries, keys and values `[R, H, W, D]` of their tokens.
 
         Returns:
@@ -64,29 +65,30 @@ class ScaleCache(Protocol):
         ...
 
 
-class StaticCache:
-    """Everything, in buffers that are allocated once and written by slot.
+class WholeCache:
+    """A cache of everything, in slots that are allocated once and written by scale.
 
-    Attributes:
-        keys, values: `[layers, R, H, S, D]`, S = the slots of all scales before the last one that will be asked for.
+    Args:
+        held: its slots are those of all scales before the last one to be predicted.
+        offsets: the first slot of each scale.
     """
 
     repeatable = True
 
-    def __init__(self, keys: Tensor, values: Tensor, offsets: Sequence[int]):
-        self.keys, self.values = keys, values
+    def __init__(self, held: StaticCache, offsets: Sequence[int]):
+        self.held = held
         self._offsets = offsets
 
     @property
-    def num_bytes(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes of keys and values."""
-        return 2 * self.keys.nelement() * self.keys.element_size()
+        return self.held.nbytes
 
     def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `ScaleCache.attend`."""
         first, end = self._offsets[scales.start], self._offsets[scales.stop]
-        keys, values = self.keys[layer], self.values[layer]
-        kept = end <= keys.shape[2]
+        keys, values = self.held.keys[layer], self.held.values[layer]
+        kept = end <= self.held.num_slots
         if kept:
             keys[:, :, first:end], values[:, :, first:end] = k, v
         if first == 0:
@@ -100,7 +102,7 @@ class StaticCache:
 
 
 def observers(side: Side, device: torch.device | None = None) -> Tensor:
-    """Places, long [n], of the observation window in a map: the centres of a 4 x 4 grid, or all of a small map."""
+    """The places, long [n], of the observation window of a map: centres of a 4 x 4 grid, or all of a small map."""
 
     def centres(length: int) -> Tensor:
         cells = min(length, WINDOW)
@@ -111,62 +113,53 @@ def observers(side: Side, device: torch.device | None = None) -> Tensor:
 
 
 def pool_of(scales: Sequence[Side]) -> int:
-    """Neighbours that attention is averaged over: 5, as published, where the last map has 32 a side or more, else 1."""
+    """How many neighbours attention is averaged over: 5, as published, if the last map has a side >= 32, else 1."""
     return _POOL if min(shape_of(scales[-1])) >= _POOLED_SIDE else 1
 
 
-def most_attended(queries: Tensor, keys: Tensor, newest: Tensor, keep: int, pool: int = _POOL) -> Tensor:
-    """The tokens that a head keeps, long `[R, H, keep]` in their order.
+def attention_scores(queries: Tensor, keys: Tensor, newest: Tensor, pool: int = _POOL) -> Tensor:
+    """Return how much the observers attend to each token, `[R, H, S]`; inf for their own places, which always stay.
 
-    The attention of the observers is summed, averaged over `pool` neighbours (at the ends: those that there are), and
-    the `keep` largest win; where they are equal, the earlier ones. The observers' own places always win.
+    The attention of the observers is summed, and averaged over `pool` neighbours (at the ends: those that exist).
 
     Args:
         queries: scaled queries `[R, H, O, D]` of the observers.
         keys: `[R, H, S, D]`.
         newest: long [O], the places of the observers in S.
-        keep: at least O, below S.
-        pool: odd.
+        pool: an odd number.
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     weights = (queries.to(wide) @ keys.to(wide).mT).softmax(-1).sum(2)  # [R, H, S]
     scores = F.avg_pool1d(weights, pool, stride=1, padding=pool // 2, count_include_pad=False)
-    scores = scores.index_fill(-1, newest, torch.inf)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return order[..., :keep].sort(-1).values
+    return scores.index_fill(-1, newest, torch.inf)
 
 
-class EvictingCache:
-    """What a budget leaves of keys and values, a tensor a layer of exactly as many tokens as it holds.
+class CompressedCache(EvictingCache):
+    """Keys and values cut to a budget: each layer allocates exactly as many tokens as it holds.
 
-    All shapes are known beforehand from the budget. After the last scale that will be asked for nothing is kept, and
-    a prefill evicts after each of its scales, as decoding scale by scale does: both give the same law.
+    The budget determines all shapes beforehand. Nothing is kept after the last scale to be predicted. A prefill evicts
+    after each of its scales, like decoding scale by scale, so both give the same law. Keys are stored without their
+    positions, which are not needed.
 
     Args:
-        budget: of the model.
-        known: input maps that the prefill is given.
-        stop: the first scale that will not be asked for.
+        budget: budget of the model.
+        known: number of input maps given to the prefill.
+        stop: the first scale that will not be predicted.
     """
 
-    repeatable = False  # what earlier scales read may be gone
+    repeatable = False  # tokens that earlier scales read may be evicted
 
     def __init__(self, budget: ScaleBudget, known: int, stop: int):
-        self.keys: list[Tensor | None] = [None] * budget.num_layers  # [R, H, held, D] each
-        self.values: list[Tensor | None] = [None] * budget.num_layers
-        self._sides, self._offsets = budget.scales, offsets_of(budget.scales)
+        super().__init__(budget.num_layers)
+        self._sides = budget.scales
         self._held, self._stop, self._pool = budget.held(), stop, pool_of(budget.scales)
         self._most = max(map(sum, self._held[known + 1 : stop]), default=0)
         self._token_bytes = 0  # of one token in one layer
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes held from call to call, at most, over the whole decode."""
+    def most_bytes(self) -> int:
+        """The most bytes held from call to call over the whole decode."""
         return self._most * self._token_bytes
-
-    @property
-    def bytes_now(self) -> int:
-        """Bytes held now."""
-        return sum(x.nelement() * x.element_size() for x in (*self.keys, *self.values) if x is not None)
 
     def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `ScaleCache.attend`."""
@@ -177,36 +170,33 @@ class EvictingCache:
         return seen[0] if len(seen) == 1 else torch.cat(seen, 2)
 
     def _attend(self, layer: int, scale: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # `cat` copies even where nothing is cached: k and v may be views of something larger.
-        k = torch.cat([x for x in (self.keys[layer], k) if x is not None], 2)
-        v = torch.cat([x for x in (self.values[layer], v) if x is not None], 2)
-        self.keys[layer], self.values[layer] = k, v
-        seen = attend(q, k, v)
+        held = self.append(layer, KeyValues(k, v))
+        seen = attend(q, held.keys, held.values)
+        count = held.keys.shape[2]
         if scale == self._stop - 1:
-            self.keys[layer] = self.values[layer] = None
-        elif (keep := self._held[scale + 1][layer]) < k.shape[2]:
+            self.drop(layer)
+        elif (budget := self._held[scale + 1][layer]) < count:
             places = observers(self._sides[scale], q.device)
-            newest = places + (k.shape[2] - q.shape[2])
-            kept = most_attended(q[:, :, places], k, newest, keep, self._pool)[..., None]
-            kept = kept.expand(-1, -1, -1, k.shape[3])
-            self.keys[layer], self.values[layer] = k.gather(2, kept), v.gather(2, kept)
+            newest = places + (count - q.shape[2])
+            scores = attention_scores(q[:, :, places], held.keys, newest, self._pool)
+            self.evict(layer, scores, budget)
         return seen
 
 
 class CompressedVAR:
     """A next-scale transformer that decodes with a compressed cache: a `ScaleModel` over the same tokens.
 
-    Its law is not that of the model, as soon as the budget binds. Scale 0 has nothing to read, so the distance is
-    measured by `ScaleWiseSampler(measure=True)` with [Stage(model, range(1)), Stage(compressed, range(1, K))].
-    A scale cannot be fed twice.
+    If the budget binds, its law is not that of the model. Scale 0 reads no cache, so the distance is measured by
+    `ScaleWiseSampler(measure=True)` with [Stage(model, range(1)), Stage(compressed, range(1, K))]. A scale cannot be
+    fed twice.
 
     Args:
         model: a `VARTransformer`, or another `ScaleModel` with `num_layers` in its `config`, whose `prefill` takes a
             `cache`.
-        budget: what its layers may keep; by hand, by `ScaleBudget.from_share`, or by `calibrate`.
+        budget: what its layers may keep: given by hand, by `ScaleBudget.from_share`, or by `calibrate`.
 
     Raises:
-        ValueError: a budget for other scales or another number of layers.
+        ValueError: the budget is for other scales or another number of layers.
 
     Example:
         >>> small = CompressedVAR(refiner, ScaleBudget.from_share(refiner.scales, 16, 0.1))
@@ -235,7 +225,7 @@ class CompressedVAR:
         return self.budget.held() == ScaleBudget.full(self.scales, self.budget.num_layers).held()
 
     def _cache(self, known: int, stop: int) -> ScaleCache:
-        return EvictingCache(self.budget, known, stop)
+        return CompressedCache(self.budget, known, stop)
 
     def prefill(
         self,
@@ -264,20 +254,19 @@ class CompressedVAR:
 # -- which layers are drafters ---------------------------------------------------------------------------------------
 
 
-class _WatchedCache(EvictingCache):
-    """Evicts nothing, and notes how much attention goes to the map at hand, and to the top of what came before."""
+class _WatchedCache(CompressedCache):
+    """Evicts nothing; records the attention mass on the current map, and on the largest weights of earlier maps."""
 
     def __init__(self, budget: ScaleBudget, known: int, stop: int, top: int, masses: Tensor):
         super().__init__(budget, known, stop)
         self._top, self._masses = top, masses  # masses: [2, scales, layers]
 
     def _attend(self, layer: int, scale: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        before = self.keys[layer]
-        if before is not None:
-            count = before.shape[2]
+        if (before := self.layers[layer]) is not None:
+            count = before.keys.shape[2]
             wide = torch.promote_types(q.dtype, torch.float32)
-            keys = torch.cat([before, k], 2).to(wide)
-            for row in range(len(q)):  # one at a time: all weights of a large map are many
+            keys = torch.cat([before.keys, k], 2).to(wide)
+            for row in range(len(q)):  # one at a time: all weights of a large map take much memory
                 weights = (q[row].to(wide) @ keys[row].mT).softmax(-1)  # [H, W, S]
                 history = weights[..., :count].topk(min(self._top, count), -1).values.sum(-1)
                 now = weights[..., count:].sum(-1)
@@ -307,16 +296,16 @@ def layer_importance(
     batch_size: int,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Tensor:
-    """The attention selectivity index of ScaleKV for each scale and layer, while pictures are drawn.
+    """Return the attention selectivity index of ScaleKV for each scale and layer, measured while pictures are drawn.
 
-    The mean attention mass on the map at hand, times the mean mass of the `top` largest weights on what came before;
-    means over pictures, heads and queries. Scale 0, before which nothing came, has 0.
+    It is the mean attention mass on the current map, times the mean mass of the `top` largest weights on earlier maps.
+    Means are over pictures, heads and queries. Scale 0 has no earlier maps, and has 0.
 
     Args:
         model: as for `CompressedVAR`.
-        tokenizer, condition, law, batch_size, generator: as the sampler takes them.
+        tokenizer, condition, law, batch_size, generator: arguments of the sampler.
         sampler: draws the pictures, such as `ScaleWiseSampler()`.
-        top: K', how many weights on the history count.
+        top: K', the number of weights on earlier maps that count.
 
     Returns:
         float64 [scales, layers], on the CPU.
@@ -328,12 +317,12 @@ def layer_importance(
 
 
 def find_drafters(importance: Tensor, scales: Sequence[int], count: int) -> dict[int, list[int]]:
-    """The `count` pairs of a scale and a layer with the least importance, measured in deviations within each scale.
+    """Return the `count` (scale, layer) pairs of least importance, in standard deviations within each scale.
 
     Args:
         importance: [scales, layers].
-        scales: indices of those to choose from.
-        count: of pairs.
+        scales: indices of the scales to choose from.
+        count: number of pairs.
     """
     spread = importance.std(1, unbiased=False, keepdim=True).clamp(min=torch.finfo(importance.dtype).tiny)
     standard = (importance - importance.mean(1, keepdim=True)) / spread
@@ -359,17 +348,17 @@ def calibrate(
     num_drafters: int | None = None,
     decay: float = 0.1,
 ) -> ScaleBudget:
-    """A budget for a share of the full cache, with drafters found by drawing a few pictures (the paper: ten).
+    """Return a budget for a share of the full cache; finds the drafters by drawing a few pictures (the paper: ten).
 
     Args:
         model, tokenizer, condition, sampler, law, batch_size, generator: as for `layer_importance`.
-        share, decay: as for `ScaleBudget.from_share`. The weights on the history that count are as many as a layer may
-            keep on average.
-        num_drafters: pairs of a scale and a layer; None: one of sixteen at the scales that the budget binds at, about
-            as many as the published tables have.
+        share, decay: as for `ScaleBudget.from_share`. The number of weights on earlier maps that count is the number of
+            tokens that a layer may keep on average.
+        num_drafters: number of (scale, layer) pairs; None: one in sixteen at the scales where the budget binds, about
+            as many as in the published tables.
 
     Raises:
-        ValueError: as `ScaleBudget.from_share`; a negative number of drafters.
+        ValueError: as in `ScaleBudget.from_share`; or the number of drafters is negative.
     """
     if num_drafters is not None and num_drafters < 0:
         raise ValueError(f"num_drafters={num_drafters}; pass at least 0, or None.")

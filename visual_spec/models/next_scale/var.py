@@ -2,7 +2,7 @@
 
 One class serves the embedded sizes and the official class-conditional checkpoints; parameter names are the official
 keys. All tokens of a scale are predicted at once from the maps before it. Decoding uses a static cache, allocated once
-and written by scale; the last scale, which nothing reads, is never cached.
+and written by scale. The last scale is never cached, because nothing reads it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,22 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Checkpoint, Difference, Source, read_checkpoint
+from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.checkpoints import (
+    Checkpoint,
+    Source,
+    fill,
+    plain_weights,
+    read_checkpoint,
+)
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, checked_stop
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
-from visual_spec.models.next_scale.scale_cache import ScaleCache, StaticCache, block_causal
+from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_token.llamagen import rotate
 
 # Tokens per side of each map, by picture size in pixels.
@@ -41,22 +51,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 _EPSILON = 1e-6  # of every LayerNorm
-_LARGEST_SCALE = math.log(100)  # of attention logits, as a logarithm
+_LARGEST_SCALE = math.log(100)  # of attention logits, in logarithms
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
 class VARState(ScaleState):
-    """One decoding run.
+    """The state of one decode.
 
     Attributes:
         cache: keys and values.
-        modulations: `[layers, R, 6, dim]`, what AdaLN makes of the condition. It is the same at every scale, and a
-            third of all weights go into it.
+        modulations: `[layers, R, 6, dim]`, AdaLN's output for the condition. It is the same at every scale, and a third
+            of all weights compute it.
         head_modulation: `[R, 2, dim]`, the same for the head.
-        fed: scales that were fed; 0 where the prefill was all that will be asked for.
-        stop: the first scale that will not be asked for.
+        fed: number of scales fed; 0 if the prefill was the only forward needed.
+        stop: the first scale that will not be predicted.
     """
 
     cache: ScaleCache
@@ -67,12 +77,12 @@ class VARState(ScaleState):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that are held from call to call, at most."""
-        return self.cache.num_bytes
+        """The most bytes of keys and values held from call to call."""
+        return self.cache.most_bytes
 
 
 class Attention(nn.Module):
-    """Attention by cosine: unit queries and keys, and a learned scale a head, at most 100."""
+    """Cosine attention: unit queries and keys, and a learned scale per head, at most 100."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -84,9 +94,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def project(self, x: Tensor, rotation: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled queries, keys and values `[R, H, W, D]` of `x [R, W, dim]`.
+        """Return scaled queries, keys and values `[R, H, W, D]` of `x [R, W, dim]`.
 
-        With `rotation [W, D / 2, 2]`, pairs of queries and keys are turned by it (VAR: None).
+        `rotation [W, D / 2, 2]` rotates pairs of queries and keys (VAR: None).
         """
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         q, k, v = (
@@ -97,7 +107,7 @@ class Attention(nn.Module):
         q, k = F.normalize(q.to(wide), dim=-1) * scale, F.normalize(k.to(wide), dim=-1)
         if rotation is not None:
             q, k = (rotate(part.transpose(1, 2), rotation[None]).transpose(1, 2) for part in (q, k))
-        # Rounded back to the model's type: a float32 K would double the cache.
+        # Rounded back to the model's dtype: float32 keys would double the cache.
         return q.to(x.dtype), k.to(x.dtype), v
 
 
@@ -112,7 +122,7 @@ class FeedForward(nn.Module):
 
 
 def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """LayerNorm of `x [R, W, dim]` with the gain 1 + `scale [R, dim]` and the bias `shift [R, dim]`."""
+    """Return LayerNorm of `x [R, W, dim]` with gain 1 + `scale [R, dim]` and bias `shift [R, dim]`."""
     return F.layer_norm(x, x.shape[-1:], eps=_EPSILON) * (1 + scale[:, None]) + shift[:, None]
 
 
@@ -127,7 +137,7 @@ class VARBlock(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def modulation(self, condition: Tensor) -> Tensor:
-        """`[R, 6, dim]` of the class embedding `[R, dim]`, or of what the shared AdaLN made of it `[R, 6, dim]`."""
+        """Return `[R, 6, dim]` from the class embedding `[R, dim]`, or from the shared AdaLN's output `[R, 6, dim]`."""
         if condition.ndim == 3:
             return self.ada_gss[0] + condition
         return self.ada_lin(condition).unflatten(-1, (6, -1))
@@ -146,24 +156,24 @@ class HeadNorm(nn.Module):
         self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
 
     def modulation(self, condition: Tensor) -> Tensor:
-        """`[R, 2, dim]`, scale and shift, of the class embedding `[R, dim]`."""
+        """Return `[R, 2, dim]`, scale and shift, from the class embedding `[R, dim]`."""
         return self.ada_lin(condition).unflatten(-1, (2, -1))
 
 
-class VARTransformer(ModelMixin, ConfigMixin):
+class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `ScaleModel` over the residual token maps of a multi-scale tokenizer, conditioned on a class.
 
     Args:
         vocab_size: number of codes.
-        code_dim: channels of a code, and so of an input map.
+        code_dim: channels of a code and of an input map.
         dim, num_layers, num_heads: width, depth and attention heads; `PRESETS` lists the official sizes.
-        num_classes: classes; row `num_classes` of the table is the null class of guidance.
+        num_classes: number of classes; row `num_classes` of the table is the null class of guidance.
         scales: tokens per side of each map, coarse to fine.
         shared_adaln: one AdaLN projection for all layers, to which each adds a constant (the official d36), instead
-            of a projection a layer.
+            of one projection per layer.
 
     Raises:
-        ValueError: scales that are not ordered coarse to fine, or a width that is no multiple of the heads.
+        ValueError: the scales are not ordered coarse to fine, or the width is not a multiple of the heads.
     """
 
     _repeated_blocks = ["VARBlock"]
@@ -193,7 +203,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
             raise ValueError(
                 f"dim={dim} and num_heads={num_heads} given; dim must be a multiple of num_heads"
             )
-        # The first slot of each scale, and behind the last one L.
+        # The first slot of each scale, then L.
         self.offsets = offsets_of(self.scales)
         self.word_embed = nn.Linear(code_dim, dim)
         self.class_emb = nn.Embedding(num_classes + 1, dim)
@@ -208,7 +218,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
         self._initialise()
 
     def _initialise(self) -> None:
-        """As the official training: every layer begins close to the identity, and the laws close to uniform."""
+        """Initialise as in the official training: layers begin close to the identity, and laws close to uniform."""
         dim, depth = self.config["dim"], len(self.blocks)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -234,8 +244,8 @@ class VARTransformer(ModelMixin, ConfigMixin):
         """Refuse a condition that does not fit this model.
 
         Raises:
-            TypeError: for something else than class labels.
-            ValueError: for another number of labels than the batch has samples, or one out of range.
+            TypeError: the condition is not class labels.
+            ValueError: the number of labels is not the batch size, or a label is out of range.
         """
         if not isinstance(condition, Tensor) or condition.is_floating_point():
             raise TypeError(
@@ -250,7 +260,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
     def embed_condition(
         self, labels: Tensor, *, guided: bool = False, dropped: Tensor | None = None
     ) -> Tensor:
-        """Class embeddings `[R, dim]`, unconditional rows last when `guided`.
+        """Return class embeddings `[R, dim]`, unconditional rows last when `guided`.
 
         `dropped`, bool `[B]`, marks rows whose class is replaced by the null class (training for guidance).
         """
@@ -271,16 +281,16 @@ class VARTransformer(ModelMixin, ConfigMixin):
             )
 
     def _embed_map(self, map: Tensor, scale: int) -> Tensor:
-        """`[B, n * n, dim]` of an input map `[B, D, n, n]`."""
-        words = self.word_embed(map.flatten(2).transpose(1, 2).to(self.word_embed.weight.dtype))
+        """Return `[B, n * n, dim]` for an input map `[B, D, n, n]`."""
+        words = self.word_embed(rearrange(map, "b c h w -> b (h w) c").to(self.word_embed.weight.dtype))
         return words + self._places(scale)
 
     def _places(self, scale: int) -> Tensor:
-        """What tells tokens where they are: `[1, n * n, dim]`."""
+        """Return the position embeddings of a scale: `[1, n * n, dim]`."""
         return self.pos_1LC[:, slice(*self.offsets[scale : scale + 2])] + self.lvl_embed.weight[scale]
 
     def _embed(self, classes: Tensor, maps: Sequence[Tensor]) -> Tensor:
-        """Inputs `[R, n, dim]` of scale 0, which is told the class, and of the scales that `maps` belong to."""
+        """Return inputs `[R, n, dim]` of scale 0, which gets the class, and of the scales of `maps`."""
         for scale, map in enumerate(maps, 1):
             self._check_map(map, scale, len(maps[0]))
         first = classes[:, None] + self.pos_start + self._places(0)
@@ -292,7 +302,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
     # -- layers ------------------------------------------------------------------------------------------------------
 
     def _modulations(self, classes: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What AdaLN makes of class embeddings `[R, dim]`: `[R, 6, dim]` a layer, and `[R, 2, dim]` for the head."""
+        """AdaLN's output for class embeddings `[R, dim]`: `[R, 6, dim]` per layer, `[R, 2, dim]` for the head."""
         shared = classes
         if self.config["shared_adaln"]:
             shared = self.shared_ada_lin(classes).unflatten(-1, (6, -1))
@@ -308,6 +318,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
 
     # -- decoding: the ScaleModel contract ---------------------------------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def prefill(
         self,
@@ -324,11 +335,11 @@ class VARTransformer(ModelMixin, ConfigMixin):
         The vocabulary head is applied to the last of these scales only.
 
         Args:
-            cache: an empty one of another kind, made for these maps and `stop`; None: a static one that keeps
+            cache: an empty cache of another kind, made for these maps and `stop`; None: a static one that keeps
                 everything. `CompressedVAR` passes its own.
 
         Raises:
-            TypeError, ValueError: as `check_condition`; maps of other shapes, or `stop` not behind them.
+            TypeError, ValueError: as in `check_condition`; or the maps have other shapes, or `stop` is not after them.
         """
         self.check_condition(condition, batch_size)
         stop = checked_stop(maps, stop, self.scales)
@@ -337,13 +348,13 @@ class VARTransformer(ModelMixin, ConfigMixin):
         classes = self.embed_condition(condition, guided=guided)
         hidden = self._embed(classes, maps)
         modulations, head_modulation = self._modulations(classes)
-        # The last scale asked for is read by none; where this forward ends there, nothing at all is read again.
+        # No scale reads the last one, so it is not cached; if this forward ends there, nothing is cached.
         more = len(maps) < stop - 1
         if cache is None:
             heads = self.config["num_heads"]
             size = self.offsets[stop - 1] if more else 0
             shape = (len(self.blocks), len(classes), heads, size, self.config["dim"] // heads)
-            cache = StaticCache(hidden.new_empty(shape), hidden.new_empty(shape), self.offsets)
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets)
         known = range(len(maps) + 1)
         for index, block in enumerate(self.blocks):
             hidden = block(hidden, modulations[index], partial(cache.attend, index, known))
@@ -357,12 +368,13 @@ class VARTransformer(ModelMixin, ConfigMixin):
             stop=stop,
         )
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, state: VARState, map: Tensor, scale: int) -> Tensor:
         """Feed the input map `[B, D, n, n]` of a scale; logits `[R, n * n, V]`. See `ScaleModel.__call__`.
 
         Raises:
-            ValueError: a map of another shape, or a scale that does not follow those fed, or lies at or behind `stop`.
+            ValueError: the map has another shape, or the scale is not the next one, or is not below `stop`.
         """
         rows = state.head_modulation.shape[0]
         again = " or one from 1 on again" if state.cache.repeatable else ""
@@ -384,11 +396,11 @@ class VARTransformer(ModelMixin, ConfigMixin):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def teacher_forced(self, maps: Sequence[Tensor], labels: Tensor, dropped: Tensor | None = None) -> Tensor:
-        """Logits `[B, L, V]` for every slot of scales 0 to `len(maps)`, with gradients.
+        """Return logits `[B, L, V]` for every slot of scales 0 to `len(maps)`, with gradients.
 
         Args:
-            maps: the input maps `[B, D, n, n]` of scales 1 on, as `ScaleTokenizer.next_map` makes them of the true
-                canvas: all of them, or those of the scales that a drafter is trained for.
+            maps: the input maps `[B, D, n, n]` of scales 1 on, from `ScaleTokenizer.next_map` on the true canvas: all
+                of them, or those of the scales that a drafter is trained for.
             labels: long `[B]`.
             dropped: bool `[B]`, rows whose class is replaced by the null class.
         """
@@ -409,44 +421,40 @@ def load_var_checkpoint(
     scales: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> VARTransformer:
-    """The transformer of an official file, e.g. `var_d16.pth`, or of a state dict with its keys.
+    """Return the transformer of an official file, e.g. `var_d16.pth`, or of a state dict with its keys.
 
     Sizes are read off the weights. Constants that the official files carry (the level of each slot, the attention mask,
     the zero bias of keys) are checked and dropped.
 
     Args:
-        source: the file, what `read_checkpoint` made of it, or a state dict.
-        scales: tokens per side of each map; needed only for a file of other scales than the official ones that does
-            not carry the level of each slot.
-        dtype: of the weights; None keeps that of the file.
+        source: the file, the result of `read_checkpoint`, or a state dict.
+        scales: tokens per side of each map; needed only for a file without the level of each slot, and with other
+            scales than the official ones.
+        dtype: dtype of the weights; None keeps that of the file.
 
     Raises:
-        ValueError, OSError: as `read_checkpoint`; weights that are not VAR's; missing, unexpected or mis-shaped keys,
-            which are listed; scales that are not told or do not fit.
+        ValueError, OSError: as in `read_checkpoint`; or the weights are not VAR's; or keys are missing, unexpected or
+            mis-shaped, which the message lists; or the scales are unknown or do not fit.
     """
     if isinstance(source, Mapping):
-        weights, name = dict(source), "the state dict"
+        weights, name = plain_weights(source, "the state dict"), "the state dict"
     else:
         checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
         weights, name = dict(checkpoint.weights), str(checkpoint.path)
     config = _read_config(weights, name, scales)
     with torch.device("meta"):
         model = VARTransformer(**config)
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    shapes |= {key: shape for key, shape in _constants(model).items() if key in weights}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(f"{name} does not fit VAR of {config}: {difference}.")
-    model.load_state_dict({key: weights[key] for key in model.state_dict()}, assign=True)
-    if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
-    return model.eval()
+    return fill(model, weights, name, what=f"VAR of {config}", constants=_constants(model), dtype=dtype)
 
 
-def _constants(model: VARTransformer) -> dict[str, tuple[int, ...]]:
-    """Shapes of the buffers of the official files that no model of ours has."""
+def _constants(model: VARTransformer) -> dict[str, Tensor]:
+    """Return the buffers of the official files that our models do not have."""
     length, dim = model.pos_1LC.shape[1:]
-    biases = {f"blocks.{index}.attn.zero_k_bias": (dim,) for index in range(len(model.blocks))}
-    return {"lvl_1L": (1, length), "attn_bias_for_masking": (1, 1, length, length), **biases}
+    sizes = torch.tensor([side * side for side in model.scales])
+    levels = torch.arange(len(sizes)).repeat_interleave(sizes)  # [L]
+    mask = torch.zeros(length, length).masked_fill(levels[:, None] < levels, -torch.inf)
+    biases = {f"blocks.{index}.attn.zero_k_bias": torch.zeros(dim) for index in range(len(model.blocks))}
+    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **biases}
 
 
 def _read_config(weights: Mapping[str, Tensor], name: str, scales: Sequence[int] | None) -> dict[str, Any]:
@@ -480,10 +488,11 @@ def _read_config(weights: Mapping[str, Tensor], name: str, scales: Sequence[int]
 def _read_scales(
     weights: Mapping[str, Tensor], name: str, asked: Sequence[int] | None, count: int, length: int
 ) -> tuple[int, ...]:
-    """The scales that were asked for, or that the level of each slot tells, or the official ones of this length."""
+    """Return the requested scales, or those given by the level of each slot, or the official ones of this length."""
     held = None
     if "lvl_1L" in weights:
-        slots = weights["lvl_1L"].flatten().bincount(minlength=count).tolist()
+        levels = weights["lvl_1L"].flatten().tolist()
+        slots = [levels.count(level) for level in range(count)]
         held = tuple(math.isqrt(number) for number in slots)
     else:
         fitting = [known for known in SCALES.values() if sum(side * side for side in known) == length]

@@ -1,14 +1,14 @@
 """The multi-scale residual tokenizer of VAR (Tian et al. 2024, section 3.2, algorithms 1 and 2).
 
-A picture is a latent map, and its tokens are maps of growing size, each coding what the smaller ones have left. All of
-them are drawn onto one canvas of the largest size: a map's codes are enlarged, smoothed by a convolution, and added.
+A picture is a latent map, and its tokens are maps of growing size. Each map codes what the smaller ones have left. All
+of them are drawn onto one canvas of the largest size: a map's codes are enlarged, smoothed by a convolution, and added.
 One class serves the embedded size and the official `vae_ch160v4096z32.pth`: module names are the official keys.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -16,132 +16,29 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Difference, read_checkpoint
+from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder, FusedAttentionBlock
+from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import SCALES
-from visual_spec.models.next_token.llamagen_vq import Downsample, PositionNorm, ResnetBlock, Upsample
 
 _SMOOTHERS = 4
-_USAGE_COUNTER = "quantize.ema_vocab_hit_SV"  # of training; decides nothing
+_USAGE_COUNTER = "quantize.ema_vocab_hit_SV"  # of training; has no effect
 
 
 def smoother_of_scale(scale: int, num_scales: int) -> int:
-    """Which of the four convolutions smooths a scale: 0, 0, 1, 1, 1, 2, 2, 3, 3, 3 for ten scales.
+    """Return which of the four convolutions smooths a scale: 0, 0, 1, 1, 1, 2, 2, 3, 3, 3 for ten scales.
 
-    They sit at 3/36, 13/36, 23/36 and 33/36 of the way from the first scale to the last, and the nearest serves. Scale
-    2 of ten lies in the middle between two, where floating point decides in the official code; in integers the upper
-    one wins ties, which gives the same.
+    They are at 3/36, 13/36, 23/36 and 33/36 of the way from the first scale to the last, and the nearest one is used.
+    Scale 2 of ten is exactly between two, where floating point decides in the official code. Here, in integers, the
+    upper one wins ties, which gives the same.
     """
     steps = num_scales - 1
     distances = [abs(36 * scale - steps * (3 + 10 * place)) for place in range(_SMOOTHERS)]
     return max(range(_SMOOTHERS), key=lambda place: (-distances[place], place))
-
-
-def _normalise(channels: int, groups: int | None) -> nn.GroupNorm:
-    return PositionNorm(1, channels, eps=1e-6) if groups is None else nn.GroupNorm(groups, channels, eps=1e-6)
-
-
-class FusedAttentionBlock(nn.Module):
-    """Single-head self-attention over all positions of a feature map, with one projection for q, k and v."""
-
-    def __init__(self, channels: int, groups: int):
-        super().__init__()
-        self.norm = _normalise(channels, groups)
-        self.qkv = nn.Conv2d(channels, 3 * channels, 1)
-        self.proj_out = nn.Conv2d(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).flatten(2).mT[:, None].chunk(3, -1)  # [B, 1, H*W, C]
-        h = F.scaled_dot_product_attention(q, k, v)[:, 0].mT.reshape(x.shape)
-        return x + self.proj_out(h)
-
-
-class _Level(nn.Module):
-    """One resolution: residual blocks, each followed by attention at the lowest resolution, then the resampler."""
-
-    def __init__(self, widths: list[int], groups: int | None, lowest: bool, resample: str | None):
-        super().__init__()
-        pairs = list(pairwise(widths))
-        self.block = nn.ModuleList(ResnetBlock(a, b, groups) for a, b in pairs)
-        self.attn = nn.ModuleList(
-            FusedAttentionBlock(b, groups) for _, b in pairs if lowest and groups is not None
-        )
-        if resample == "down":
-            self.downsample = Downsample(widths[-1])
-        elif resample == "up":
-            self.upsample = Upsample(widths[-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.block):
-            x = block(x)
-            if len(self.attn):
-                x = self.attn[index](x)
-        if hasattr(self, "downsample"):
-            x = self.downsample(x)
-        if hasattr(self, "upsample"):
-            x = self.upsample(x)
-        return x
-
-
-class _Middle(nn.Module):
-    def __init__(self, width: int, groups: int | None):
-        super().__init__()
-        self.block_1 = ResnetBlock(width, width, groups)
-        self.attn_1 = nn.Identity() if groups is None else FusedAttentionBlock(width, groups)
-        self.block_2 = ResnetBlock(width, width, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.attn_1(self.block_1(x)))
-
-
-class _Encoder(nn.Module):
-    def __init__(
-        self, width: int, multipliers: Sequence[int], blocks: int, code_dim: int, groups: int | None
-    ):
-        super().__init__()
-        last = len(multipliers) - 1
-        self.conv_in = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList()
-        current = width
-        for level, multiplier in enumerate(multipliers):
-            widths = [current] + [width * multiplier] * blocks
-            self.down.append(_Level(widths, groups, level == last, "down" if level < last else None))
-            current = widths[-1]
-        self.mid = _Middle(current, groups)
-        self.norm_out = _normalise(current, groups)
-        self.conv_out = nn.Conv2d(current, code_dim, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for level in self.down:
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
-
-
-class _Decoder(nn.Module):
-    def __init__(
-        self, width: int, multipliers: Sequence[int], blocks: int, code_dim: int, groups: int | None
-    ):
-        super().__init__()
-        last = len(multipliers) - 1
-        current = width * multipliers[-1]
-        self.conv_in = nn.Conv2d(code_dim, current, 3, padding=1)
-        self.mid = _Middle(current, groups)
-        levels = []
-        for level in range(last, -1, -1):
-            widths = [current] + [width * multipliers[level]] * (blocks + 1)
-            levels.append(_Level(widths, groups, level == last, "up" if level > 0 else None))
-            current = widths[-1]
-        self.up = nn.ModuleList(reversed(levels))  # numbered from the highest resolution
-        self.norm_out = _normalise(current, groups)
-        self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(x))
-        for level in reversed(self.up):
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
 
 
 class _Smoothers(nn.Module):
@@ -158,8 +55,10 @@ class _Quantizer(nn.Module):
         self.quant_resi = _Smoothers(code_dim)
 
 
-class MultiscaleVQModel(ModelMixin, ConfigMixin):
-    """Pictures to tokens of all scales and back.
+class MultiscaleVQModel(
+    MultiscaleTokenizer, ModelMixin, ConfigMixin
+):  # diffusers looks for the bases in this module
+    """Maps pictures to tokens of all scales and back.
 
     Tokens of a picture are `[B, L]`: the maps from coarse to fine, each in raster order, `L = sum(n * n)`. The canvas
     is a latent map `[B, D, N, N]` with N the side of the last scale; scale k is the k-th of `scales`, from 0.
@@ -170,15 +69,18 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
         blocks_per_level: residual blocks per encoder level; the decoder has one more.
         codebook_size, code_dim: number and length of the codes, which all scales share.
         scales: side of each token map, growing. Pictures are `scales[-1]` patches wide.
-        norm_groups: groups of each GroupNorm. None makes the two networks local: every position is normalised by
-            itself and there is no attention (see `visual_spec.models.next_token.llamagen_vq.VQModel`). Tokens still
+        norm_groups: groups of each GroupNorm. None makes the two networks local: every position is normalised
+            separately and there is no attention (see `visual_spec.models.next_token.llamagen_vq.VQModel`). Tokens still
             depend on the whole picture, through the coarse scales.
 
     The defaults are those of the official `vae_ch160v4096z32.pth` for pictures of 256 pixels.
 
     Raises:
-        ValueError: fewer than two scales, or sides that are not ordered coarse to fine.
+        ValueError: there are fewer than two scales, or the sides are not ordered coarse to fine.
     """
+
+    tokens_per_place = 1
+    scales: tuple[int, ...]  # squares only
 
     @register_to_config
     def __init__(
@@ -198,9 +100,15 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
             )
         self.scales = tuple(scales)
         self.codebook_size, self.code_dim = codebook_size, code_dim
-        shape = (base_channels, tuple(channel_multipliers), blocks_per_level, code_dim, norm_groups)
-        self.encoder = _Encoder(*shape)
-        self.decoder = _Decoder(*shape)
+        design = Design(
+            base_channels,
+            tuple(channel_multipliers),
+            blocks_per_level,
+            code_dim,
+            norm_groups,
+            attention=None if norm_groups is None else FusedAttentionBlock,
+        )
+        self.encoder, self.decoder = Encoder(design), Decoder(design)
         self.quantize = _Quantizer(codebook_size, code_dim)
         self.quant_conv = nn.Conv2d(code_dim, code_dim, 3, padding=1)
         self.post_quant_conv = nn.Conv2d(code_dim, code_dim, 3, padding=1)
@@ -220,27 +128,23 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
         """Side of the pictures in pixels."""
         return self.scales[-1] * self.patch_size
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a picture, all scales together."""
-        return sum(side * side for side in self.scales)
-
     # -- the canvas ---------------------------------------------------------------------------------------------------
 
     def begin(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The empty canvas `[B, D, N, N]`; device and dtype are the model's unless given."""
+        """Return the empty canvas `[B, D, N, N]`; device and dtype are the model's unless given."""
         side = self.scales[-1]
         return torch.zeros(
             batch_size, self.code_dim, side, side, device=device or self.device, dtype=dtype or self.dtype
         )
 
+    @loads_weights
     def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
-        """The canvas after the tokens `[B, n * n]` of a scale of side n are drawn onto it.
+        """Return the canvas after drawing the tokens `[B, n * n]` of a scale of side n onto it.
 
         Raises:
-            ValueError: another number of tokens than the scale has.
+            ValueError: the number of tokens is not the scale's.
         """
         side = self.scales[scale]
         if tokens.ndim != 2 or tokens.shape[1] != side * side:
@@ -249,37 +153,42 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
             )
         return self.accumulate_codes(canvas, scale, self._lookup(tokens, side))
 
+    @loads_weights
     def accumulate_codes(self, canvas: Tensor, scale: int, codes: Tensor) -> Tensor:
-        """As `accumulate`, for codes `[B, D, n, n]` that need not be of the codebook."""
+        """As `accumulate`, for codes `[B, D, n, n]` that need not be in the codebook."""
         if codes.shape[-1] != self.scales[-1]:
             codes = F.interpolate(codes, size=canvas.shape[-2:], mode="bicubic")
         smooth = self.quantize.quant_resi.qresi_ls[smoother_of_scale(scale, len(self.scales))]
         return canvas + (0.5 * codes + 0.5 * smooth(codes)).to(canvas.dtype)
 
     def next_map(self, canvas: Tensor, scale: int) -> Tensor:
-        """What a model reads to predict a scale >= 1: the canvas so far, area-averaged to its side: `[B, D, n, n]`."""
+        """Return the model's input for a scale >= 1: the canvas so far, area-averaged to its side: `[B, D, n, n]`."""
         return self._shrink(canvas, self.scales[scale])
 
+    @loads_weights
     def decode_canvas(self, canvas: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, whole or after its first scales only."""
+        """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of a canvas, complete or after its first scales only."""
         return self.decode_latents(canvas.to(self.dtype)).clamp(-1, 1)
 
     # -- pictures and tokens ------------------------------------------------------------------------------------------
 
+    @loads_weights
     def encode_latents(self, images: Tensor) -> Tensor:
-        """The map `[B, D, N, N]` that the canvas is to become, of pictures `[B, 3, H, W]` in [-1, 1]."""
+        """Return the map `[B, D, N, N]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
         return self.quant_conv(self.encoder(images))
 
+    @loads_weights
     def decode_latents(self, canvas: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` in about [-1, 1] of a canvas."""
+        """Return pictures `[B, 3, H, W]` in about [-1, 1] of a canvas."""
         return self.decoder(self.post_quant_conv(canvas))
 
+    @loads_weights
     def quantise(self, latents: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Code a map `[B, D, N, N]` scale by scale.
 
         Returns:
             For every scale: what is left to code, `[B, D, n, n]`; its nearest codes, long `[B, n * n]`; the canvas
-            with them, `[B, D, N, N]`. Gradients reach the canvases' codes and convolutions, and not the latents.
+            including them, `[B, D, N, N]`. Gradients reach the canvases' codes and convolutions, but not the latents.
         """
         wanted, tokens = [], []
         canvases = [torch.zeros_like(latents)]
@@ -289,95 +198,71 @@ class MultiscaleVQModel(ModelMixin, ConfigMixin):
             canvases.append(self.accumulate(canvases[-1], scale, tokens[-1]))
         return wanted, tokens, canvases[1:]
 
-    def encode_tokens(self, images: Tensor) -> Tensor:
-        """Tokens, long `[B, L]`, of pictures `[B, 3, H, W]` in [-1, 1].
-
-        Raises:
-            ValueError: pictures of another size than the scales are for.
-        """
-        if images.ndim != 4 or tuple(images.shape[1:]) != (3, self.image_size, self.image_size):
-            raise ValueError(
-                f"pictures of shape {tuple(images.shape)} given; this tokenizer encodes [B, 3, {self.image_size}, "
-                f"{self.image_size}]; resample them first."
-            )
-        return torch.cat(self.quantise(self.encode_latents(images))[1], 1)
-
-    def maps_of(self, tokens: Tensor) -> list[Tensor]:
-        """What a model reads to predict scales 1, 2, ... of the pictures with tokens `[B, L]`: maps `[B, D, n, n]`."""
-        canvas, maps = self.begin(len(tokens), tokens.device), []
-        for scale, part in enumerate(self._split(tokens)[:-1]):
-            canvas = self.accumulate(canvas, scale, part)
-            maps.append(self.next_map(canvas, scale + 1))
-        return maps
-
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of tokens `[B, L]`.
-
-        Raises:
-            ValueError: if the number of tokens is not that of the scales, or an id is outside the codebook.
-        """
-        parts = self._split(tokens)
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.codebook_size:
-            raise ValueError(
-                f"token ids from {low} to {high} given; allowed are 0 to {self.codebook_size - 1}"
-            )
-        canvas = self.begin(len(tokens), tokens.device)
-        for scale, part in enumerate(parts):
-            canvas = self.accumulate(canvas, scale, part)
-        return self.decode_canvas(canvas)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
-        return self.decode_tokens(self.encode_tokens(images))
-
-    def _split(self, tokens: Tensor) -> Sequence[Tensor]:
-        if tokens.ndim != 2 or tokens.shape[1] != self.num_tokens:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; scales {self.scales} have [B, {self.num_tokens}]."
-            )
-        return tokens.split([side * side for side in self.scales], 1)
+    def tokens_of(self, latents: Tensor) -> list[Tensor]:
+        return self.quantise(latents)[1]
 
     def _shrink(self, canvas: Tensor, side: int) -> Tensor:
         return F.interpolate(canvas, size=(side, side), mode="area") if side < canvas.shape[-1] else canvas
 
     def _nearest(self, latents: Tensor) -> Tensor:
-        """Ids `[B, n * n]` of the codes at the smallest Euclidean distance of latents `[B, D, n, n]`."""
+        """Return the ids `[B, n * n]` of the codes nearest to latents `[B, D, n, n]` in Euclidean distance."""
         codes = self.codebook.detach()
-        closeness = latents.flatten(2).mT @ codes.T - 0.5 * codes.square().sum(-1)  # [B, n*n, V]
+        closeness = rearrange(latents, "b d h w -> b (h w) d") @ codes.T - 0.5 * codes.square().sum(
+            -1
+        )  # [B, n*n, V]
         return closeness.argmax(-1)
 
     def _lookup(self, tokens: Tensor, side: int) -> Tensor:
-        return self.quantize.embedding(tokens).mT.unflatten(2, (side, side))  # [B, D, n, n]
+        return rearrange(self.quantize.embedding(tokens), "b (h w) d -> b d h w", h=side)
 
 
 def load_var_vq_checkpoint(
     path: str | os.PathLike, *, dtype: torch.dtype | None = None, **config: Any
 ) -> MultiscaleVQModel:
-    """The tokenizer of an official file, `vae_ch160v4096z32.pth`.
+    """Return the tokenizer of an official file, `vae_ch160v4096z32.pth`. Sizes are read off the weights.
 
     Args:
-        path: of the file. Nothing that is in it is run (`weights_only`).
-        dtype: of the weights; None keeps that of the file.
-        config: constructor arguments of `MultiscaleVQModel` that differ from the official size for 256 pixels, e.g.
-            `scales=SCALES[512]` of `visual_spec.models.next_scale.var`: one file
-            serves both picture sizes.
+        path: path of the file. No code in it is run (`weights_only`).
+        dtype: dtype of the weights; None keeps that of the file.
+        config: constructor arguments of `MultiscaleVQModel` that the weights do not determine, such as
+            `scales=SCALES[512]` of `visual_spec.models.next_scale.var`: one file serves both picture sizes.
 
     Raises:
-        ValueError, OSError: as `visual_spec.models.core.checkpoints.read_checkpoint`; and a file whose keys or
-            shapes are not those of the architecture, with the missing, unexpected and mis-shaped ones.
+        ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_checkpoint`; or keys are missing,
+            unexpected or mis-shaped, which the message lists.
     """
     checkpoint = read_checkpoint(path)
+    name = str(checkpoint.path)
     weights = {key: value for key, value in checkpoint.weights.items() if key != _USAGE_COUNTER}
-    with torch.device("meta"):
-        model = MultiscaleVQModel(**config)
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(
-            f"{checkpoint.path} is not VAR's tokenizer of this size: {difference}. Pass vae_ch160v4096z32.pth, or the "
-            "constructor arguments that the file was made with."
-        )
-    model.load_state_dict(weights, assign=True)
-    if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
-    return model.eval()
+    settings = {**_read_config(weights, name), **config}
+    try:
+        with torch.device("meta"):
+            model = MultiscaleVQModel(**settings)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} makes no tokenizer of {settings}: {error}") from error
+    return fill(model, weights, name, what=f"VAR's tokenizer of {settings}", dtype=dtype)
+
+
+def _read_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    def rows(key: str, dims: int) -> int:
+        value = weights.get(key)
+        if value is None or value.ndim != dims:
+            raise ValueError(
+                f"{name} is not VAR's tokenizer: it lacks {key}, or has it in another shape; pass "
+                "vae_ch160v4096z32.pth."
+            )
+        return value.shape[0]
+
+    base = rows("encoder.conv_in.weight", 4)
+    levels, blocks = (
+        len({key.split(".")[place] for key in weights if key.startswith(prefix)})
+        for place, prefix in ((2, "encoder.down."), (4, "encoder.down.0.block."))
+    )
+    widths = [rows(f"encoder.down.{level}.block.0.conv1.weight", 4) for level in range(levels)]
+    return {
+        "base_channels": base,
+        "channel_multipliers": tuple(width // base for width in widths),
+        "blocks_per_level": blocks,
+        "codebook_size": rows("quantize.embedding.weight", 2),
+        "code_dim": rows("quant_conv.weight", 4),
+    }

@@ -1,13 +1,13 @@
 """The decoder of a transformers model as a next-token model.
 
-The image generators of transformers (Janus, Chameleon, Emu3, GLM-Image) share one shape: a causal decoder reads a text
-prompt, then image tokens in raster order, in some models with a forced token behind every row of the picture.
-`CachedDecoder` is that shape; a family's own file says which modules embed a token and score it, which ids are image
-ids, and how a prompt without the caption looks.
+The image generators of transformers (Janus, Chameleon, Emu3, GLM-Image) share one structure. A causal decoder reads a
+text prompt, then image tokens in raster order; some models have a forced token after every row of the picture.
+`CachedDecoder` implements this structure. Each family's file defines the modules that embed and score a token, the
+image ids, and the unconditional prompt.
 
-Forced row ends are no slots. Samplers see height x width image tokens. Where a call feeds the last token of a row, the
-row end is fed beside it, in a column of its own, and answers for the first token of the next row. That is what the
-model's own loop computes, one call shorter for every row.
+Forced row ends are not slots. Samplers see height x width image tokens. When a call feeds the last token of a row, it
+also feeds the row end, at a position of its own, and the row end predicts the first token of the next row. The model's
+own loop computes the same, with one more call for every row.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
 from visual_spec.models.core.memory import check_cache_fits
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.offload import loads_groups
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 
-_PROMPT_STEP = 32  # prompts are padded to multiples of it where shapes are fixed
+_PROMPT_STEP = 32  # prompts are padded to multiples of this where shapes are fixed
 
 
 @dataclass
 class CachedState(DecodeState):
-    """One batch in the course of decoding.
+    """One batch during decoding.
 
     Attributes:
-        cache: places of a row: the T columns of the prompt, the tokens of the picture (row ends included), scratch.
+        cache: places of a row: the T positions of the prompt, the tokens of the picture (row ends included), scratch.
         prompt_mask: bool [R, T].
         start: long [R], the position of the picture's first token.
-        features: [R, W, dim], what the head read in the last call (prefill: W = 1).
+        features: [R, W, dim], the head's input in the last call (prefill: W = 1).
         tree_size: nodes of the last tree call if it fed row ends, else 0.
     """
 
@@ -55,37 +58,32 @@ class CachedState(DecodeState):
 
 
 def consecutive(ids: list[int]) -> slice | Tensor:
-    """An index of these rows of a table: a slice, so that indexing is a view, where the ids follow each other."""
+    """Return an index of these rows of a table: a slice, so that indexing is a view, if the ids are consecutive."""
     if ids == list(range(ids[0], ids[0] + len(ids))):
         return slice(ids[0], ids[0] + len(ids))
     return torch.tensor(ids)
 
 
-def _on_host(tensor: Tensor) -> bool:
-    """Whether values can be read without stalling a device; if not, shapes are fixed instead, and rows fed in vain."""
-    return tensor.device.type == "cpu"
-
-
 class CachedDecoder:
-    """A `TreeModel` and `OrderModel` around the decoder of a transformers model, which it leaves as it is.
+    """A `TreeModel` and `OrderModel` around the decoder of a transformers model, which does not change.
 
-    Token t of the sampler's vocabulary is the t-th image id. Only the head's rows of image ids are read: all others are
-    forbidden at image slots anyway.
+    Token t of the sampler's vocabulary is the t-th image id. Only the head's rows of image ids are read; all other ids
+    are forbidden at image slots.
 
     Args:
         decoder: the module that maps `inputs_embeds` to `last_hidden_state`.
         table: embedding of the text vocabulary.
-        head: what scores the decoder's output.
+        head: scores the decoder's output.
         image_ids: ids of the image tokens in the vocabulary of `table` and `head`, ascending.
         grid: tokens of the picture.
-        row_end: id of the token behind every row, or None.
+        row_end: id of the token after every row, or None.
 
     Raises:
-        ValueError: an attention implementation that takes no mask of our own.
+        ValueError: the attention implementation does not take our mask.
     """
 
     family = "this model"
-    guidance_scale = 1.0  # where neither call nor generation config says otherwise
+    guidance_scale = 1.0  # default, if neither call nor generation config sets it
 
     def __init__(
         self,
@@ -109,15 +107,15 @@ class CachedDecoder:
                 "sample; load it with attn_implementation='sdpa' (or call model.set_attn_implementation('sdpa'))."
             )
 
-    # What a family may say differently --------------------------------------------------------------------------------
+    # What a family may override ---------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [R, W, dim] of image tokens [R, W]."""
+        """Return embeddings [R, W, dim] of image tokens [R, W]."""
         return self.table(self.ids(tokens))
 
     def score(self, features: Tensor) -> Tensor:
-        """Logits [R, W, V] over the image tokens, of features [R, W, dim]."""
-        # A head that is more than a matrix (quantised, offloaded, adapted) is called whole, and then cut.
+        """Return logits [R, W, V] over the image tokens, from features [R, W, dim]."""
+        # A head that is more than a matrix (quantised, offloaded, adapted) is called as a whole, then cut.
         if type(self.head) is nn.Linear and not hasattr(self.head, "_hf_hook"):
             bias = self.head.bias
             return F.linear(
@@ -133,27 +131,27 @@ class CachedDecoder:
     def plan(
         cls, model: Any, prompt: Prompt, *, guided: bool, **inputs: Any
     ) -> tuple[CachedDecoder, ImagePrompt]:
-        """The image model for a request, and what it is conditioned on.
+        """Return the image model for a request, and its condition.
 
         Args:
             model: the transformers model.
-            prompt: what its processor makes of the captions.
+            prompt: the processor's output for the captions.
             guided: also make the unconditional prompt.
-            inputs: what else the processor makes; each family names its own.
+            inputs: the processor's other outputs; each family names its own.
         """
         raise NotImplementedError
 
     def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
-        """What the model's `generate` returns for image tokens [B, height * width]."""
+        """Return what the model's `generate` returns for image tokens [B, height * width]."""
         raise NotImplementedError
 
     @staticmethod
     def pixels(model: Any, ids: Tensor, **inputs: Any) -> Tensor:
-        """Pictures [B, 3, H, W] in [-1, 1] of what `output` made."""
+        """Return pictures [B, 3, H, W] in [-1, 1] from the result of `output`."""
         raise NotImplementedError
 
     def next_stage(self, condition: ImagePrompt, tokens: Tensor) -> tuple[CachedDecoder, ImagePrompt] | None:
-        """What is drawn after these tokens [B, height * width], for models that draw more than one grid."""
+        """Return the model and condition of the next grid after these tokens [B, height * width], if there is one."""
         return None
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -164,46 +162,48 @@ class CachedDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens enter: the device of the embedding, or the one that offloading brings it to."""
+        """The device of the input tokens: that of the embedding, or the one that offloading moves it to."""
         target = getattr(getattr(self.table, "_hf_hook", None), "execution_device", None)
         return self.table.weight.device if target is None else torch.device(target)
 
     @property
     def length(self) -> int:
-        """Tokens of the picture, row ends included."""
+        """Number of tokens of the picture, row ends included."""
         return self.grid.num_tokens + (self.grid.height if self.row_end is not None else 0)
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that `generate` has to make, those that close the picture not counted."""
+        """Number of tokens that `generate` must make, without those that close the picture."""
         return self.length
 
     def ids(self, tokens: Tensor) -> Tensor:
-        """Ids in the text vocabulary of image tokens."""
+        """Return the text-vocabulary ids of image tokens."""
         if isinstance(self.image_rows, slice):
             return tokens + self.image_rows.start
         return self.image_rows.to(tokens.device)[tokens]
 
     def sequence(self, tokens: Tensor) -> Tensor:
-        """Ids [B, length] of image tokens [B, height * width], row ends included."""
+        """Return ids [B, length] of image tokens [B, height * width], with row ends."""
         ids = self.ids(tokens)
         if self.row_end is None:
             return ids
-        return F.pad(ids.unflatten(-1, (self.grid.height, -1)), (0, 1), value=self.row_end).flatten(1)
+        by_row = rearrange(ids, "b (h w) -> b h w", h=self.grid.height)
+        return rearrange(F.pad(by_row, (0, 1), value=self.row_end), "b h w -> b (h w)")
 
+    @loads_groups
     @torch.no_grad()
     def prefill(self, condition: ImagePrompt, *, batch_size: int, guided: bool, window: int) -> CachedState:
-        """Run the prompts, the unconditional ones below them, and return the state that predicts slot 0.
+        """Run the prompts, followed by the unconditional ones, and return the state that predicts slot 0.
 
         Raises:
-            TypeError: a condition that is no `ImagePrompt`.
-            ValueError: another number of prompts than `batch_size`, or guidance without unconditional prompts; a batch
-                whose cache has no room on the GPU.
+            TypeError: the condition is not an `ImagePrompt`.
+            ValueError: the number of prompts is not `batch_size`, guidance has no unconditional prompts, or the cache
+                of the batch does not fit the GPU.
         """
         prompt = self._rows(condition, batch_size, guided)
         rows, length = prompt.ids.shape
         positions, start = prompt.where
-        # Slots run up to num_tokens + window - 1, at most one row end to a slot; a tree holds two columns a node.
+        # Slots run up to num_tokens + window - 1, with at most one row end per slot; a tree uses two places a node.
         config, num_places = self.decoder.config, length + self.length + 2 * window + 1
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * num_places
@@ -212,7 +212,7 @@ class CachedDecoder:
         cache = SlotCache(config.num_hidden_layers, num_places)
         places = torch.arange(length, device=self.device).expand(rows, -1)
         causal = places[0] <= places[0][:, None]  # [T, T]
-        # A padding column sees itself, because a column that sees nothing is nan.
+        # Padding sees itself, because attention over no position gives nan.
         visible = (causal & prompt.mask[:, None]) | torch.eye(length, dtype=torch.bool, device=self.device)
         hidden = self._forward(cache, self.table(prompt.ids), positions, places, visible)
         features = hidden[:, -1:]
@@ -226,6 +226,7 @@ class CachedDecoder:
             features=features,
         )
 
+    @loads_groups
     @torch.no_grad()
     def __call__(
         self,
@@ -234,12 +235,17 @@ class CachedDecoder:
         slots: Tensor,
         visible: Tensor | None = None,
         seen: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
-        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
+        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
-        See `NextTokenModel.__call__`; with `visible` the columns are a tree, see `TreeModel`; with `seen` slots come in
-        any order, see `OrderModel`. A row end is seen by those that see the last token of its row.
+        See `NextTokenModel.__call__`. With `visible`, tokens are nodes of a tree, see `TreeModel`. With `seen`, slots
+        come in any order, see `OrderModel`. A position that sees the last token of a row also sees its row end.
+
+        Raises:
+            ValueError: as in `check_raster`.
         """
+        check_raster(slots, predicted, self.grid.num_tokens)
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
@@ -253,54 +259,51 @@ class CachedDecoder:
         return self._logits(state.features)
 
     @torch.no_grad()
-    def keep(self, state: CachedState, columns: Tensor, slots: Tensor) -> None:
-        """Copy what the last tree call computed for `columns [B, D]` to the cache at `slots [B, D]`."""
+    def keep(self, state: CachedState, nodes: Tensor, slots: Tensor) -> None:
+        """Copy the cache entries of `nodes [B, D]` of the last tree call to `slots [B, D]`."""
         if state.guided:
-            columns, slots = columns.repeat(2, 1), slots.repeat(2, 1)
+            nodes, slots = nodes.repeat(2, 1), slots.repeat(2, 1)
         prompt = state.prompt_mask.shape[1]
-        sources, targets = prompt + self.length + columns, prompt + self._offsets(slots)
+        sources, targets = prompt + self.length + nodes, prompt + self._offsets(slots)
         state.cache.copy(sources, targets)
         if state.tree_size:
             last = self._ends_row(slots)
             state.cache.copy(sources + torch.where(last, state.tree_size, 0), targets + last)
 
     def _window(self, state: CachedState, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Features [R, W, dim] that predict `slots + 1`, of a window of consecutive slots."""
+        """Return the features [R, W, dim] that predict `slots + 1`, for a window of consecutive slots."""
         offsets, width = self._offsets(slots), slots.shape[1]
         embeddings = self.embed(tokens)
         answers = None
         if self.row_end is not None:
             first_row = slots[:, :1] // self.grid.width  # [R, 1]
-            count = -(-width // self.grid.width)  # so many rows can end in a window
-            if _on_host(slots):  # the true number
+            count = -(-width // self.grid.width)  # at most this many rows can end in a window
+            if on_host(slots):  # the true number
                 count = int(((slots[:, -1:] + 1) // self.grid.width - first_row).max())
             if count:
                 rows = first_row + torch.arange(count, device=slots.device)
-                # [R, E]; where fewer rows end, the others write what no column here sees.
+                # [R, E]; where fewer rows end, the surplus is written where nothing here sees it.
                 ends = rows * (self.grid.width + 1) + self.grid.width
-                # The last column of a picture row is answered by the row end behind it.
+                # The row end predicts the slot after the last token of a picture row.
                 answers = torch.arange(width, device=slots.device).expand_as(slots)
                 answers = torch.where(
                     self._ends_row(slots), width + slots // self.grid.width - first_row, answers
                 )
                 offsets = torch.cat([offsets, ends.clamp_max(self.length + 2 * state.window)], 1)
                 embeddings = torch.cat([embeddings, self._end_embedding(len(slots), count)], 1)
-        size = self.length + 2 * state.window + 1
-        if _on_host(offsets):  # without the unused tail
-            size = int(offsets.max()) + 1
-        seen = torch.arange(size, device=offsets.device) <= offsets[..., None]  # [R, W + E, S - T]
+        seen = seen_up_to(offsets, self.length + 2 * state.window + 1)  # [R, W + E, S - T]
         hidden = self._picture_forward(state, embeddings, offsets, offsets, seen)
         if answers is None:
             return hidden
         return hidden[torch.arange(len(slots), device=slots.device)[:, None], answers]
 
     def _tree(self, state: CachedState, tokens: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
-        """Features [R, N, dim] that predict what follows each node of a tree."""
+        """Return the features [R, N, dim] that predict the slot after each node of a tree."""
         offsets, size = self._offsets(slots), slots.shape[1]
         embeddings = self.embed(tokens)
         last = self._ends_row(slots)
         state.tree_size = 0
-        if self._feeds_ends(last):  # a column for each node's row end, which what follows the node sees
+        if self._feeds_ends(last):  # a place for each node's row end; the node's descendants see it
             state.tree_size = size
             itself = torch.eye(size, dtype=torch.bool, device=slots.device)
             passed = visible & ~itself & last[:, None]  # [R, N, N], [n, m]: a row ended at m, on the way to n
@@ -309,23 +312,20 @@ class CachedDecoder:
             )
             offsets = torch.cat([offsets, offsets + 1], 1)
             embeddings = torch.cat([embeddings, self._end_embedding(len(slots), size)], 1)
-        columns = torch.arange(self.length + offsets.shape[1], device=slots.device)
-        places = columns[self.length :].expand_as(offsets)
-        committed = (columns[: self.length] < offsets[:, :1, None]).expand(-1, offsets.shape[1], -1)
-        hidden = self._picture_forward(
-            state, embeddings, offsets, places, torch.cat([committed, visible], -1)
-        )
+        places = self.length + torch.arange(offsets.shape[1], device=slots.device).expand_as(offsets)
+        seen = seen_in_tree(offsets, visible, self.length)
+        hidden = self._picture_forward(state, embeddings, offsets, places, seen)
         return torch.where(last[..., None], hidden[:, size:], hidden[:, :size]) if state.tree_size else hidden
 
     def _ordered(self, state: CachedState, tokens: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
-        """Features [R, W, dim] that predict `slots + 1`, of slots in any order that see the slots `seen`."""
+        """The features [R, W, dim] that predict `slots + 1`, for slots in any order that see the slots `seen`."""
         offsets, size = self._offsets(slots), slots.shape[1]
         embeddings = self.embed(tokens)
         scratch = 2 * state.window + 1
         if self.row_end is not None:
             by_row = seen.unflatten(-1, (self.grid.height, -1))
             seen = torch.cat([by_row, by_row[..., -1:]], -1).flatten(2)  # [R, W, length]
-        seen = F.pad(seen, (0, scratch)).scatter(2, offsets[..., None], True)
+        seen = seen_in_order(offsets, seen, scratch)
         last = self._ends_row(slots)
         if not self._feeds_ends(last):
             return self._picture_forward(state, embeddings, offsets, offsets, seen)
@@ -340,7 +340,7 @@ class CachedDecoder:
     def _picture_forward(
         self, state: CachedState, embeddings: Tensor, offsets: Tensor, places: Tensor, seen: Tensor
     ) -> Tensor:
-        """Decoder output for the picture's tokens `offsets [R, W]`, cached at `places [R, W]` behind the prompt."""
+        """The decoder output for the picture's tokens `offsets [R, W]`, cached at `places [R, W]` after the prompt."""
         prompt = state.prompt_mask.shape[1]
         visible = torch.cat([state.prompt_mask[:, None].expand(-1, seen.shape[1], -1), seen], -1)
         positions = self.positions(state.start, offsets.clamp_max(self.length - 1))
@@ -349,10 +349,10 @@ class CachedDecoder:
     def _forward(
         self, cache: SlotCache, embeddings: Tensor, positions: Tensor, places: Tensor, visible: Tensor
     ) -> Tensor:
-        """Output [R, W, dim] of the decoder; bool `visible [R, W, S]` says which places each column sees."""
+        """Return the decoder output [R, W, dim]; bool `visible [R, W, S]` masks the places that each position sees."""
         cache.at(places, visible.shape[-1])
         mask = visible[:, None]
-        if self._attention == "eager":  # which adds the mask
+        if self._attention == "eager":  # eager attention adds the mask
             least = torch.finfo(embeddings.dtype).min
             mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, least)
         return self.decoder(
@@ -368,22 +368,22 @@ class CachedDecoder:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _offsets(self, slots: Tensor) -> Tensor:
-        """Places of slots among the picture's tokens, which row ends move apart."""
+        """Return the places of slots among the picture's tokens, with row ends between them."""
         return slots if self.row_end is None else slots + slots // self.grid.width
 
     def _ends_row(self, slots: Tensor) -> Tensor:
         return slots % self.grid.width == self.grid.width - 1
 
     def _feeds_ends(self, last: Tensor) -> bool:
-        """Whether columns for row ends are needed; `last` [R, W] says which columns are the last of their row."""
-        return self.row_end is not None and (not _on_host(last) or bool(last.any()))
+        """Return whether row ends must be fed; `last` [R, W] marks the last tokens of rows."""
+        return self.row_end is not None and (not on_host(last) or bool(last.any()))
 
     def _end_embedding(self, rows: int, count: int) -> Tensor:
         assert self.row_end is not None
         return self.table(torch.full((rows, count), self.row_end, device=self.device))
 
     def _rows(self, condition: ImagePrompt, batch_size: int, guided: bool) -> Prompt:
-        """The conditional prompts, and under them the unconditional ones when guided, padded to one length."""
+        """Return the conditional prompts, and after them the unconditional ones when guided, padded to one length."""
         if not isinstance(condition, ImagePrompt):
             raise TypeError(f"condition is a {type(condition).__name__}; {self.family} takes an ImagePrompt.")
         parts = [condition.prompt]
@@ -400,9 +400,9 @@ class CachedDecoder:
                 f"{' and '.join(map(str, counts))} prompts for a batch of {batch_size}; pass one a sample."
             )
         longest = max(part.ids.shape[1] for part in parts)
-        if not _on_host(
+        if not on_host(
             parts[0].ids.to(self.device)
-        ):  # few lengths, so that recordings fit the next prompts, too
+        ):  # few different lengths, so that later prompts can reuse recordings
             longest = -(-longest // _PROMPT_STEP) * _PROMPT_STEP
 
         def joined(tensors: list[Tensor]) -> Tensor:

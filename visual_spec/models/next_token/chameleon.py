@@ -1,9 +1,9 @@
 """Chameleon, Anole and Lumina-mGPT as next-token models, around transformers' `ChameleonForConditionalGeneration`.
 
 Image tokens are ids of the text vocabulary. Chameleon (Chameleon Team 2024) and Anole (Chern et al. 2024) draw one
-square; Lumina-mGPT (Liu et al. 2024) states the size in two tokens before the picture and ends every row with a token.
-Both layouts run on the same weights class. transformers' own `forward` forbids image tokens, so that its `generate`
-cannot draw at all; here the decoder and the head's image rows are called directly.
+square. Lumina-mGPT (Liu et al. 2024) states the size in two tokens before the picture and ends every row with a token.
+Both layouts use the same weights class. transformers' own `forward` forbids image tokens, so its `generate` cannot draw
+pictures; this module calls the decoder and the head's image rows directly.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.protocol import TokenGrid
@@ -27,11 +28,11 @@ class ChameleonImageModel(CachedDecoder):
 
     Args:
         model: the transformers model; it is not changed.
-        size: (height, width) in tokens for the layout of Lumina-mGPT, both even: its size tokens count pairs. None is
-            the layout of Chameleon, one square picture without row ends.
+        size: (height, width) in tokens for the layout of Lumina-mGPT, both even, because its size tokens count pairs.
+            None is the layout of Chameleon, one square picture without row ends.
 
     Raises:
-        ValueError: a size that has no size token, or a vocabulary map without the tokens around a picture.
+        ValueError: the size has no size token, or the vocabulary map lacks the tokens around a picture.
     """
 
     family = "Chameleon"
@@ -79,18 +80,18 @@ class ChameleonImageModel(CachedDecoder):
         negative: Prompt | None = None,
         pixel_values: Tensor | None = None,
     ) -> tuple[ChameleonImageModel, ImagePrompt]:
-        """The image model, and what it is conditioned on.
+        """Return the image model, and its condition.
 
         Args:
-            prompt: text; the start of the picture (in Lumina-mGPT also its size) is added where the prompt lacks it.
-            layout: "chameleon" or "lumina-mgpt"; None is what the checkpoint's config says.
+            prompt: text; the start of the picture (in Lumina-mGPT also its size) is added if the prompt lacks it.
+            layout: "chameleon" or "lumina-mgpt"; None takes the one of the checkpoint's config.
             image_sizes: (height, width) in tokens, for "lumina-mgpt" only.
-            negative: the unconditional prompt. None is the one of the official programs: the start of the text and of
+            negative: the unconditional prompt. None is that of the official programs: the start of the text and of
                 the picture (Chameleon), or the start of the picture and its size (Lumina-mGPT).
             pixel_values: pictures in the prompt, as the processor makes them.
 
         Raises:
-            ValueError: an unknown layout, or a size where the layout has none, or none where it needs one.
+            ValueError: the layout is unknown, a size is given for a layout without one, or a needed size is missing.
         """
         if layout is None:
             layout = "lumina-mgpt" if _is_lumina(model.config) else "chameleon"
@@ -116,10 +117,10 @@ class ChameleonImageModel(CachedDecoder):
         )
 
     def opened(self, prompt: Prompt) -> Prompt:
-        """The prompt with the tokens that open a picture at its end, added where they are missing.
+        """Return the prompt with the tokens that open a picture at its end; adds them if they are missing.
 
         Raises:
-            ValueError: prompts of which some only are opened.
+            ValueError: only some of the prompts are opened.
         """
         opening = prompt.ids.new_tensor(self.opening)
         for count in range(min(len(opening), prompt.ids.shape[1]), -1, -1):
@@ -138,7 +139,7 @@ class ChameleonImageModel(CachedDecoder):
         )
 
     def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
-        """The prompt with the picture's opening, the picture (in Lumina-mGPT with its row ends), the image end."""
+        """The prompt with the picture's opening, the picture (in Lumina-mGPT with row ends), and the image end."""
         ids = torch.cat([condition.prompt.ids.to(tokens.device), self.sequence(tokens)], 1)
         return torch.cat([ids, ids.new_full((len(ids), 1), self.closing)], 1)
 
@@ -147,7 +148,7 @@ class ChameleonImageModel(CachedDecoder):
     def pixels(
         model: Any, ids: Tensor, vq_decoder: Any = None, layout: str | None = None, image_sizes: Any = None
     ) -> Tensor:
-        """Pictures [B, 3, H, W] in [-1, 1] of what `output` made.
+        """Return pictures [B, 3, H, W] in [-1, 1] from the result of `output`.
 
         Args:
             vq_decoder: a `visual_spec.models.next_token.chameleon_vq.ChameleonVQDecoder`; transformers has only the
@@ -155,7 +156,7 @@ class ChameleonImageModel(CachedDecoder):
             layout, image_sizes: as in `plan`.
 
         Raises:
-            ValueError: no decoder, or ids that are no picture.
+            ValueError: there is no decoder, or the ids are not a picture.
         """
         if vq_decoder is None:
             raise ValueError(
@@ -165,11 +166,13 @@ class ChameleonImageModel(CachedDecoder):
         mapping = model.model.vocabulary_mapping
         if layout == "lumina-mgpt" or (layout is None and _is_lumina(model.config)):
             height, width = one_size(image_sizes)
-            picture = ids[:, -(height * (width + 1) + 1) : -1].unflatten(1, (height, width + 1))[..., :-1]
+            picture = rearrange(ids[:, -(height * (width + 1) + 1) : -1], "b (h w) -> b h w", h=height)[
+                ..., :-1
+            ]
         else:
             vq = model.config.vq_config
             height = width = vq.resolution // 2 ** (len(vq.channel_multiplier) - 1)
-            picture = ids[:, -(height * width + 1) : -1].unflatten(1, (height, width))
+            picture = rearrange(ids[:, -(height * width + 1) : -1], "b (h w) -> b h w", h=height)
         strangers = set(picture.unique().tolist()) - set(mapping.bpe2img)
         if strangers:
             raise ValueError(
@@ -182,6 +185,6 @@ class ChameleonImageModel(CachedDecoder):
 
 
 def _is_lumina(config: Any) -> bool:
-    """Whether a checkpoint is a Lumina-mGPT: its own class names itself, and its loss weight stays in the config."""
+    """Return whether a checkpoint is a Lumina-mGPT: its config names its class, and keeps its loss weight."""
     names = getattr(config, "architectures", None) or ()
     return any("XLLMX" in name for name in names) or getattr(config, "z_loss_weight", None) is not None

@@ -1,4 +1,4 @@
-"""The picture decoder of Chameleon, Anole and Lumina-mGPT, which transformers lacks: that of VQGAN (Esser et al. 2021).
+"""The picture decoder of Chameleon, Anole and Lumina-mGPT, that of VQGAN (Esser et al. 2021). transformers lacks it.
 
 Parameter names are those of the official `vqgan.ckpt`.
 """
@@ -10,67 +10,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from visual_spec.models.next_token.llamagen_vq import AttentionBlock, ResnetBlock, Upsample
+from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
-
-
-class _Middle(nn.Module):
-    def __init__(self, width: int, groups: int) -> None:
-        super().__init__()
-        self.block_1 = ResnetBlock(width, width, groups)
-        self.attn_1 = AttentionBlock(width, groups)
-        self.block_2 = ResnetBlock(width, width, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.attn_1(self.block_1(x)))
-
-
-class _Level(nn.Module):
-    """Residual blocks of one resolution, then the step to twice the resolution (not behind the highest one)."""
-
-    def __init__(self, widths: list[int], groups: int, upsample: bool) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(
-            ResnetBlock(a, b, groups) for a, b in zip(widths[:-1], widths[1:], strict=True)
-        )
-        if upsample:
-            self.upsample = Upsample(widths[-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.block:
-            x = block(x)
-        return self.upsample(x) if hasattr(self, "upsample") else x
-
-
-class _Decoder(nn.Module):
-    def __init__(
-        self, width: int, multipliers: tuple[int, ...], blocks: int, latent_channels: int, groups: int
-    ) -> None:
-        super().__init__()
-        current = width * multipliers[-1]
-        self.conv_in = nn.Conv2d(latent_channels, current, 3, padding=1)
-        self.mid = _Middle(current, groups)
-        levels = []
-        for level in reversed(range(len(multipliers))):
-            widths = [current] + [width * multipliers[level]] * (blocks + 1)
-            levels.append(_Level(widths, groups, upsample=level > 0))
-            current = widths[-1]
-        self.up = nn.ModuleList(reversed(levels))  # numbered from the highest resolution
-        self.norm_out = nn.GroupNorm(groups, current, eps=1e-6)
-        self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.mid(self.conv_in(x))
-        for level in reversed(self.up):
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
 
 
 class _Codebook(nn.Module):
@@ -79,8 +30,8 @@ class _Codebook(nn.Module):
         self.embedding = nn.Embedding(size, dim)
 
 
-class ChameleonVQDecoder(ModelMixin, ConfigMixin):
-    """Codes to pictures.
+class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
+    """Maps codes to pictures.
 
     Args:
         base_channels, channel_multipliers, blocks_per_level, latent_channels, codebook_size, codebook_dim: as in
@@ -101,8 +52,16 @@ class ChameleonVQDecoder(ModelMixin, ConfigMixin):
         norm_groups: int = 32,
     ) -> None:
         super().__init__()
-        self.decoder = _Decoder(
-            base_channels, tuple(channel_multipliers), blocks_per_level, latent_channels, norm_groups
+        self.decoder = Decoder(
+            Design(
+                base_channels,
+                tuple(channel_multipliers),
+                blocks_per_level,
+                latent_channels,
+                norm_groups,
+                attention=AttentionBlock,
+                level_attention=False,
+            )
         )
         self.post_quant_conv = nn.Conv2d(codebook_dim, latent_channels, 1)
         self.quantize = _Codebook(codebook_size, codebook_dim)
@@ -113,13 +72,13 @@ class ChameleonVQDecoder(ModelMixin, ConfigMixin):
 
         Args:
             path: `vqgan.ckpt`, a `.safetensors` file, or a folder of them (an Anole checkpoint that holds
-                `model.vqmodel.decoder.*`). Other tensors in it are left aside.
+                `model.vqmodel.decoder.*`). Other tensors in it are ignored.
             config: the `vq_config` of the transformers model; None is the official size.
-            dtype: of the weights; None is that of the file.
+            dtype: dtype of the weights; None keeps that of the file.
 
         Raises:
-            FileNotFoundError: no such file, or a folder without safetensors.
-            ValueError: a file that is no plain state dict, or lacks tensors of the decoder; lists them.
+            FileNotFoundError: there is no such file, or the folder has no safetensors.
+            ValueError: the file is not a plain state dict, or lacks tensors of the decoder; the message lists them.
         """
         sizes = {}
         if config is not None:
@@ -131,59 +90,32 @@ class ChameleonVQDecoder(ModelMixin, ConfigMixin):
                 codebook_size=config.num_embeddings,
                 codebook_dim=config.embed_dim,
             )
-        model = cls(**sizes)
-        tensors = _read(Path(path))
-        wanted = model.state_dict()
-        missing = sorted(set(wanted) - set(tensors))
-        misshaped = sorted(
-            name for name in set(wanted) & set(tensors) if wanted[name].shape != tensors[name].shape
-        )
-        unexpected = sorted(set(tensors) - set(wanted))
-        if missing or misshaped or unexpected:
-            raise ValueError(
-                f"{path} is no decoder of this size: missing {missing[:5]} ({len(missing)}), other shape "
-                f"{misshaped[:5]} ({len(misshaped)}), unexpected {unexpected[:5]} ({len(unexpected)})."
-            )
-        model.load_state_dict(tensors)
-        kept = next(iter(tensors.values())).dtype
-        nn.Module.to(model, dtype=dtype or kept)
-        return model.eval()
+        with torch.device("meta"):
+            model = cls(**sizes)
+        return fill(model, _read(Path(path)), str(path), what="a decoder of this size", dtype=dtype)
 
+    @loads_weights
     @torch.no_grad()
     def decode_codes(self, codes: Tensor) -> Tensor:
-        """Pictures [B, 3, h * f, w * f] in [-1, 1] of codes, long [B, h, w]; f is 16 in the official network."""
-        latents = self.quantize.embedding(codes.to(self.device)).permute(0, 3, 1, 2)
+        """Return pictures [B, 3, h * f, w * f] in [-1, 1] of codes, long [B, h, w]; f is 16 in the official network."""
+        latents = rearrange(self.quantize.embedding(codes.to(self.device)), "b h w d -> b d h w")
         return self.decoder(self.post_quant_conv(latents)).clamp(-1, 1)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The decoder's tensors in a file or folder, under their official names."""
+    """Return the decoder's tensors in a file or folder, under their official names."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise FileNotFoundError(f"{path} is no file, and no folder with .safetensors files.")
     found: dict[str, Tensor] = {}
     for file in files:
         if file.suffix == ".safetensors":
+            # One file at a time: beside the decoder such files hold a language model.
             with safe_open(file, framework="pt") as tensors:
-                found |= {
-                    name: tensors.get_tensor(key)
-                    for key in tensors.keys()  # noqa: SIM118
-                    if (name := _official(key)) is not None
-                }
+                held = {key: tensors.get_tensor(key) for key in tensors.keys() if _official(key)}  # noqa: SIM118
         else:
-            try:
-                loaded = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:
-                raise ValueError(
-                    f"{file} cannot be read as plain tensors ({error.__class__.__name__}); pass a vqgan.ckpt or a "
-                    ".safetensors file. Files that need pickle can run code, and are refused."
-                ) from error
-            tensors = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
-            found |= {
-                name: value
-                for key, value in tensors.items()
-                if isinstance(value, Tensor) and (name := _official(key)) is not None
-            }
+            held = read_checkpoint(file).weights
+        found |= {name: value for key, value in held.items() if (name := _official(key)) is not None}
     return found
 
 

@@ -1,7 +1,7 @@
 """Emu3 (Wang et al. 2024) as a next-token model, around transformers' own class.
 
 Image tokens are ids of the text vocabulary. Every row of the picture ends with `<|extra_200|>`, and the picture with
-end of frame, end of image and end of text: all of them forced, none of them a slot.
+end of frame, end of image and end of text. All of these are forced, and none of them is a slot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Emu3ImageModel(CachedDecoder):
         height, width: image tokens of the picture.
 
     Raises:
-        ValueError: a vocabulary map without the tokens that close a picture.
+        ValueError: the vocabulary map lacks the tokens that close a picture.
     """
 
     family = "Emu3"
@@ -65,15 +65,15 @@ class Emu3ImageModel(CachedDecoder):
         negative: Prompt | None = None,
         pixel_values: Tensor | None = None,
     ) -> tuple[Emu3ImageModel, ImagePrompt]:
-        """The image model, and what it is conditioned on.
+        """Return the image model, and its condition.
 
         Args:
-            prompt: what the processor makes with `return_for_image_generation=True`; ends where the picture starts.
-            image_sizes: (height, width) in tokens, [B, 2] or one pair, as that processor gives them.
+            prompt: the processor's output with `return_for_image_generation=True`; ends where the picture starts.
+            image_sizes: (height, width) in tokens, [B, 2] or one pair, as from the processor.
             negative: the unconditional prompt; None is the last token of the prompt, as in `generate`.
 
         Raises:
-            ValueError: no size, several sizes, or pixel values (Emu3 draws from text).
+            ValueError: there is no size, several sizes, or pixel values (Emu3 draws from text).
         """
         if pixel_values is not None:
             raise ValueError("Emu3 draws from text; leave pixel_values out.")
@@ -83,14 +83,14 @@ class Emu3ImageModel(CachedDecoder):
         return cls(model, height, width), ImagePrompt(prompt, negative)
 
     def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
-        """What `generate` returns: the prompt, the picture with its row ends, end of frame, of image and of text."""
+        """Return what `generate` returns: the prompt, the picture with row ends, end of frame, of image and of text."""
         ids = torch.cat([condition.prompt.ids.to(tokens.device), self.sequence(tokens)], 1)
         return torch.cat([ids, ids.new_tensor(self.closing).expand(len(ids), -1)], 1)
 
     @staticmethod
     @torch.no_grad()
     def pixels(model: Any, ids: Tensor, image_sizes: Any = None) -> Tensor:
-        """Pictures [B, 3, H, W] in [-1, 1] of what `output` made; `image_sizes` as in `plan`."""
+        """Return pictures [B, 3, H, W] in [-1, 1] from the result of `output`; `image_sizes` as in `plan`."""
         height, width = one_size(image_sizes)
         picture = ids[:, -(height * (width + 1) + 3) :]
         return model.decode_image_tokens(image_tokens=picture, height=height, width=width).clamp(-1, 1)

@@ -1,9 +1,9 @@
 """The autoregressive stage of GLM-Image (Z.ai 2026) as next-token models, around transformers' own class.
 
-It draws a small picture, then the large one behind it: two grids, and so two stages, each a `NextTokenModel` of its own
-shape; the tokens of the first are part of the prompt of the second. Positions have three axes: all tokens of a grid
-share the first one, rows and columns count on the others. The head scores image tokens only. There is no guidance here,
-and no decoder: pixels are the work of the diffusion stage (`diffusers.GlmImagePipeline`).
+It draws a small picture, then the large one: two grids and so two stages, each a `NextTokenModel` of its own shape. The
+tokens of the first stage are part of the prompt of the second. Positions have three axes: all tokens of a grid share
+the first one, rows and columns count on the others. The head scores image tokens only. There is no guidance and no
+decoder here: the diffusion stage (`diffusers.GlmImagePipeline`) makes the pixels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from visual_spec.models.next_token.cached_decoder import CachedDecoder
 class GlmImageStage(CachedDecoder):
     """One grid of a `GlmImageForConditionalGeneration`.
 
-    Only codes are drawn. `generate` allows the ids behind them too (the image end among them), which no decoder reads.
+    Only codes are drawn. `generate` also allows later ids (the image end among them), which no decoder reads.
 
     Args:
         model: the transformers model; it is not changed.
@@ -63,17 +63,17 @@ class GlmImageStage(CachedDecoder):
         images_per_sample: Tensor | None = None,
         pixel_values: Tensor | None = None,
     ) -> tuple[GlmImageStage, ImagePrompt]:
-        """The first stage, and what it is conditioned on.
+        """Return the first stage, and its condition.
 
         Args:
-            prompt: what the processor makes.
-            image_grid_thw: long [images, 3], one (1, height, width) for every picture, of the prompt or to draw; those
-                to draw stand last in each sample and are drawn from the last one on.
+            prompt: the processor's output.
+            image_grid_thw: long [images, 3], one (1, height, width) for every picture of the prompt or to draw.
+                Pictures to draw are last in each sample, and are drawn from the last one on.
             images_per_sample: long [B], how many of them each sample has; None gives all of them to every sample.
             pixel_values: the pictures of the prompt.
 
         Raises:
-            ValueError: guidance; no grids, or grids that differ between the samples.
+            ValueError: guidance is asked for, there are no grids, or the grids differ between samples.
         """
         if guided:
             raise ValueError("GLM-Image's autoregressive stage has no guidance; leave guidance_scale out.")
@@ -96,7 +96,7 @@ class GlmImageStage(CachedDecoder):
                 f"the grids to draw are {sorted(shapes)}; every sample of a batch needs the same ones, at least one."
             )
         (first, *others) = shapes.pop()
-        # The model keeps what this call computes; put back what was there.
+        # The model keeps what this call computes; restore its previous value.
         before = inner._cached_decode_position_ids, inner._prefill_len
         positions, _ = inner.get_rope_index(prompt.ids, image_grid_thw, images_per_sample, prompt.mask.long())
         start = inner._cached_decode_position_ids[:, 0, 0]
@@ -120,13 +120,13 @@ class GlmImageStage(CachedDecoder):
         return GlmImageStage(self.model, height, width, tuple(others)), ImagePrompt(longer)
 
     def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
-        """What `generate` returns: the prompt, the grids in the order they were drawn, the image end."""
+        """Return what `generate` returns: the prompt, the grids in the order they were drawn, the image end."""
         ids = torch.cat([condition.prompt.ids.to(tokens.device), tokens], 1)
         return torch.cat([ids, ids.new_full((len(ids), 1), self.model.config.image_end_token_id)], 1)
 
     @staticmethod
     def pixels(model: Any, ids: Tensor) -> Tensor:
-        """Raises TypeError: this stage makes tokens for a diffusion stage."""
+        """Raise TypeError: this stage makes tokens for a diffusion stage, not pixels."""
         raise TypeError(
             "GLM-Image's tokens are no pixels yet: diffusers.GlmImagePipeline decodes them. Accelerate that pipeline "
             "(visual_spec.accelerate(pipe, sampler)), or hand it the tokens."

@@ -1,7 +1,7 @@
 """Janus and Janus-Pro (Wu et al. 2024; Chen et al. 2025) as next-token models, around transformers' own class.
 
-An image token enters through an embedding and an aligner of its own and leaves through its own head, so text and image
-vocabularies share nothing but the decoder. There are no row ends.
+An image token has its own embedding, aligner and head, so text and image vocabularies share only the decoder. There are
+no row ends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.protocol import TokenGrid
@@ -23,11 +24,11 @@ class JanusImageModel(CachedDecoder):
         model: the transformers model; it is not changed.
 
     Raises:
-        ValueError: a number of image tokens that is no square.
+        ValueError: the number of image tokens is not a square.
     """
 
     family = "Janus"
-    guidance_scale = 5.0  # what `generate` falls back to
+    guidance_scale = 5.0  # the default of `generate`
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -54,16 +55,16 @@ class JanusImageModel(CachedDecoder):
 
     @classmethod
     def plan(cls, model: Any, prompt: Prompt, *, guided: bool) -> tuple[JanusImageModel, ImagePrompt]:
-        """The image model, and what it is conditioned on.
+        """Return the image model, and its condition.
 
-        The unconditional prompt is `generate`'s: of every token but the first and the image start, only the padding
-        id is left, and it is attended to.
+        The unconditional prompt is `generate`'s: every token except the first and the image start becomes the padding
+        id, which is attended to.
 
         Args:
-            prompt: what the processor makes with `generation_mode="image"`; ends with the image start.
+            prompt: the processor's output with `generation_mode="image"`; ends with the image start.
 
         Raises:
-            ValueError: guided, but the generation config does not say which ids those are.
+            ValueError: guided, but the generation config does not define those ids.
         """
         unconditional = None
         if guided:
@@ -81,11 +82,11 @@ class JanusImageModel(CachedDecoder):
         return cls(model), ImagePrompt(prompt, unconditional)
 
     def output(self, condition: ImagePrompt, tokens: Tensor) -> Tensor:
-        """What `generate(generation_mode="image")` returns: the image tokens alone, long [B, height * width]."""
+        """Return what `generate(generation_mode="image")` returns: the image tokens, long [B, height * width]."""
         return tokens
 
     @staticmethod
     @torch.no_grad()
     def pixels(model: Any, ids: Tensor) -> Tensor:
-        """Pictures [B, 3, H, W] in [-1, 1] of image tokens [B, height * width]."""
-        return model.decode_image_tokens(ids).permute(0, 3, 1, 2).clamp(-1, 1)
+        """Return pictures [B, 3, H, W] in [-1, 1] of image tokens [B, height * width]."""
+        return rearrange(model.decode_image_tokens(ids), "b h w c -> b c h w").clamp(-1, 1)

@@ -2,7 +2,7 @@
 
 One class serves the embedded size and the official class- and text-conditional checkpoints; parameter names are the
 official keys. Decoding uses a static cache that is written by slot: each row of a batch advances at its own pace, and a
-rejected slot is simply written again.
+rejected slot is written again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.memory import check_cache_fits
-from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
+from visual_spec.models.core.saved import SavedModel
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -36,8 +39,8 @@ class TextCondition:
     """Caption features for a text-conditional model.
 
     Attributes:
-        features: `[B, T, C]`, left-padded: the valid words of each row stand at its end.
-        mask: bool `[B, T]`, true at valid words; at least the last one of each row.
+        features: `[B, T, C]`, left-padded: the valid words of each row are at its end.
+        mask: bool `[B, T]`, true at valid words; at least the last of each row.
     """
 
     features: Tensor
@@ -49,38 +52,37 @@ class LlamaGenState(DecodeState):
     """Static cache of one decoding run.
 
     Attributes:
-        keys, values: `[layers, R, H, S, D]` with S = prefix + tokens + window. Tree columns are kept in the last
-            `window` places until `keep` copies the accepted ones to their slots.
-        rotary: `[L, D / 2, 2]`, float32 whatever the weights are in: angles do not survive half precision.
-        prefix_mask: bool `[R, T]`, the prefix columns that image tokens may attend to.
-        features: `[R, W, dim]`, what the head read in the last call (prefill: W = 1), for drafters that look at it.
+        cache: places of a row: the T positions of the prefix, the slots of the grid, and `window` more for slots past
+            it. The nodes of a tree are written there until `keep` copies the accepted ones to their slots.
+        rotary: `[L, D / 2, 2]`, always float32: half precision is too coarse for angles.
+        prefix_mask: bool `[R, T]`, the prefix positions that image tokens may attend to.
+        features: `[R, W, dim]`, the head's input in the last call (prefill: W = 1), for drafters that read it.
     """
 
-    keys: Tensor
-    values: Tensor
+    cache: StaticCache
     rotary: Tensor
     prefix_mask: Tensor
     features: Tensor
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.cache.select(rows)
         self.logits, self.prefix_mask = self.logits[rows], self.prefix_mask[rows]
         self.features = self.features[rows]
 
     def buffers(self) -> list[Tensor]:
-        return [self.keys, self.values, self.prefix_mask]
+        return [*self.cache.buffers(), self.prefix_mask]
 
 
 def feed_forward_width(dim: int) -> int:
-    """Hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""
+    """Return the hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""
     return -(-int(2 * 4 * dim / 3) // 256) * 256
 
 
 def rotary_table(
     side: int, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Cosines and sines `[side * side, head_dim / 2, 2]`: half of the pairs turns by row, the other half by column."""
+    """Return cosines and sines `[side * side, head_dim / 2, 2]`: half of the pairs rotate by row, half by column."""
     half = head_dim // 2
     frequencies = base ** -(torch.arange(0, half, 2)[: half // 2].to(dtype) / half)  # [head_dim / 4]
     angles = torch.outer(torch.arange(side).to(dtype), frequencies)
@@ -91,7 +93,7 @@ def rotary_table(
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn interleaved pairs of `x [R, W, H, D]` by `table [R or 1, W, D / 2, 2]`, in at least float32."""
+    """Rotate interleaved pairs of `x [R, W, H, D]` by `table [R or 1, W, D / 2, 2]`, in at least float32."""
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     cosine, sine = (table[:, :, None, :, i].to(pairs.dtype) for i in (0, 1))
     even, odd = pairs.unbind(-1)
@@ -117,12 +119,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(dim, dim, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[R, W, H, D]` of `x [R, W, dim]`, not yet rotated."""
+        """Return queries, keys and values `[R, W, H, D]` of `x [R, W, dim]`, not yet rotated."""
         q, k, v = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """`q [R, W, H, D]` over `k, v [R, H, S, D]` under an additive or bool `mask [R, 1, W, S]` -> `[R, W, dim]`."""
+        """Attend `q [R, W, H, D]` to `k, v [R, H, S, D]` with additive or bool `mask [R, 1, W, S]`: `[R, W, dim]`."""
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
         return self.wo(out.transpose(1, 2).flatten(2))
 
@@ -167,7 +169,7 @@ class CaptionProjection(nn.Module):
 
 
 class CaptionEmbedding(nn.Module):
-    """Caption prefix: projected text features; `uncond_embedding` stands in for the caption in guidance rows."""
+    """Caption prefix: projected text features; `uncond_embedding` replaces the caption in guidance rows."""
 
     def __init__(self, caption_dim: int, dim: int, length: int):
         super().__init__()
@@ -175,7 +177,7 @@ class CaptionEmbedding(nn.Module):
         self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
 
 
-class LlamaGenTransformer(ModelMixin, ConfigMixin):
+class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A `NextTokenModel` over a square grid of image tokens.
 
     Args:
@@ -187,11 +189,12 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         caption_dim: set for a text-conditional model (2048, flan-t5-xl, in the official ones), else None.
         norm_eps: epsilon of every RMSNorm.
         zero_prefix_keys: as in the official models, whose rotary table is zero over the prefix: its keys vanish, and
-            image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so that image tokens
-            look up single words; a small model learns captions far sooner that way.
+            image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so image tokens can
+            attend to single words; a small model then learns captions far sooner.
 
     Raises:
-        ValueError: if not exactly one of `num_classes` and `caption_dim` is given, or head size is not a multiple of 4.
+        ValueError: not exactly one of `num_classes` and `caption_dim` is given, or the head size is not a multiple of
+            4.
     """
 
     _repeated_blocks = ["TransformerBlock"]
@@ -240,7 +243,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
 
     @property
     def prefix_length(self) -> int:
-        """Positions before the first image token."""
+        """Number of positions before the first image token."""
         return self.config["prefix_length"]
 
     def rotary_table(self) -> Tensor:
@@ -254,8 +257,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         """Refuse a condition that does not fit this model.
 
         Raises:
-            TypeError: for captions given to a class-conditional model or labels given to a text-conditional one.
-            ValueError: for a wrong batch, prefix or feature size, a label out of range or an empty caption.
+            TypeError: a class-conditional model gets captions, or a text-conditional model gets labels.
+            ValueError: a wrong batch, prefix or feature size, a label out of range, or an empty caption.
         """
         if isinstance(self.cls_embedding, LabelEmbedding):
             if not isinstance(condition, Tensor) or condition.is_floating_point():
@@ -286,7 +289,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
     def embed_condition(
         self, condition: TextCondition | Tensor, *, guided: bool = False, dropped: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Prefix embeddings `[R, T, dim]` and mask `[R, T]`, unconditional rows last when `guided`.
+        """Return prefix embeddings `[R, T, dim]` and mask `[R, T]`, unconditional rows last when `guided`.
 
         `dropped`, bool `[B]`, marks rows whose condition is replaced by the unconditional one (training for guidance).
         """
@@ -312,6 +315,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
 
     # -- decoding: the NextTokenModel contract -----------------------------------------------------------------------
 
+    @loads_weights
     @torch.no_grad()
     def prefill(
         self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool, window: int
@@ -319,7 +323,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
 
         Raises:
-            TypeError, ValueError: as `check_condition`; a batch whose cache has no room on the GPU.
+            TypeError, ValueError: as in `check_condition`; or the cache of the batch does not fit the GPU.
         """
         self.check_condition(condition, batch_size)
         hidden, prefix_mask = self.embed_condition(condition, guided=guided)
@@ -328,8 +332,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         shape = (len(self.layers), rows, heads, prefix + self.grid.num_tokens + window, dim // heads)
         sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
         check_cache_fits(sample_bytes, batch_size, hidden.device)
-        # Zeros, not empty: masked positions still enter the product with the values, and 0 * nan is nan.
-        keys, values = hidden.new_zeros(shape), hidden.new_zeros(shape)
+        cache = StaticCache.allocate(hidden, shape)
+        cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
         causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
         mask = (causal & prefix_mask[:, None, :]) | torch.eye(prefix, dtype=torch.bool, device=hidden.device)
         for index, block in enumerate(self.layers):
@@ -337,22 +341,20 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             q, k, v = block.attention.project(block.attention_norm(hidden))
             if self.config["zero_prefix_keys"]:
                 q, k = torch.zeros_like(q), torch.zeros_like(k)
-            keys[index, :, :, :prefix] = k.transpose(1, 2)
-            values[index, :, :, :prefix] = v.transpose(1, 2)
-            hidden = hidden + block.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), mask[:, None])
+            hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask[:, None])
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
         features = self.norm(hidden[:, -1:])
         return LlamaGenState(
             logits=self._head(features)[:, 0],
             guided=guided,
             window=window,
-            keys=keys,
-            values=values,
+            cache=cache,
             rotary=self.rotary_table().to(hidden.device),
             prefix_mask=prefix_mask,
             features=features,
         )
 
+    @loads_weights
     @torch.no_grad()
     def forward(
         self,
@@ -361,62 +363,53 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         slots: Tensor,
         visible: Tensor | None = None,
         seen: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> Tensor:
-        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, column w predicting slot `slots[b, w] + 1`.
+        """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
-        `visible` the columns are a tree, see `TreeModel`; with `seen` slots come in any order, see `OrderModel`.
+        `visible`, tokens are nodes of a tree, see `TreeModel`. With `seen`, slots come in any order, see `OrderModel`.
+
+        Raises:
+            ValueError: as in `check_raster`.
         """
+        check_raster(slots, predicted, self.grid.num_tokens)
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
             seen = None if seen is None else seen.repeat(2, 1, 1)
-        prefix, num_tokens = state.prefix_mask.shape[1], self.grid.num_tokens
-        width = slots.shape[1]
-        columns = torch.arange(num_tokens + state.window, device=slots.device)
-        if seen is not None:
-            places, size = slots, prefix + num_tokens + state.window
-            seen = F.pad(seen, (0, state.window)).scatter(
-                2, slots[..., None], True
-            )  # [R, W, S - T], and itself
-        elif visible is None:
-            places, size = slots, prefix + num_tokens + state.window
-            if (
-                slots.device.type == "cpu"
-            ):  # reading the maximum costs no synchronisation and spares the unused tail
-                size = prefix + int(slots.max()) + 1
-            seen = columns[: size - prefix] <= slots[..., None]  # [R, W, S - T]
+        cache, prefix = state.cache, state.prefix_mask.shape[1]
+        first_scratch = prefix + self.grid.num_tokens
+        places = prefix + slots
+        if visible is not None:
+            seen = seen_in_tree(places, visible, first_scratch)
+            nodes = torch.arange(slots.shape[1], device=slots.device)
+            cache.at(first_scratch + nodes.expand_as(slots), seen.shape[-1])
+        elif seen is not None:
+            seen = seen_in_order(places, F.pad(seen, (prefix, 0), value=True), state.window)
+            cache.at(places, seen.shape[-1])
         else:
-            places, size = num_tokens + columns[:width].expand_as(slots), prefix + num_tokens + width
-            earlier = columns[:num_tokens] < slots[:, :1, None]  # [R, 1, L], slots before the root
-            seen = torch.cat([earlier.expand(-1, width, -1), visible], -1)
-        mask = torch.cat([state.prefix_mask[:, None].expand(-1, width, -1), seen], -1)[:, None]
-        table = state.rotary[slots.clamp_max(num_tokens - 1)]
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
+            seen = cache.causal(places)
+        words = F.pad(state.prefix_mask, (0, seen.shape[-1] - prefix), value=True)  # [R, S]
+        mask = (seen & words[:, None])[:, None]
+        table = state.rotary[slots.clamp_max(self.grid.num_tokens - 1)]
         hidden = self.tok_embeddings(tokens)
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
-            keys, values = state.keys[index], state.values[index]
             q, k, v = block.attention.project(block.attention_norm(hidden))
-            keys.transpose(1, 2)[rows, prefix + places] = rotate(k, table)
-            values.transpose(1, 2)[rows, prefix + places] = v
-            hidden = hidden + block.attention.attend(
-                rotate(q, table), keys[:, :, :size], values[:, :, :size], mask
-            )
+            keys, values = cache.update(index, rotate(k, table), v)
+            hidden = hidden + block.attention.attend(rotate(q, table), keys, values, mask)
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
         state.features = self.norm(hidden)
         return self._head(state.features)
 
     @torch.no_grad()
-    def keep(self, state: LlamaGenState, columns: Tensor, slots: Tensor) -> None:
-        """Copy what the last tree call computed for `columns [B, D]` to the cache at `slots [B, D]`."""
+    def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
+        """Copy the cache entries of `nodes [B, D]` of the last tree call to `slots [B, D]`."""
         if state.guided:
-            columns, slots = columns.repeat(2, 1), slots.repeat(2, 1)
-        first = state.prefix_mask.shape[1]
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        for cache in (state.keys, state.values):
-            by_place = cache.transpose(2, 3)  # [layers, R, S, H, D]
-            by_place[:, rows, first + slots] = by_place[:, rows, first + self.grid.num_tokens + columns]
+            nodes, slots = nodes.repeat(2, 1), slots.repeat(2, 1)
+        prefix = state.prefix_mask.shape[1]
+        state.cache.copy(prefix + self.grid.num_tokens + nodes, prefix + slots)
 
     def _head(self, features: Tensor) -> Tensor:
         logits = self.output(features)
@@ -431,10 +424,10 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         dropped: Tensor | None = None,
         hidden_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[B, L, V]` for every slot of whole pictures `tokens [B, L]`, with gradients.
+        """Return logits `[B, L, V]` for every slot of whole pictures `tokens [B, L]`, with gradients.
 
         `dropped`, bool `[B]`: rows whose condition is replaced by the unconditional one. `hidden_tokens`, bool
-        `[B, L - 1]`: inputs replaced by zero, so that the condition has to say what they would have said.
+        `[B, L - 1]`: inputs replaced by zero, so that the model must use the condition instead.
         """
         prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
         prefix = prefix_mask.shape[1]
@@ -445,13 +438,13 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             embedded = embedded.masked_fill(hidden_tokens[..., None], 0.0)
         hidden = torch.cat([prefix_embeddings, embedded], 1)
         table = self.rotary_table()
-        unrotated = torch.zeros_like(table[:1])  # cosine 0 and sine 0: no key at all
+        unrotated = torch.zeros_like(table[:1])  # cosine 0 and sine 0: the key vanishes
         if not self.config["zero_prefix_keys"]:
             unrotated[..., 0] = 1.0
         table = torch.cat([unrotated.expand(prefix, -1, -1), table[:length]])[None].to(tokens.device)
         causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
-        columns = F.pad(prefix_mask, (0, length), value=True)
-        mask = (causal & columns[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
+        words = F.pad(prefix_mask, (0, length), value=True)
+        mask = (causal & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
         for block in self.layers:
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden))

@@ -1,6 +1,6 @@
 """The embedded family's text encoder: a small bidirectional transformer over words, trained with the image model.
 
-It takes the place that flan-t5-xl has in the official text-conditional LlamaGen; features are left-padded as there.
+It replaces the flan-t5-xl of the official text-conditional LlamaGen; features are left-padded as there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import TextCondition
 
 _WORD = re.compile(r"\w+")
@@ -20,7 +23,7 @@ _PADDING, _UNKNOWN, _FIRST_WORD = 0, 1, 2
 
 
 def split_words(text: str) -> list[str]:
-    """Lower-case words of a text, punctuation dropped."""
+    """Return the lower-case words of a text, without punctuation."""
     return _WORD.findall(text.lower())
 
 
@@ -33,15 +36,16 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (
-            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = rearrange(
+            self.qkv(self.norm1(x)), "b t (n h d) -> n b h t d", n=3, h=self.heads
         )  # [B, H, T, D]
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(rearrange(seen, "b h t d -> b t (h d)"))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class CaptionEncoder(ModelMixin, ConfigMixin):
-    """Words to features.
+class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
+    """Maps words to features.
 
     Args:
         vocabulary: the known words; any other word becomes the unknown word.
@@ -71,15 +75,15 @@ class CaptionEncoder(ModelMixin, ConfigMixin):
         return self.config["max_words"]
 
     def unknown_words(self, prompts: list[str]) -> list[str]:
-        """Words of the prompts that the encoder has never seen, each once, in order."""
+        """Return the words of the prompts that the encoder does not know, each once, in order."""
         words = (word for prompt in prompts for word in split_words(prompt))
         return list(dict.fromkeys(word for word in words if word not in self._ids))
 
     def word_ids(self, prompts: list[str]) -> Tensor:
-        """Left-padded word ids `[B, max_words]`.
+        """Return left-padded word ids `[B, max_words]`.
 
         Raises:
-            ValueError: for a prompt without a word, or with more than `max_words`.
+            ValueError: a prompt has no word, or more than `max_words`.
         """
         rows = []
         for prompt in prompts:
@@ -94,15 +98,16 @@ class CaptionEncoder(ModelMixin, ConfigMixin):
             rows.append([_PADDING] * (self.max_words - len(ids)) + ids)
         return torch.tensor(rows, dtype=torch.long, device=self.word_embedding.weight.device)
 
+    @loads_weights
     def forward(self, prompts: list[str] | Tensor) -> TextCondition:
-        """Features `[B, max_words, dim]` and mask of prompts, or of word ids `[B, max_words]`.
+        """Return features `[B, max_words, dim]` and mask of prompts, or of word ids `[B, max_words]`.
 
         Raises:
-            ValueError: as `word_ids`.
+            ValueError: as in `word_ids`.
         """
         ids = prompts if isinstance(prompts, Tensor) else self.word_ids(prompts)
         mask = ids != _PADDING
-        # Positions count from the first word of the caption, wherever the padding puts it.
+        # Positions count from the first word of the caption, wherever the padding places it.
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         x = self.word_embedding(ids) + self.position_embedding(positions)
         for block in self.blocks:

@@ -1,8 +1,8 @@
-"""The cleaning of captions that the official text-conditional LlamaGen was trained behind.
+"""The caption cleaning with which the official text-conditional LlamaGen was trained.
 
-It comes from web-scraped captions (DeepFloyd IF, then PixArt-alpha): addresses, file names, article numbers and the
-language of shops are dropped, typography is made uniform. Whoever skips it feeds T5 other tokens than those the image
-model knows: the cleaning lower-cases, and drops brackets, slashes and "#", for example.
+It was made for web-scraped captions (DeepFloyd IF, then PixArt-alpha). It drops addresses, file names, article numbers
+and shop language, and makes typography uniform. Without it T5 gets other tokens than those the image model knows: the
+cleaning lower-cases, and drops brackets, slashes and "#", for example.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TYPOGRAPHY = [
     (r"&quot;?|&amp", ""),
     (r"\d{1,3}(?:\.\d{1,3}){3}", " "),  # network addresses
     (r"\d:\d\d\s+$", ""),
-    (r"\\n", " "),  # a line break that was written out
+    (r"\\n", " "),  # a literal backslash-n
     (r"#(?:\d{1,3}|\d{5,})\b|\b\d{6,}\b", ""),  # article numbers
     (rf"\S+\.(?:{_FILE_TYPES})", ""),
     (r"[\"']{2,}", '"'),
@@ -66,10 +66,10 @@ _ENDS = [
 
 
 def clean_caption(caption: str) -> str:
-    """A caption as the official code cleans it once; it cleans twice, and the second pass may change more.
+    """A caption after one pass of the official cleaning. The official code makes two; the second may change more.
 
-    Of the repair of wrongly decoded text (the library ftfy) only the removal of control characters is done. What else
-    it changes in well decoded text, ligatures and full-width letters, T5's tokenizer normalises too.
+    Of the repair of wrongly decoded text (the library ftfy), only the removal of control characters is done. Its other
+    changes to correctly decoded text, ligatures and full-width letters, are also made by T5's tokenizer.
     """
     text = unquote_plus(caption).strip().lower().replace("<person>", "person")
     text = _apply(_ADDRESSES, text)

@@ -1,7 +1,7 @@
 """T5 caption features for the official text-conditional LlamaGen: flan-t5-xl, left-padded, cached on disk.
 
-Takes the place of `CaptionEncoder` in an `ImagePipeline`. A folder of these features is a plain transformers folder
-(`config.json`, weights, tokenizer files), so that an original flan-t5-xl folder or Hub id loads as it is.
+Replaces `CaptionEncoder` in an `ImagePipeline`. A folder of these features is a plain transformers folder
+(`config.json`, weights, tokenizer files), so an original flan-t5-xl folder or Hub id loads unchanged.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.captions import clean_caption
 
@@ -27,19 +28,19 @@ MAX_TOKENS = 120  # prefix length of the official text-conditional models
 
 
 class T5Features(ModelMixin, ConfigMixin):
-    """Captions to the last hidden states of a T5 encoder.
+    """Maps captions to the last hidden states of a T5 encoder.
 
-    Captions are cleaned twice and tokenized with their end token, padded to `max_words`; each row of the features is
-    then rotated so that its valid tokens stand at its end, and zero before them (LlamaGen, official text-conditional
+    Captions are cleaned twice and tokenized with their end token, padded to `max_words`. Each row of the features is
+    then rotated so that its valid tokens are at its end, with zeros before them (LlamaGen, official text-conditional
     sampling code).
 
     Args:
         encoder: a transformers `T5EncoderModel`.
         tokenizer: its tokenizer.
         max_words: longest caption in tokens, the end token included; also the prefix length of the image model.
-        cache_folder: where features are kept, one file per caption; None keeps none. What is cached is found again
-            only with the same weights, in the same dtype, for the same tokens.
-        clean: whether captions are cleaned. Those of Infinity are read as they are.
+        cache_folder: folder that stores features, one file per caption; None stores none. Stored features are used only
+            with the same weights, in the same dtype, for the same tokens.
+        clean: whether captions are cleaned. Infinity does not clean them.
     """
 
     config_name = "features_config.json"
@@ -75,15 +76,15 @@ class T5Features(ModelMixin, ConfigMixin):
         """Load a folder or Hub id of a T5, or what `save_pretrained` wrote.
 
         Args:
-            torch_dtype: of the weights; None: float32, as diffusers loads.
+            torch_dtype: dtype of the weights; None: float32, as diffusers loads.
             max_words: None: as saved, or 120.
             cache_folder: see the class.
             clean: None: as saved, or true.
             loading: revision, token, cache_dir, local_files_only and device_map are passed on to transformers.
 
         Raises:
-            ValueError: the folder holds no configuration, or that of another model.
-            OSError: as transformers raises for a Hub id that cannot be had.
+            ValueError: the folder has no configuration, or that of another model.
+            OSError: raised by transformers for a Hub id that is not available.
         """
         from transformers import AutoConfig, AutoTokenizer, T5EncoderModel
 
@@ -132,15 +133,15 @@ class T5Features(ModelMixin, ConfigMixin):
         return self.encoder.config.d_model
 
     def unknown_words(self, prompts: list[str]) -> list[str]:
-        """None: T5 spells every word in pieces."""
+        """Return no words: T5 spells every word in pieces."""
         return []
 
     def word_ids(self, prompts: list[str]) -> Tensor:
-        """Token ids `[B, max_words]`, padded at the end as T5 was trained.
+        """Return token ids `[B, max_words]`, padded at the end as T5 was trained.
 
         Raises:
-            ValueError: for a prompt of which cleaning leaves nothing, or with more than `max_words` tokens. (The
-                official code draws something for the former, and cuts the latter short without a word.)
+            ValueError: cleaning leaves nothing of a prompt, or a prompt has more than `max_words` tokens. (The official
+                code draws something for the former, and silently cuts the latter.)
         """
         rows = []
         for prompt in prompts:
@@ -155,12 +156,13 @@ class T5Features(ModelMixin, ConfigMixin):
             rows.append(ids + [self._padding] * (self.max_words - len(ids)))
         return torch.tensor(rows, dtype=torch.long, device=self.device)
 
+    @loads_weights
     @torch.no_grad()
     def forward(self, prompts: list[str] | Tensor) -> TextCondition:
-        """Features `[B, max_words, C]` and mask of prompts, or of token ids `[B, max_words]`.
+        """Return features `[B, max_words, C]` and mask of prompts, or of token ids `[B, max_words]`.
 
         Raises:
-            ValueError: as `word_ids`.
+            ValueError: as in `word_ids`.
         """
         ids = prompts if isinstance(prompts, Tensor) else self.word_ids(prompts)
         mask = ids != self._padding
@@ -199,7 +201,7 @@ class T5Features(ModelMixin, ConfigMixin):
         return self.cache_folder / name[:2] / f"{name}.safetensors"
 
     def _weights_fingerprint(self) -> str:
-        """Tells encoders, revisions and dtypes apart, by some numbers of every weight rather than by a name."""
+        """A hash of some numbers of every weight, which distinguishes encoders, revisions and dtypes; names do not."""
         if self._fingerprint is None or self._fingerprint[0] != self.dtype:
             digest = hashlib.sha256()
             for name, weight in self.encoder.state_dict().items():
@@ -210,7 +212,7 @@ class T5Features(ModelMixin, ConfigMixin):
         return self._fingerprint[1]
 
     def _read(self, path: Path, length: int) -> Tensor | None:
-        """Features `[length, C]`, or None where there are none, or none that can be read."""
+        """Return features `[length, C]`, or None if there are no readable ones."""
         try:
             with safe_open(path, "pt") as file:
                 features = file.get_tensor("features")
@@ -221,7 +223,7 @@ class T5Features(ModelMixin, ConfigMixin):
 
 
 def left_padded(features: Tensor, mask: Tensor) -> TextCondition:
-    """Rotate every row so that its valid tokens stand at its end, and zero the rest.
+    """Rotate every row so that its valid tokens are at its end, and zero the rest.
 
     Args:
         features: `[B, T, C]`, valid tokens first.
@@ -236,7 +238,7 @@ def left_padded(features: Tensor, mask: Tensor) -> TextCondition:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    # Another process may write the same caption: each has a file of its own, and the last one to be renamed stays.
+    # Another process may write the same caption: each uses its own file, and the last rename wins.
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:

@@ -1,88 +1,443 @@
-"""What the loops of the samplers share: columns picked row by row, who is still decoded, and the result drawn up."""
+"""The base of every sampler: a frozen configuration, and a decode that checks, prefills, prepares, steps and reports.
+
+A method writes two functions:
+
+    prepare(run) -> state      the state after the prefill
+    step(run, state)           one call of the model
+
+`Run` holds what stays the same from call to call, `State` holds what changes. Nothing else survives a step, so the
+exactness tests can drive the same code that decodes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
+from diffusers.configuration_utils import ConfigMixin
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
 from visual_spec.models.core.protocol import DecodeState
-from visual_spec.samplers.autoregressive import Callback
-from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
+from visual_spec.samplers.core.checks import CheckedLaw, check_parts, check_request
+from visual_spec.samplers.core.graph import can_record, recorded, wants_graph
+from visual_spec.samplers.core.host import HostCopy
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CounterNoise, draw_keys
+from visual_spec.samplers.core.precision import low_precision_of, scales_by_batch
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
+from visual_spec.samplers.core.verification import draw_tokens
+from visual_spec.samplers.core.window import AUTO, WindowPolicy, adaptive
+
+Callback = Callable[[int, Tensor], Any]
 
 
-def columns_of(values: Tensor, columns: Tensor) -> Tensor:
-    """values [B, C, V] at columns [B, N]: [B, N, V]."""
-    batch_size, count, vocab_size = values.shape
-    first = torch.arange(0, batch_size * count, count, device=values.device)[:, None]
-    # Whole rows by one index, not a gather of V indices each.
-    rows = values.reshape(-1, vocab_size).index_select(0, (first + columns).flatten())
-    return rows.view(*columns.shape, vocab_size)
+@dataclass
+class Run:
+    """What stays the same from call to call of one decode.
+
+    Attributes:
+        model, condition, batch_size: as given. Completed samples leave the batch, so steps take its size from the
+            state.
+        cache: the model's own state after its prefill.
+        law: turns logits into laws, and checks them.
+        law_given: the law as given. Methods whose law varies from call to call replace `law` by others.
+        noise: the noise of the samples.
+        watch: measures the time of each phase.
+        rule: the rule that tests drafts, with its tables.
+        parts: the other arguments of the call, by the names in the sampler's `takes`.
+        tables: tensors that the method computed once for the whole decode.
+        pattern: the codebook pattern (`PatternView`) of a model of columns.
+    """
+
+    model: Any
+    condition: Any
+    batch_size: int
+    cache: Any
+    law: CheckedLaw
+    law_given: TokenLaw
+    noise: CounterNoise
+    watch: Stopwatch
+    rule: AcceptanceRule = EXACT
+    parts: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    pattern: Any = None
+
+    @property
+    def guided(self) -> bool:
+        """Whether the model also runs unconditional rows."""
+        return self.cache.guided
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the decode."""
+        return device_of(self.cache)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of slots to decode."""
+        return self.law.num_tokens
+
+    @property
+    def drafter(self) -> Any:
+        """The second model, if the sampler takes one."""
+        return self.parts.get("drafter")
+
+    def lap(self, phase: str) -> None:
+        """Attribute the time since the last lap to `phase`."""
+        self.watch.lap(phase, self.device)
 
 
-class HostCopy:
-    """Brings a small tensor to the host; on CUDA one call late, because asking at once would stall the device."""
-
-    def __init__(self) -> None:
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def __call__(self, value: Tensor) -> Tensor | None:
-        """The value; on CUDA that of the call before, and None at the first call."""
-        if value.device.type != "cuda":
-            return value
-        earlier = self._pending
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        host.copy_(value, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(value.device))
-        self._pending = (host, event)
-        if earlier is None:
-            return None
-        earlier[1].synchronize()
-        return earlier[0]
+def device_of(cache: Any) -> torch.device:
+    """Return the device of a model's state."""
+    return cache.device if hasattr(cache, "device") else cache.logits.device
 
 
-class TextState(Protocol):
-    """What `decode` reads of a sampler's state; see `JacobiState` and `DraftedState` for the meaning."""
+@dataclass
+class State:
+    """A batch between two calls. Row b has committed its first `lengths[b]` slots. Axis 0 of all tensors is the sample.
 
+    Attributes:
+        cache: the model's own state.
+        tokens: long [B, L + scratch], by slot: committed tokens, then drafts, then scratch. Models of columns have
+            [B, L + scratch, K].
+        lengths: long [B].
+        round: index of the last call (the prefill is 0); a long tensor [] where calls are recorded as graphs.
+        target_calls: long [B].
+        commit_call: long [B, L + scratch], by slot: the last call whose window held the slot. For a committed slot that
+            is the call that committed it.
+        meter: measures what a lossy rule does to the law; None for a lossless rule.
+    """
+
+    cache: Any
     tokens: Tensor
     lengths: Tensor
+    round: int | Tensor
     target_calls: Tensor
     commit_call: Tensor
     meter: DivergenceMeter | None
 
+    @classmethod
+    def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
+        """Return the state after the prefill of a next-token model: slot 0 is drawn from its law and committed.
 
-class Roster:
-    """Which samples of a batch are still decoded; those that are complete leave, so that no call is spent on them.
+        Args:
+            scratch: number of slots past the grid that calls may write.
+            more: the other fields of a subclass.
+        """
+        logits = run.cache.logits[:, None]  # [R, 1, V]
+        slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
+        tokens = slots.new_zeros(run.batch_size, run.num_tokens + scratch)
+        tokens[:, :1] = draw_tokens(run.law, run.noise, logits, slots, run.guided)
+        return cls(
+            cache=run.cache,
+            tokens=tokens,
+            lengths=slots.new_ones(run.batch_size),
+            round=0,
+            target_calls=slots.new_ones(run.batch_size),
+            commit_call=torch.zeros_like(tokens),
+            meter=None if run.rule.lossless else DivergenceMeter(run.batch_size, run.device),
+            **more,
+        )
 
-    Args:
-        state: a dataclass whose tensors all have the samples first, and whose other parts can `select`, or are no
-            matter of samples.
+    def next_slots(self, count: int) -> Tensor:
+        """Return the `count` slots after the committed tokens of each row: long [B, count]."""
+        return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
+
+    def commit(self, slots: Tensor, count: Tensor, num_tokens: int) -> None:
+        """Commit the first `count`, long [B], of the slots long [B, N] of a call; complete rows do not change."""
+        self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
+        self.target_calls += self.lengths < num_tokens
+        self.lengths = (self.lengths + count).clamp_(max=num_tokens)
+
+
+class Sampler(SchedulerMixin, ConfigMixin):
+    """A decoding method: a frozen configuration without tensors, swapped like a scheduler of diffusers.
+
+    Attributes:
+        takes: names of the arguments of a call beside the model, its condition and the law, such as "drafter".
+        needs_drafter: whether the sampler drafts with a second model.
+        promise: "identical", "lossless" or "lossy" for a sampler without a setting `acceptance`; else None.
+        counts_prefill: whether the prefill predicts the first slots and therefore counts as call 0.
     """
 
-    _RESULTS = ("tokens", "lengths", "target_calls", "commit_call")
+    config_name = "sampler_config.json"
+    config: Any
+    takes: ClassVar[tuple[str, ...]] = ()
+    needs_drafter: ClassVar[bool] = False
+    promise: ClassVar[str | None] = None
+    counts_prefill: ClassVar[bool] = True
 
-    def __init__(self, state: TextState) -> None:
+    # -- what a method must write
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        """Refuse, before any compute, a request that cannot be decoded.
+
+        Raises:
+            ValueError, TypeError: the request cannot be decoded; the message says what can.
+        """
+        check_request(model, law, batch_size)
+
+    def window_of(self, model: Any) -> int:
+        """Return the most slots that one call of the model scores."""
+        return 1
+
+    def prepare(self, run: Run) -> Any:
+        """Return the state after the prefill."""
+        raise NotImplementedError
+
+    def step(self, run: Run, state: Any) -> None:
+        """Make one call of the model and update `state`, without host synchronisation on CUDA."""
+        raise NotImplementedError
+
+    # -- what a method may override
+
+    @property
+    def identical(self) -> bool:
+        """Whether the tokens equal those of plain decoding with the same generator."""
+        return (self.promise or self.config.acceptance) == "identical"
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output law equals that of plain decoding."""
+        return (self.promise or self.config.acceptance) not in ("lossy", *RELAXED)
+
+    @property
+    def measures_at_least(self) -> bool:
+        """Whether the measured divergence is only a lower bound, as that of an unbounded relaxed rule on one draft."""
+        return "acceptance" in self.config and not (self.relaxation.lossless or self.relaxation.bounded)
+
+    @property
+    def needs_codebook(self) -> bool:
+        """Whether a call needs `codebook`, the code of every token as the decoder sees it."""
+        return "acceptance" in self.config and self.relaxation.needs_codebook
+
+    @property
+    def relaxation(self) -> Relaxation:
+        """The relaxed rule of the configuration, with its numbers."""
+        return Relaxation.of(self.config.acceptance, self.config.get("relaxation"))
+
+    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
+        """Return the rule that tests drafts, with its tables."""
+        if "acceptance" not in self.config or self.config.acceptance == "exact":
+            return EXACT
+        if self.config.acceptance == "identical":
+            return IDENTICAL
+        return self.relaxation.rule(parts.get("codebook"), device)
+
+    def prefill(
+        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> Any:
+        """Run the model's prefill on the condition."""
+        return model.prefill(
+            condition, batch_size=batch_size, guided=law.guided, window=self.window_of(model)
+        )
+
+    def num_slots(self, model: Any, parts: dict[str, Any]) -> int:
+        """Return the number of slots of one sample. The law does not check logits of later slots."""
+        return model.grid.num_tokens
+
+    def num_calls(self, run: Run) -> int | None:
+        """Return the number of steps if it is known beforehand; None: step until every sample is complete."""
+        return None
+
+    def progress(self, run: Run, state: Any) -> Tensor:
+        """Return how many slots each sample has, long [B]. A sample is complete at `run.num_tokens`."""
+        return state.lengths
+
+    def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
+        """Return `divergence` and `moved_mass` of the trace: what the decode did to the law."""
+        if state.meter is None:
+            return None, None
+        return state.meter.mean(), state.meter.moved.cpu()
+
+    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        """Return the result, from tokens [B, L] and the fields of the trace."""
+        return SampleResult(tokens, DecodeTrace(**trace))
+
+    # -- one decode
+
+    def begin(
+        self,
+        model: Any,
+        condition: Any,
+        law: TokenLaw,
+        keys: Tensor,
+        watch: Stopwatch | None = None,
+        **parts: Any,
+    ) -> Run:
+        """Run the prefill, and set up what `prepare` and `step` read.
+
+        Args:
+            keys: int64 [B], one key a sample (`draw_keys`).
+            parts: the arguments listed by `takes`.
+        """
+        watch = watch or Stopwatch()
+        cache = self.prefill(model, condition, law, len(keys), parts)
+        device = device_of(cache)
+        watch.lap("prefill", device)
+        checked = CheckedLaw(law, self.num_slots(model, parts), deferred=device.type == "cuda")
+        rule = self.rule(model, parts, device)
+        noise = CounterNoise(keys, device)
+        return Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Any,
+        condition: Any,
+        *,
+        law: TokenLaw,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        batch_size: int = 1,
+        callback: Callback | None = None,
+        **parts: Any,
+    ) -> SampleResult:
+        """Decode a batch.
+
+        Args:
+            model: a model that answers the calls of this sampler.
+            condition: what the model's `prefill` takes, `batch_size` rows of it.
+            law: how logits become the distribution a token is drawn from.
+            generator: one `torch.Generator` for the batch, a list of one a sample, or None (PyTorch's default).
+            callback: called after every target call with the call's index (the prefill is 0) and the number of
+                committed slots of each sample, long [B], on the model's device. On CUDA the sampler notices the end one
+                call late, so it may call back once more after the last commit.
+            parts: the arguments listed by `takes`. `drafter`: the drafting model. `drafter_condition`: what the
+                drafter's `prefill` takes, if not `condition`. `codebook`: [V, D], the code of every token as the
+                decoder sees it; required if `needs_codebook`.
+
+        Raises:
+            ValueError, TypeError: the request cannot be served.
+            FloatingPointError: logits that define no law.
+        """
+        check_parts(self, parts)
+        self.check(model, law, batch_size, parts)
+        graph = self.config.get("graph", False)
+        recording = wants_graph(graph, model)
+        keys = draw_keys(generator, batch_size)
+        run = self.begin(model, condition, law, keys, Stopwatch(), **parts)
+        state = self.prepare(run)
+
+        # The recording outlives this decode. Of the prefill it reads only what the state holds.
+        lasting = replace(run, condition=None, cache=None)
+
+        def call(state: Any, law: CheckedLaw, noise: CounterNoise) -> None:
+            self.step(replace(lasting, cache=state.cache, law=law, noise=noise), state)
+
+        def advance() -> None:
+            self.step(run, state)
+
+        recording = recording and (graph is True or can_record(state))
+        if recording:
+            state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
+            # Only the prefill uses `drafter_condition`.
+            others = [part for name, part in parts.items() if name != "drafter_condition"]
+            key = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
+            fixed, advance = recorded(
+                model,
+                key,
+                call,
+                (state, run.law, run.noise),
+                run.watch,
+                drafter=run.drafter,
+                strict=graph is True,
+            )
+            state, run.law, run.noise = fixed
+        if self.config.get("window") == AUTO:
+            policy = WindowPolicy.of(model, (batch_size, law.guided, str(run.device)))
+            advance = adaptive(advance, state, policy, run.num_tokens)
+        return decode(self, run, state, advance, callback, shrinks=not recording)
+
+
+def decode(
+    sampler: Sampler,
+    run: Run,
+    state: Any,
+    advance: Callable[[], None],
+    callback: Callback | None,
+    *,
+    shrinks: bool,
+) -> SampleResult:
+    """Call `advance`, one step on `state`, until every sample is complete; then build the result.
+
+    Args:
+        shrinks: whether completed samples leave the batch. False for steps that were recorded for the whole batch.
+    """
+    active, num_tokens = ActiveSamples(state), run.num_tokens
+    shrinks, on_host = shrinks and active.can_shrink, HostCopy()
+    num_calls, steps = sampler.num_calls(run), 0
+    first = 1 if sampler.counts_prefill else 0  # index of the first step's call
+    if callback is not None and first:
+        callback(0, sampler.progress(run, state).clone())
+    while steps != num_calls:
+        if num_calls is None:
+            progress = on_host(sampler.progress(run, state))
+            if progress is not None:
+                ended = progress == num_tokens
+                if ended.all():
+                    break
+                # Removing samples copies the caches, which costs a call or two: large batches remove them in groups.
+                if shrinks and 8 * int(ended.sum()) >= len(ended):
+                    active.leave(ended, sampler.progress(run, state), run.law, run.noise)
+                    on_host = HostCopy()
+        advance()
+        if callback is not None:
+            callback(steps + first, active.whole("progress", sampler.progress(run, state)).clone())
+        steps += 1
+    tokens = active.whole("tokens", state.tokens)[:, :num_tokens].clone()
+    divergence, moved_mass = sampler.measure(run, state, tokens)
+    run.law.finish()
+    seconds, phase_seconds = run.watch.read()
+    trace = dict(
+        sampler=type(sampler).__name__,
+        lossless=sampler.lossless,
+        identical=sampler.identical,
+        target_calls=active.whole("target_calls", state.target_calls).cpu(),
+        commit_call=active.whole("commit_call", state.commit_call)[:, :num_tokens].cpu(),
+        seconds=seconds,
+        phase_seconds=phase_seconds,
+        peak_memory=run.watch.peak_memory(run.device),
+        divergence=divergence,
+        moved_mass=moved_mass,
+        at_least=sampler.measures_at_least,
+    )
+    if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding
+        trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))
+    return sampler.result(run, state, tokens, trace)
+
+
+class ActiveSamples:
+    """The samples of a batch that are still decoded. Completed samples leave, so that no call is spent on them.
+
+    Args:
+        state: a dataclass whose tensors all have samples as their first axis. Its other parts can `select` samples, or
+            do not depend on them.
+    """
+
+    _RESULTS = ("tokens", "target_calls", "commit_call")
+
+    def __init__(self, state: Any) -> None:
         self.state = state
-        self.samples = torch.arange(len(state.lengths), device=state.lengths.device)
+        self.samples = torch.arange(len(state.tokens), device=state.tokens.device)
         self._whole: dict[str, Tensor] = {}
 
     @property
     def can_shrink(self) -> bool:
-        """Whether all parts of the state know how to let samples go."""
+        """Whether all parts of the state can `select` samples."""
         return all(
             part is None or isinstance(part, Tensor | int) or _selects(part)
             for part in self._parts().values()
         )
 
-    def leave(self, ended: Tensor, *others: Any) -> None:
-        """Let samples go, ended bool [those still here] on the host; `others` select the same ones."""
-        self._whole = {name: self.result(name) for name in self._RESULTS}
+    def leave(self, ended: Tensor, progress: Tensor, *others: Any) -> None:
+        """Remove the samples where `ended` is true, bool [those still here] on the host, from `others` as well."""
+        results = {name: getattr(self.state, name) for name in self._RESULTS} | {"progress": progress}
+        self._whole = {name: self.whole(name, here) for name, here in results.items()}
         kept = (~ended).nonzero()[:, 0].to(self.samples.device)
         self.samples = self.samples[kept]
         for name, part in self._parts().items():
@@ -93,72 +448,15 @@ class Roster:
         for other in others:
             other.select(kept)
 
-    def result(self, name: str) -> Tensor:
-        """A tensor of the state for all samples, those that have left included."""
-        here = getattr(self.state, name)
+    def whole(self, name: str, here: Tensor) -> Tensor:
+        """Return a result for all samples, from that of the samples still here and those that have left."""
         if not self._whole:
             return here
         return self._whole[name].index_copy_(0, self.samples, here)
 
     def _parts(self) -> dict[str, Any]:
-        return {field.name: getattr(self.state, field.name) for field in fields(self.state)}  # pyright: ignore
+        return {field.name: getattr(self.state, field.name) for field in fields(self.state)}
 
 
 def _selects(part: Any) -> bool:
-    return getattr(type(part), "select", DecodeState.select) is not DecodeState.select
-
-
-def decode(
-    sampler: Any,
-    state: TextState,
-    law: CheckedLaw,
-    noise: CounterNoise,
-    advance: Callable[[], None],
-    watch: Stopwatch,
-    callback: Callback | None,
-    *,
-    shrinks: bool = True,
-) -> SampleResult:
-    """Call `advance`, one step on `state`, until every sample is complete, and draw up the result.
-
-    Args:
-        sampler: says what its output law is, by `lossless` and `identical`.
-        state, law, noise: shrink as samples are completed, where the state can.
-        callback: called after the prefill and after every step. On CUDA the end is noticed one call late, so it may be
-            called once more after the last commit.
-        shrinks: False keeps complete samples in the batch, for steps that were recorded for all of it.
-    """
-    num_tokens, device = law.num_tokens, state.tokens.device
-    roster, call = Roster(state), 0
-    shrinks, on_host = shrinks and roster.can_shrink, HostCopy()
-    if callback is not None:
-        callback(call, state.lengths.clone())
-    while True:
-        lengths = on_host(state.lengths)
-        if lengths is not None:
-            ended = lengths == num_tokens
-            if ended.all():
-                break
-            # Leaving copies the caches, as much work as a call or two; so in groups, if the batch is a large one.
-            if shrinks and 8 * int(ended.sum()) >= len(ended):
-                roster.leave(ended, law, noise)
-                on_host = HostCopy()
-        advance()
-        call += 1
-        if callback is not None:
-            callback(call, roster.result("lengths").clone())
-    law.finish()
-    seconds, phase_seconds = watch.read()
-    trace = DecodeTrace(
-        sampler=type(sampler).__name__,
-        lossless=sampler.lossless,
-        identical=sampler.identical,
-        target_calls=roster.result("target_calls").cpu(),
-        commit_call=roster.result("commit_call")[:, :num_tokens].cpu(),
-        seconds=seconds,
-        phase_seconds=phase_seconds,
-        peak_memory=watch.peak_memory(device),
-        divergence=None if state.meter is None else state.meter.mean(),
-        moved_mass=None if state.meter is None else state.meter.moved.cpu(),
-    )
-    return SampleResult(roster.result("tokens")[:, :num_tokens].clone(), trace)
+    return hasattr(type(part), "select") and type(part).select is not DecodeState.select

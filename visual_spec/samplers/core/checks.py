@@ -1,8 +1,9 @@
-"""What a next-token sampler refuses: a request it cannot serve, and logits that define no law."""
+"""Checks of next-token samplers: requests that cannot be served, and logits that define no law."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,16 +11,16 @@ from torch import Tensor
 from visual_spec.models.core.protocol import NextTokenModel
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 
-# How the drafts of a slot in successive rounds depend on each other, and how they are tested.
+# COUPLINGS: how the drafts of a slot in successive rounds depend on each other. ACCEPTANCES: how they are tested.
 COUPLINGS = ("gumbel", "independent", "maximal")
 ACCEPTANCES = ("identical", "exact")
 
 
 def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None:
-    """Refuse, before any compute, what a next-token sampler cannot decode.
+    """Refuse, before any compute, a request that a next-token sampler cannot decode.
 
     Raises:
-        ValueError: batch size below 1, a grid of several codebooks, allowed ids beyond the vocabulary.
+        ValueError: the batch size is below 1, the grid has several codebooks, or `allowed` exceeds the vocabulary.
     """
     check_batch_size(batch_size)
     if model.grid.codebooks != 1:
@@ -30,20 +31,45 @@ def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None
     check_allowed(law, model.vocab_size)
 
 
+def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:
+    """Refuse arguments that the sampler does not take.
+
+    Raises:
+        TypeError: an argument is unknown; the message names those that the sampler takes.
+    """
+    unknown = [name for name in parts if name not in sampler.takes]
+    if unknown:
+        takes = ", ".join(sampler.takes) or "nothing else"
+        raise TypeError(
+            f"{type(sampler).__name__} was given {', '.join(unknown)}; beside a model, a condition and a law it takes "
+            f"{takes}."
+        )
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse a setting that is not one of the allowed names.
+
+    Raises:
+        ValueError: the value is another one; the message lists the allowed names.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}; pass one of {', '.join(allowed)}.")
+
+
 def check_batch_size(batch_size: int) -> None:
     """Refuse a batch size below 1.
 
     Raises:
-        ValueError: it is no integer of at least 1.
+        ValueError: the batch size is not an integer of at least 1.
     """
     check_count("batch_size", batch_size)
 
 
 def check_count(name: str, value: object, note: str = "") -> None:
-    """Refuse a setting that is no integer of at least 1; `note` is said behind that.
+    """Refuse a setting that is not an integer of at least 1. `note` is appended to that advice in the message.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is not an integer of at least 1.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}; pass an integer of at least 1{note}.")
@@ -53,36 +79,28 @@ def check_flag(name: str, value: object) -> None:
     """Refuse a setting that is neither True nor False.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the value is neither.
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}; pass True or False.")
 
 
-def check_coupled(options: object, initial_drafts: Sequence[str]) -> None:
-    """Refuse how a sampler couples, tests and begins its drafts, if there is no such way.
-
-    Args:
-        options: has `coupling`, `acceptance` and `initial_draft`.
-        initial_drafts: the beginnings it knows.
+def check_coupled(coupling: str, acceptance: str) -> None:
+    """Refuse an unknown coupling, or one that the acceptance cannot use.
 
     Raises:
-        ValueError: a name that is not one of those allowed, or acceptance "identical" without coupling "gumbel".
+        ValueError: the coupling is unknown, or acceptance is "identical" and coupling is not "gumbel".
     """
-    choices = {"coupling": COUPLINGS, "acceptance": ACCEPTANCES, "initial_draft": initial_drafts}
-    given = {name: getattr(options, name) for name in choices}
-    for name, allowed in choices.items():
-        if given[name] not in allowed:
-            raise ValueError(f"{name}={given[name]!r}; pass one of {', '.join(allowed)}.")
-    if given["acceptance"] == "identical" and given["coupling"] != "gumbel":
+    check_choice("coupling", coupling, COUPLINGS)
+    if acceptance == "identical" and coupling != "gumbel":
         raise ValueError(
             "acceptance='identical' compares a draft with the token that the slot's own noise draws, so it needs "
-            f"coupling='gumbel', got coupling={given['coupling']!r}. Pass coupling='gumbel', or acceptance='exact'."
+            f"coupling='gumbel', got coupling={coupling!r}. Pass coupling='gumbel', or acceptance='exact'."
         )
 
 
 def check_allowed(law: TokenLaw, vocab_size: int) -> None:
-    """Refuse a law that allows ids which the model does not have.
+    """Refuse a law that allows ids outside the vocabulary.
 
     Raises:
         ValueError: the range reaches beyond the vocabulary.
@@ -98,9 +116,9 @@ class CheckedLaw:
     """A `TokenLaw` that refuses logits which define no law.
 
     Args:
-        num_tokens: L; logits that predict slots past the grid are ignored.
-        deferred: remember the first bad slot of each sample, and raise in `finish`, when the decode has ended.
-            For CUDA, where looking at once would stall the device at every call.
+        num_tokens: L. Logits that predict slots past the grid are not checked.
+        deferred: remember the first bad slot of each sample, and raise in `finish`, after the decode. For CUDA, where
+            an immediate check would stall the device at every call.
     """
 
     def __init__(self, law: TokenLaw, num_tokens: int, *, deferred: bool = False) -> None:
@@ -108,17 +126,17 @@ class CheckedLaw:
         self.num_tokens = num_tokens
         self.deferred = deferred
         self._first_bad: Tensor | None = None  # [B]
-        self._samples: Tensor | None = None  # the samples that are looked at, when they are not all
+        self._samples: Tensor | None = None  # the samples still decoded; None: all
 
     def select(self, samples: Tensor) -> None:
-        """Go on with some of the samples only, long [N]; messages keep the numbers they had at first."""
+        """Continue with the samples long [N] only. Messages keep the original numbers of the samples."""
         self._samples = samples if self._samples is None else self._samples[samples]
 
     def __call__(self, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
-        """Log-probabilities [B, W, V] from logits [R, W, V] that predict `slots` [B, W].
+        """Return log-probabilities [B, W, V] from logits [R, W, V] that predict `slots` [B, W].
 
         Raises:
-            FloatingPointError: (unless deferred) nan, +inf, or only -inf; names sample, column and slot.
+            FloatingPointError: logits are nan, +inf, or only -inf (unless deferred); names sample, position and slot.
         """
         allowed = self.law.allowed
         inside = logits if allowed is None else logits[..., slice(*allowed)]
@@ -131,21 +149,21 @@ class CheckedLaw:
         return self.law(logits, guided, slots)
 
     def remember(self, bad: Tensor, slots: Tensor) -> None:
-        """Note for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""
+        """Record for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""
         repeats = bad.shape[0] // slots.shape[0]
         bad = bad & (slots < self.num_tokens).repeat(repeats, 1)
         at = slots.repeat(repeats, 1).masked_fill(~bad, self.num_tokens)  # [R, W]
-        first = at.amin(1).view(repeats, -1).amin(0)  # [samples looked at]
+        first = at.amin(1).view(repeats, -1).amin(0)  # [samples still decoded]
         if self._first_bad is None:
             self._first_bad = torch.full_like(first, self.num_tokens)
         here = torch.arange(len(first), device=first.device) if self._samples is None else self._samples
         self._first_bad.scatter_reduce_(0, here, first, "amin")
 
     def finish(self) -> None:
-        """Raise what was held back.
+        """Raise the error that was deferred.
 
         Raises:
-            FloatingPointError: names sample and slot.
+            FloatingPointError: some logits defined no law; names sample and slot.
         """
         if self._first_bad is None:
             return

@@ -1,4 +1,4 @@
-"""`register_to_config` of diffusers, without its trap for settings that are given by position."""
+"""`register_to_config` of diffusers, corrected for settings that are given by position."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from diffusers.configuration_utils import register_to_config as by_keyword
 
 
 def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
-    """Keep the arguments of an `__init__` in `self.config`, however they are given.
+    """Keep the arguments of an `__init__` in `self.config`, whether given by name or by position.
 
-    diffusers takes settings given by position for defaults, and `from_config` then forgets them:
+    diffusers treats settings given by position as defaults, and `from_config` then forgets them:
     `DDIMScheduler.from_config(DDIMScheduler(500).config)` has 1000 steps.
     """
     registered = by_keyword(init)

@@ -1,4 +1,4 @@
-"""What a sampler may draft with: the two kinds of drafters, how each starts, and which fit a model."""
+"""Drafters: the two kinds, how each starts, and which fit a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from visual_spec.samplers.core.checks import CheckedLaw
 
 
 class FeatureDrafter(Protocol):
-    """A drafter that looks at the target's features: what the target's output head read to predict each slot.
+    """A drafter that reads the target's features: the input of the target's output head at each slot.
 
     The other kind of drafter is any `NextTokenModel` (for trees: `TreeModel`) over the same grid and vocabulary. The
-    two differ in how they start and in what they are shown after a target call; drafting is the same.
+    two kinds start differently and receive different data after a target call. They draft in the same way.
     """
 
     @property
@@ -27,8 +27,8 @@ class FeatureDrafter(Protocol):
         """Allocate the drafter's cache beside a target that has just been prefilled.
 
         Args:
-            model, state: the target and its state, `state.features` [R, 1, dim] being what predicted slot 0.
-            window: the most columns that one call of the drafter will have.
+            model, state: the target and its state. `state.features` [R, 1, dim] predicted slot 0.
+            window: the most positions of one drafter call.
 
         Raises:
             ValueError: the drafter was made for another kind of target.
@@ -36,11 +36,11 @@ class FeatureDrafter(Protocol):
         ...
 
     def observe(self, state: Any, features: Tensor, slots: Tensor) -> None:
-        """Take note of the target's features [R, W, dim] at `slots` [B, W]; each predicted the slot behind its own."""
+        """Record the target's features [R, W, dim] at `slots` [B, W]. Each predicted the slot after its own."""
         ...
 
     def __call__(self, state: Any, tokens: Tensor, slots: Tensor, visible: Tensor | None = None) -> Tensor:
-        """As `TreeModel.__call__`, but a tree grows by one level a call: the columns of the last call come first."""
+        """As `TreeModel.__call__`, but a tree grows by one level a call: the nodes of the last call come first."""
         ...
 
 
@@ -48,7 +48,7 @@ def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
     """Refuse a drafter whose drafts the model could not score.
 
     Raises:
-        ValueError: no drafter, or one over another grid or vocabulary; says what fits.
+        ValueError: there is no drafter, or its grid or vocabulary differs; the message says what fits.
     """
     grid, vocab_size = model.grid, model.vocab_size
     fits = f"{grid.frames} x {grid.height} x {grid.width} tokens out of {vocab_size}"
@@ -68,12 +68,12 @@ def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
 def start_drafter(
     drafter: Any, model: Any, cache: DecodeState, condition: Any, *, batch_size: int, window: int, **told: Any
 ) -> Any:
-    """The drafter's own cache, beside a target that has just been prefilled.
+    """Return the drafter's own cache, beside a target that has just been prefilled.
 
     Args:
-        condition: what the drafter's `prefill` takes. A feature drafter needs none: the features know it.
-        window: the most columns of one drafter call.
-        told: what else a feature drafter must know to `follow`.
+        condition: what the drafter's `prefill` takes. A feature drafter ignores it: the features already depend on it.
+        window: the most positions of one drafter call.
+        told: further arguments of a feature drafter's `follow`.
     """
     if hasattr(drafter, "follow"):
         return drafter.follow(model, cache, window=window, **told)
@@ -81,10 +81,10 @@ def start_drafter(
 
 
 def draft_law(law: CheckedLaw, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:
-    """The drafter's law [B, W, V]: the target's `TokenLaw`, on the drafter's logits [R, W, V], guided as the target's.
+    """Return the drafter's law [B, W, V]: the target's `TokenLaw`, applied to the drafter's logits [R, W, V].
 
     Raises:
-        FloatingPointError: logits that define no law; says that they are the drafter's.
+        FloatingPointError: the logits define no law; the message says that they are the drafter's.
     """
     try:
         return law(logits, slots, guided)

@@ -1,7 +1,8 @@
-"""First drafts of slots that enter the window, each with the law it is drawn from.
+"""Drafts: proposed tokens, each labelled with the law it was truly drawn from. They link proposing and verifying.
 
-Any draft is legal; what keeps a sampler exact is the label. A copied token is a point law, although the token
-that was copied was itself random: given the earlier slots, which the copy is read from, there is no choice left.
+Any draft is legal; the label keeps the sampler exact. A copied token is labelled with a point law, although the copied
+token was itself random: given the earlier slots that the copy is read from, no randomness is left. Acceptance
+"identical" uses only the tokens, so it needs no labels, and any heuristic may draft.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.noise import DRAFT, CounterNoise
 
@@ -22,73 +25,127 @@ LAST_LAW = "last_law"
 INITIAL_DRAFTS = (UNIFORM, LEFT, UP, LAST_LAW)
 
 
-@dataclass(frozen=True)
-class Draft:
-    """Drafted tokens and the law they were truly drawn from.
+@dataclass
+class Label:
+    """The laws that drafts were drawn from, as row numbers into stored laws. Moving the window copies no laws.
 
     Attributes:
-        tokens: long [B, N].
-        law: log-probabilities that broadcast to [B, N, V]; None when the acceptance rule looks at tokens only.
-        provenance: how they were drawn, one of `INITIAL_DRAFTS`.
+        laws: [B, C, V] log-probabilities.
+        rows: long [B, N], the row of `laws` that each draft was drawn from; or `POINT_LAW` (all mass on the draft),
+            `UNIFORM_LAW` (over the allowed ids), `NO_DRAFT`.
+        allowed: half-open range of the ids that `UNIFORM_LAW` allows.
+    """
+
+    laws: Tensor
+    rows: Tensor
+    allowed: tuple[int, int]
+
+    def dense(self, tokens: Tensor) -> Tensor:
+        """Return the law of each draft, [B, N, V] log-probabilities; -inf everywhere where there is no draft.
+
+        Args:
+            tokens: long [B, N], the drafts.
+        """
+        rows = self.rows
+        dense = rows_of(self.laws, rows.clamp(min=0))  # [B, N, V]
+        dense = dense.masked_fill_((rows < 0)[..., None], -torch.inf)
+        first, stop = self.allowed
+        uniform = (rows == UNIFORM_LAW)[..., None]
+        dense[..., first:stop].masked_fill_(uniform, -math.log(stop - first))
+        at = tokens.clamp(min=0)[..., None]
+        point = dense.gather(-1, at).masked_fill_((rows == POINT_LAW)[..., None], 0)
+        return dense.scatter_(-1, at, point)
+
+    def select(self, samples: Tensor) -> None:
+        """Continue with the samples long [N] only."""
+        self.laws, self.rows = self.laws[samples], self.rows[samples]
+
+
+@dataclass
+class Draft:
+    """Proposed tokens for the next slots, or for the entries of the next columns.
+
+    Attributes:
+        tokens: long [B, N], -1 where there is no draft.
+        label: the laws of the drafts; None if the acceptance uses tokens only.
+        provenance: how the drafts were made, in one word, for display.
     """
 
     tokens: Tensor
-    law: Tensor | None
+    label: Label | None
     provenance: str
 
+    def behind(self, count: int) -> Draft:
+        """Return the draft without its first `count` positions."""
+        label = self.label
+        if label is not None:
+            label = Label(label.laws, label.rows[:, count:], label.allowed)
+        return Draft(self.tokens[:, count:], label, self.provenance)
 
-def uniform_draft(
-    noise: CounterNoise,
-    slots: Tensor,
-    round: int | Tensor,
-    *,
-    allowed: tuple[int, int],
-    law_like: Tensor | None,
-) -> Draft:
-    """Every allowed id with equal probability.
+    @staticmethod
+    def points(tokens: Tensor, vocab_size: int, provenance: str) -> Draft:
+        """Return drafts that are a function of earlier tokens, such as copies: long [B, N], -1 for no draft."""
+        rows = torch.where(tokens < 0, NO_DRAFT, POINT_LAW)
+        none = torch.zeros(len(tokens), 1, vocab_size, device=tokens.device)
+        return Draft(tokens, Label(none, rows, (0, vocab_size)), provenance)
+
+
+def with_bonus(draft: Draft, group: int = 1) -> Draft:
+    """Return the draft with one more position that has no draft: the last scored position, whose token is a bonus.
 
     Args:
-        slots: long [B, N].
+        group: tokens per position.
+    """
+    label = draft.label
+    if label is not None:
+        label = Label(label.laws, F.pad(label.rows, (0, group), value=NO_DRAFT), label.allowed)
+    return Draft(F.pad(draft.tokens, (0, group), value=-1), label, draft.provenance)
+
+
+def rows_of(values: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows long [B, N] of values [B, C, V]: [B, N, V]."""
+    batch_size, count, size = values.shape
+    first = torch.arange(0, batch_size * count, count, device=values.device)[:, None]
+    # Index whole rows: a gather would need V indices for each.
+    found = values.reshape(-1, size).index_select(0, (first + rows).flatten())
+    return found.view(*rows.shape, size)
+
+
+def uniform_tokens(
+    noise: CounterNoise, slots: Tensor, round: int | Tensor, allowed: tuple[int, int]
+) -> Tensor:
+    """Return ids drawn uniformly from the allowed ones, for slots long [B, N]: long [B, N].
+
+    Args:
         allowed: half-open range of token ids.
-        law_like: a law whose dtype and vocabulary the label takes; None for no label.
     """
     first, stop = allowed
-    # float64: in float32 some ids of a large vocabulary would come up 0.1% more often than the label says.
+    # float64: float32 would draw some ids of a large vocabulary 0.1% more often than the label says.
     position = noise.uniform(slots, DRAFT, round, torch.float64).mul_(stop - first)
-    tokens = position.long().clamp_(max=stop - first - 1).add_(first)
-    law = None
-    if law_like is not None:
-        law = law_like.new_full(law_like.shape[-1:], -torch.inf)  # [V]
-        law[first:stop].fill_(-math.log(stop - first))
-    return Draft(tokens, law, UNIFORM)
+    return position.long().clamp_(max=stop - first - 1).add_(first)
 
 
-def copied_draft(
-    direction: str, tokens: Tensor, slots: Tensor, newest: Tensor, *, grid: TokenGrid, law_like: Tensor | None
-) -> Draft:
-    """The token to the left or above: the spatial locality-aware initialisation of SJD (Teng et al., ICLR 2025).
+def copied_tokens(direction: str, tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
+    """Return the token to the left or above: the spatial locality-aware initialisation of SJD (Teng et al., ICLR 2025).
 
     Args:
         direction: "left" or "up".
         tokens: long [B, S], the tokens by slot.
         slots: long [B, N], the slots to draft, all later than `newest`.
         newest: long [B, 1], the last slot that holds a token.
-        law_like: a law whose dtype and vocabulary the label takes; None for no label.
+
+    Returns:
+        long [B, N].
     """
-    drafts = tokens.gather(1, copied_slots(direction, slots, newest, grid))
-    law = None
-    if law_like is not None:
-        law = law_like.new_full((*slots.shape, law_like.shape[-1]), -torch.inf)
-        law.scatter_(-1, drafts[..., None], 0)
-    return Draft(drafts, law, direction)
+    return tokens.gather(1, copied_slots(direction, slots, newest, grid))
 
 
 def copied_slots(direction: str, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
-    """The nearest slot that holds a token, to the left or above: long [B, N].
+    """Return the nearest slot to the left or above that holds a token: long [B, N].
 
-    A slot whose neighbour holds no token yet takes the neighbour's neighbour in the same direction, and so on.
-    Where the row ends before a token is found, "left" looks up; where the frame ends, "up" looks at the same place
-    in earlier frames; and where there is none, the newest token serves.
+    If a slot's neighbour holds no token yet, the search goes on in the same direction. If the row ends before a token
+    is found, "left" looks up; if the frame ends, "up" looks at the same place in earlier frames; if that finds none,
+    the newest token is used.
     """
     frame_size = grid.height * grid.width
     distance = slots - newest  # [B, N], >= 1

@@ -1,8 +1,8 @@
-"""One call of a decode recorded as a CUDA graph: a single launch in place of hundreds, with no Python in between.
+"""Recording one call of a decode as a CUDA graph: one launch in place of hundreds, without Python in between.
 
-A step of a sampler is a function of the tensors that its state holds. It is recorded once with all of them at fixed
-addresses, and at its end writes what it has bound anew back to where it was; so one recording serves every call of a
-decode, and of later decodes of the same shape, whose states are copied over the first one's.
+A step of a sampler is a function of the tensors in its state. It is recorded once, with all of them at fixed addresses.
+At its end it copies every newly bound tensor back to its address. So one recording serves every call of a decode, and
+later decodes of the same shape: their states are copied over the first one's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.trace import Stopwatch
 
 AUTO = "auto"
-# Share of the device's memory that recordings may go on holding after their decodes; the oldest are dropped first.
+# Share of the device's memory that recordings may keep after their decodes; the oldest are dropped first.
 _SHARE = 0.25
 
 # State, law and noise of a decode: what a step reads and changes.
@@ -32,20 +32,22 @@ Step = Callable[[Any, CheckedLaw, CounterNoise], None]
 
 @dataclass
 class Recording:
-    """A step, the parts of a decode that it works on, and the graph of each width that was recorded.
+    """A step, the parts of a decode that it works on, and one graph for each recorded width.
 
     Attributes:
         parts: those of the first decode; later ones are copied over them.
-        weights: addresses of the model's weights, which graphs know by nothing else.
-        shapes: of the tensors of the parts.
-        replays: {width of the state: what replays the graph; None where recording failed}.
-        memory: one pool for the graphs.
+        weights: addresses of the models' weights. A graph is valid only for these addresses.
+        shapes: shapes of the tensors of the parts.
+        replays: {width of the state: function that replays the graph; None where recording failed}.
+        steps: the recorded steps. Graphs read what these hold, such as tables, by address.
+        memory: the memory pool that all graphs share.
     """
 
     parts: Parts
     weights: tuple[int, ...]
     shapes: tuple[Any, ...]
     replays: dict[int | None, Callable[[], Any] | None] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
     memory: Any = None
 
     @property
@@ -54,12 +56,12 @@ class Recording:
         return sum(tensor.nbytes for tensor in _tensors(self.parts))
 
 
-# {what owns the weights: {what else matters: recording}}, each in the order of use.
+# {owner of the weights: {the rest of the key: recording}}, each in the order of use.
 _RECORDINGS: WeakKeyDictionary[Any, dict[Any, Recording]] = WeakKeyDictionary()
 
 
 def forget(model: Any = None) -> None:
-    """Give back the memory of the recordings of a model, or of all."""
+    """Free the memory of a model's recordings, or of all recordings."""
     if model is None:
         _RECORDINGS.clear()
     else:
@@ -67,20 +69,20 @@ def forget(model: Any = None) -> None:
 
 
 def check_graph(graph: object) -> None:
-    """Refuse what is no choice.
+    """Refuse a setting `graph` that is neither True, False nor "auto".
 
     Raises:
-        ValueError: so.
+        ValueError: the value is another one.
     """
     if not (graph == AUTO or isinstance(graph, bool)):
         raise ValueError(f"graph={graph!r}; pass True, False or {AUTO!r}.")
 
 
 def wants_graph(graph: bool | str, model: Any) -> bool:
-    """Whether a decode is to be recorded, before anything is computed. "auto" records wherever that can be done.
+    """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
 
     Raises:
-        ValueError: True on another device than CUDA, or for a model that is moved between devices.
+        ValueError: `graph` is True, but the device is not CUDA, or the model is moved between devices.
     """
     if graph is False:
         return False
@@ -99,36 +101,45 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
     return True
 
 
-def can_record(cache: DecodeState) -> bool:
-    """Whether a model's state says which of its tensors last from call to call."""
-    return getattr(type(cache), "buffers", DecodeState.buffers) is not DecodeState.buffers
+def can_record(state: Any) -> bool:
+    """Return whether a model's state, or those in a sampler's state, declare the tensors that last between calls."""
+    return all(_has_buffers(cache) for cache in _caches(state))
 
 
 def recorded(
-    model: Any, key: Any, step: Step, parts: Parts, watch: Stopwatch, *, strict: bool = False
+    model: Any,
+    key: Any,
+    step: Step,
+    parts: Parts,
+    watch: Stopwatch,
+    *,
+    drafter: Any = None,
+    strict: bool = False,
 ) -> tuple[Parts, Callable[[], None]]:
-    """The parts of a decode at the addresses of a recording, and what advances them by one call.
+    """Move a decode to the addresses of a recording. Returns its parts there, and a function that makes one call.
 
-    The first call of a width is made as it is, which compiles what has to be compiled; then the step is recorded.
+    The first call of each width runs unrecorded, so that everything is compiled. Then the step is recorded.
 
     Args:
-        key: what the step depends on beside the model and the tensors of the parts; hashable.
-        step: binds tensors of the parts anew, or changes them in place.
-        parts: a decode that has been prepared. What is returned takes their place.
-        watch: times the calls that are replayed, as phase "step".
-        strict: raise where recording fails, in place of a warning and calls that are made as they are.
+        key: hashable; everything that the step depends on, except the models and the tensors of the parts.
+        step: binds tensors of the parts anew, or changes them in place. It is kept as long as its recording.
+        parts: a prepared decode. Use the returned parts in its place.
+        watch: times the replayed calls, as phase "step".
+        drafter: another model that the step calls.
+        strict: raise if recording fails. False: warn, and continue without a graph.
 
     Raises:
-        TypeError: the state's `cache` does not say what its buffers are.
-        RuntimeError: `strict`, and something in the step cannot be recorded.
+        TypeError: a model's state does not say what its buffers are.
+        RuntimeError: the step cannot be recorded, and `strict` is set.
     """
     state = parts[0]
-    if not can_record(state.cache):
-        raise TypeError(f"{type(state.cache).__name__} has no `buffers`; pass graph=False for this model.")
-    device = state.cache.logits.device
+    for cache in _caches(state):
+        if not _has_buffers(cache):
+            raise TypeError(f"{type(cache).__name__} has no `buffers`; pass graph=False for this model.")
+    device = state.lengths.device
     known = _RECORDINGS.setdefault(owner_of(model), {})
     key = (key, type(model), model.grid)
-    weights = _addresses(model)
+    weights = _addresses(model) + (() if drafter is None else _addresses(drafter))
     shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(parts))
     recording = known.pop(key, None)
     if recording is None or (recording.weights, recording.shapes) != (weights, shapes):
@@ -137,7 +148,7 @@ def recorded(
         for fixed, new in zip(_tensors(recording.parts), _tensors(parts), strict=True):
             fixed.copy_(new)
         if hasattr(state, "width"):
-            recording.parts[0].width = state.width  # a policy may have left another one there
+            recording.parts[0].width = state.width  # a window policy may have changed it
     known[key] = recording
     _make_room(device, recording)
     fixed_parts = recording.parts
@@ -157,35 +168,41 @@ def recorded(
 
 
 def step_in_place(step: Step, parts: Parts) -> None:
-    """A step, after which the tensors of the parts are where they were before."""
-    before = list(_places(*parts))
+    """Run a step, then copy newly bound tensors back to their old addresses."""
+    before = list(_places(parts))
+    held = {id(fixed) for _, fixed in before}
     step(*parts)
-    for owner, name, fixed in before:
-        now = getattr(owner, name)
+    changed = []
+    for path, fixed in before:
+        now = getattr(_follow(parts, path[:-1]), path[-1])
         if now is not fixed:
-            fixed.copy_(now)
-            setattr(owner, name, fixed)
+            # A place may now hold the tensor of another place, which is about to be overwritten.
+            changed.append((path, fixed, now.clone() if id(now) in held else now))
+    for path, fixed, now in changed:
+        fixed.copy_(now)
+        setattr(_follow(parts, path[:-1]), path[-1], fixed)
 
 
 def _record(step: Step, recording: Recording, strict: bool) -> Callable[[], Any] | None:
-    """What replays a step of the recording; None where it cannot be recorded. Nothing is computed."""
-    before = list(_places(*recording.parts))
+    """Return a function that replays a step of the recording; None if it cannot be recorded. Computes nothing."""
+    before = list(_places(recording.parts))
     try:
         replay, recording.memory = _capture(lambda: step_in_place(step, recording.parts), recording.memory)
     except RuntimeError as error:
-        for owner, name, fixed in before:
-            setattr(owner, name, fixed)
+        for path, fixed in before:
+            setattr(_follow(recording.parts, path[:-1]), path[-1], fixed)
         if strict:
             raise
         warnings.warn(
             f"a call could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=2
         )
         return None
+    recording.steps.append(step)
     return replay
 
 
 def _capture(run: Callable[[], None], memory: Any) -> tuple[Callable[[], Any], Any]:
-    """What replays `run`, and the memory pool of the graph."""
+    """Return a function that replays `run`, and the graph's memory pool."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=memory):
         run()
@@ -195,23 +212,49 @@ def _capture(run: Callable[[], None], memory: Any) -> tuple[Callable[[], Any], A
 # -- the tensors of a decode -------------------------------------------------------------------------------------------
 
 
-def _places(*parts: Any) -> Iterator[tuple[Any, str, Tensor]]:
-    """Where tensors are kept: (object, attribute, tensor)."""
-    for part in parts:
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor):
-                yield part, name, value
-        if getattr(part, "meter", None) is not None:
-            yield from _places(part.meter)
+# The place of a tensor: the number of a part, then attribute names.
+Path = tuple[Any, ...]
+
+
+def _places(parts: Parts) -> Iterator[tuple[Path, Tensor]]:
+    """Yield the places of all tensors, except those in model states."""
+    for number, part in enumerate(parts):
+        yield from _inside(part, (number,))
+
+
+def _inside(part: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+    for name, value in vars(part).items():
+        if isinstance(value, Tensor):
+            yield (*path, name), value
+        elif hasattr(value, "select") and not isinstance(value, DecodeState):  # a label, a meter
+            yield from _inside(value, (*path, name))
+
+
+def _follow(parts: Parts, path: Path) -> Any:
+    owner = parts[path[0]]
+    for name in path[1:]:
+        owner = getattr(owner, name)
+    return owner
+
+
+def _caches(state: Any) -> list[DecodeState]:
+    if isinstance(state, DecodeState):
+        return [state]
+    return [value for value in vars(state).values() if isinstance(value, DecodeState)]
+
+
+def _has_buffers(cache: DecodeState) -> bool:
+    return type(cache).buffers is not DecodeState.buffers
 
 
 def _tensors(parts: Parts) -> list[Tensor]:
-    """All tensors that last from call to call, in one order."""
-    return [tensor for _, _, tensor in _places(*parts)] + parts[0].cache.buffers()
+    """Return all tensors that last from call to call, in a fixed order."""
+    buffers = [tensor for cache in _caches(parts[0]) for tensor in cache.buffers()]
+    return [tensor for _, tensor in _places(parts)] + buffers
 
 
 def _addresses(model: Any) -> tuple[int, ...]:
-    """Where the weights are. Quantised ones have no address of their own, and count as moved when they are others."""
+    """Return the addresses of the weights. Quantised weights have none; they count as moved when the objects change."""
     weights = [parameter for module in modules_of(model) for parameter in module.parameters()]
     return tuple(one.data_ptr() if type(one) is nn.Parameter else id(one) for one in weights)
 
@@ -221,7 +264,7 @@ def _is_offloaded(model: Any) -> bool:
 
 
 def _make_room(device: torch.device, needed: Recording) -> None:
-    """Drop the oldest recordings until they hold no more than their share of the device's memory."""
+    """Drop the oldest recordings until the rest fit their share of the device's memory."""
     if device.type != "cuda":
         return
     room = _SHARE * torch.cuda.get_device_properties(device).total_memory

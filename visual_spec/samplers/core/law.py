@@ -1,20 +1,20 @@
-"""The law of a token: what turns raw logits into the distribution a token is sampled from.
+"""The law of a token: the distribution that a token is sampled from, computed from raw logits.
 
-It is applied once, to target and drafter alike, and never to a residual: filtering a residual again changes
-the output law (top-p below 1 and temperatures other than 1 do).
+It is applied once, to target and drafter alike, and never to a residual: filtering a residual again changes the output
+law (with top-p below 1, or a temperature other than 1).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
-# Below it, dividing large logits overflows float32.
+from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_finite
+
+# Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
+_LARGEST = 1e6  # guidance scale and temperature: products with logits stay finite in float32
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class TokenLaw:
 
     Args:
         guidance_scale: `s` of classifier-free guidance, `unconditional + s * (conditional - unconditional)`
-            (Ho and Salimans 2022, equation 6, in logits, with s = 1 + w). Guidance is active above 1, and
-            at 1 or below the model's conditional law is used as it is.
-        temperature: logits are divided by it; 0, or at least 1e-6. 0 is greedy decoding: all mass on the
-            largest logit, on the lowest id where several are equal.
-        top_k: keep the `top_k` largest logits, and all that equal the smallest of them. 0 is off.
-        top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`, and all that equal
-            the least probable of them (Holtzman et al. 2020, section 3.1). 1 is off.
+            (Ho and Salimans 2022, equation 6, in logits, with s = 1 + w). Guidance is active above 1. At 1 or below,
+            the model's conditional law is used unchanged. At most 1e6.
+        temperature: logits are divided by it; 0, or 1e-6 to 1e6. 0 is greedy decoding: all mass on the largest
+            logit, and on the lowest id if several are equal.
+        top_k: keep the `top_k` largest logits, and ties with the smallest of them. 0 is off.
+        top_p: keep the smallest set of most probable tokens whose mass reaches `top_p`, and ties with the least
+            probable of them (Holtzman et al. 2020, section 3.1). 1 is off.
         allowed: half-open range (first, last + 1) of token ids; None allows the whole vocabulary.
-        guidance_until: slots at or beyond it are drawn from the conditional law; None guides every slot. LlamaGen's
+        guidance_until: slots from this one on are drawn from the conditional law; None guides every slot. LlamaGen's
             `cfg_interval=n` guides its first token and n + 1 more, so it is `guidance_until=n + 2`.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
     """
 
     guidance_scale: float = 1.0
@@ -48,16 +48,16 @@ class TokenLaw:
     guidance_until: int | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.guidance_scale) or self.guidance_scale < 0:
+        if not 0 <= self.guidance_scale <= _LARGEST:
             raise ValueError(
-                f"guidance_scale={self.guidance_scale}; pass a finite number of at least 0 "
+                f"guidance_scale={self.guidance_scale}; pass a finite number of at least 0 and at most {_LARGEST:g} "
                 "(1 or below: no guidance)."
             )
-        warm = math.isfinite(self.temperature) and self.temperature >= _LEAST_TEMPERATURE
+        warm = _LEAST_TEMPERATURE <= self.temperature <= _LARGEST
         if self.temperature != 0 and not warm:
             raise ValueError(
                 f"temperature={self.temperature}; pass 0 (greedy), or a finite number of at least "
-                f"{_LEAST_TEMPERATURE}."
+                f"{_LEAST_TEMPERATURE} and at most {_LARGEST:g}."
             )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r}; pass an integer of at least 0 (0: keep every token).")
@@ -76,116 +76,52 @@ class TokenLaw:
 
     @property
     def guided(self) -> bool:
-        """True when the model must be run on unconditional rows too."""
+        """Whether the model must also run unconditional rows."""
         return self.guidance_scale > 1 and self.guidance_until != 0
 
+    def numbers(self, guided: bool, vocab_size: int) -> LawNumbers:
+        """Return the law as plain numbers for `visual_spec.kernels`; `guided` is that of a call."""
+        first, stop = self.allowed or (0, vocab_size)
+        until = EVERY_SLOT if self.guidance_until is None else self.guidance_until
+        return LawNumbers(
+            guided, self.guidance_scale, self.temperature, self.top_k, self.top_p, first, stop, until
+        )
+
     def __call__(self, logits: Tensor, guided: bool, slots: Tensor | None = None) -> Tensor:
-        """The law at every slot of a window.
+        """Return the law at every position of a window.
 
         Args:
             logits: [R, W, V]; R = 2B when guided (B conditional rows, then B unconditional ones), else B.
                 -inf is legal and forbids a token (with guidance: when either row has it).
-            guided: whether the unconditional rows are there.
-            slots: long [B, W], the grid slots that the columns predict; only `guidance_until` looks at them.
+            guided: whether the logits hold unconditional rows.
+            slots: long [B, W], the grid slots that the positions predict; only `guidance_until` needs them.
 
         Returns:
             Log-probabilities [B, W, V], -inf outside the support; float64 for float64 logits, else float32.
 
         Raises:
-            ValueError: logits of another shape, an odd number of guided rows, `allowed` beyond the
-                vocabulary, guided logits without the slots that `guidance_until` needs.
+            ValueError: the logits have another shape or an odd number of guided rows, `allowed` exceeds the
+                vocabulary, or guided logits come without the slots that `guidance_until` needs.
         """
         if logits.dim() != 3:
             raise ValueError(f"logits have shape {tuple(logits.shape)}; pass [rows, window, vocabulary].")
         vocab_size = logits.shape[-1]
-        first, stop = self.allowed or (0, vocab_size)
-        if stop > vocab_size:
+        if self.allowed is not None and self.allowed[1] > vocab_size:
             raise ValueError(
                 f"allowed={self.allowed} reaches beyond the vocabulary of {vocab_size} tokens; "
                 f"pass a range within (0, {vocab_size})."
             )
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        logits = logits[..., first:stop]
-        if guided:
-            logits = self._guide(logits, slots)
-        log_probs = self._greedy(logits) if self.temperature == 0 else self._filter(logits)
-        if self.allowed is None:
-            return log_probs
-        full = log_probs.new_full((*log_probs.shape[:-1], vocab_size), -torch.inf)
-        full[..., first:stop] = log_probs
-        return full
-
-    def _guide(self, logits: Tensor, slots: Tensor | None) -> Tensor:
-        if logits.shape[0] % 2:
+        if guided and logits.shape[0] % 2:
             raise ValueError(
                 f"guided logits have {logits.shape[0]} rows; pass an even number: "
                 "the conditional rows, then as many unconditional ones."
             )
-        conditional, unconditional = logits.chunk(2)  # [B, W, V] each
-        guided = unconditional + self.guidance_scale * (conditional - unconditional)
-        # -inf minus -inf is nan: a token that either row forbids stays forbidden. nan survives the minimum.
-        guided.masked_fill_(torch.minimum(conditional, unconditional).isneginf(), -torch.inf)
-        if self.guidance_until is None:
-            return guided
-        if slots is None:
+        if guided and self.guidance_until is not None and slots is None:
             raise ValueError(
                 f"guidance_until={self.guidance_until} depends on the slot, but no slots were given; pass the slots "
                 "[B, W] that the logits predict, or guidance_until=None."
             )
-        # The conditional logits themselves: scale 1 would round them, and let the other row forbid tokens.
-        return torch.where((slots < self.guidance_until)[..., None], guided, conditional)
-
-    def _greedy(self, logits: Tensor) -> Tensor:
-        best = logits.argmax(-1, keepdim=True)  # the first of equal ones
-        return torch.full_like(logits, -torch.inf).scatter_(-1, best, 0.0)
-
-    def _filter(self, logits: Tensor) -> Tensor:
-        if self.temperature != 1:
-            logits = logits / self.temperature
-        count = logits.shape[-1]
-        top_k = min(self.top_k, count) or count
-        if self.top_p < 1:
-            least = _least_in_top_p(logits, top_k, self.top_p)
-        elif top_k < count:
-            least = _kth_largest(logits, top_k)
-        else:
-            return logits.log_softmax(-1)
-        # By value, not by index: equal logits share their fate, whatever order a sort leaves them in.
-        return logits.masked_fill(logits < least, -torch.inf).log_softmax(-1)
-
-
-def _least_in_top_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The smallest logit that top-k and then top-p keep: [..., 1]."""
-    ordered = _descending(logits)
-    ordered = ordered.masked_fill(ordered < ordered[..., top_k - 1, None], -torch.inf)
-    mass = ordered.softmax(-1).cumsum(-1)
-    # A token is in the set when the mass before it falls short of top_p.
-    last = (mass[..., :-1] < top_p).sum(-1, keepdim=True)
-    # Rounding can leave the whole sum below a top_p near 1: then all that top-k left is kept, and no more.
-    last = last.clamp(max=top_k - 1)
-    return ordered.gather(-1, last)
-
-
-def _descending(logits: Tensor) -> Tensor:
-    # NumPy selects and sorts with vector instructions: 6 to 30 times as fast as PyTorch on the CPU.
-    if logits.device.type == "cpu":
-        return torch.from_numpy(np.sort(logits.detach().numpy(), axis=-1)).flip(-1)
-    return logits.sort(-1, descending=True).values
-
-
-def _kth_largest(logits: Tensor, k: int) -> Tensor:
-    """The k-th largest logit: [..., 1]."""
-    if logits.device.type == "cpu":
-        place = logits.shape[-1] - k
-        return torch.from_numpy(np.partition(logits.detach().numpy(), place, axis=-1)[..., place, None])
-    return logits.topk(k, sorted=False).values.amin(-1, keepdim=True)
-
-
-def non_finite(logits: Tensor) -> Tensor:
-    """Where logits [R, W, V] define no law (nan, +inf, or all -inf): BoolTensor [R, W]. No host sync."""
-    # The maximum shows all three: nan propagates, +inf wins, and -inf is left when there is nothing else.
-    return ~logits.amax(-1).isfinite()
+        return law_reference(logits, slots, self.numbers(guided, vocab_size))
 
 
 def check_finite(
@@ -198,12 +134,12 @@ def check_finite(
 
     Args:
         logits: [R, W, V], R a multiple of B.
-        slots: [B, W], the grid slots the columns predict.
-        allowed: the law's allowed range; only ids within it are looked at.
-        samples: [B], the numbers by which the message is to name the samples; default 0, 1, ...
+        slots: [B, W], the grid slots that the positions predict.
+        allowed: the law's allowed range; other ids are not checked.
+        samples: [B], the numbers that the message uses for the samples; default 0, 1, ...
 
     Raises:
-        FloatingPointError: nan, +inf, or only -inf in some row and column; names sample, column and slot.
+        FloatingPointError: some row and position has nan, +inf, or only -inf; names sample, position and slot.
     """
     if allowed is not None:
         logits = logits[..., slice(*allowed)]

@@ -1,30 +1,30 @@
-"""The pieces of masked parallel decoding: how much is hidden when, how sure a draw is, and what is kept of it.
+"""The parts of masked parallel decoding: the schedule, the score of a draw, and the choice of what to keep.
 
-Every step of a masked decoder draws all hidden tokens at once, keeps those it is surest of, and hides the others again
-(Chang et al., "MaskGIT", CVPR 2022, section 3.2). Decoders differ in their schedule, in what they call sure, in the
-noise on it, and in what is kept together: single tokens, or spans of frames (Ziv et al., "MAGNeT", ICLR 2024, section
-3.1). Here each of these is a piece of its own; `masked` puts them together.
+Every step of a masked decoder draws all hidden tokens at once, keeps those with the highest score, and hides the others
+again (Chang et al., "MaskGIT", CVPR 2022, section 3.2). Decoders differ in their schedule, their score, the noise on
+the score, and the unit that is kept: single tokens, or spans of frames (Ziv et al., "MAGNeT", ICLR 2024, section 3.1).
+Each of these is one part here; `masked` combines them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visual_spec.kernels.law import unfiltered_reference
 from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core import fused
 from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise
+from visual_spec.samplers.core.verification import fits
 
-# Schedules: the share that is hidden when a decode has come `u` of its way, falling from 1 to 0.
+# Schedules: the hidden share after the fraction `u` of a decode, falling from 1 to 0.
 SCHEDULES = {
     "cosine": lambda u: math.cos(math.pi * u / 2),
     "arccos": lambda u: 2 / math.pi * math.acos(u),  # the Halton sampler's (Besnier et al. 2025)
@@ -33,11 +33,11 @@ SCHEDULES = {
     "cubic": lambda u: 1 - u**3,
     "root": lambda u: 1 - u**0.5,
 }
-# When a step stands at u = step / steps (MaskGIT), and when at step / (steps - 1), so that the last one finds a single
+# The clock gives u at each step: step / steps (MaskGIT), or step / (steps - 1), so that the last step finds a single
 # unit hidden (MAGNeT's code).
 CLOCKS = ("maskgit", "magnet")
-# What is kept first: the likeliest draws, by log-probability or probability (the same but for the noise that is added
-# to them), the slots of least entropy, or slots in an order that is fixed in advance.
+# What is kept first: the likeliest draws, by log-probability or probability (these differ only with noise added), the
+# slots of least entropy, or slots in a fixed order.
 SCORES = ("log_probability", "probability", "entropy", "random", "halton", "rolled_halton")
 FIXED_ORDERS = ("random", "halton", "rolled_halton")
 SPAN_SCORES = ("max", "sum")
@@ -47,35 +47,35 @@ SPAN_SCORES = ("max", "sum")
 
 
 def hidden_shares(schedule: str, clock: str, steps: int) -> list[float]:
-    """The share of all that is hidden when each of `steps` steps begins; the first is 1."""
+    """Return the share of all units that is hidden at the start of each of `steps` steps; the first is 1."""
     last = steps if clock == "maskgit" else max(steps - 1, 1)
     return [max(0.0, SCHEDULES[schedule](step / last)) for step in range(steps)]
 
 
 def hidden_counts(shares: Sequence[float], clock: str, units: Tensor) -> list[Tensor]:
-    """How many units of each sample are hidden when each step begins: long [B] each.
+    """Return how many units of each sample are hidden at the start of each step: a list of long [B].
+
+    At least one unit is hidden until the last step. MaskGIT keeps at least one per step as long as two are hidden.
 
     Args:
         shares: from `hidden_shares`.
-        units: long [B], those that are to be decoded.
-
-    At least one is hidden until the last step, and MaskGIT keeps at least one a step as long as there are two.
+        units: long [B], the number of units to decode.
     """
     counts = [units]
     for share in shares[1:]:
-        # The share of a count that should be whole may be a rounding error short of it.
+        # A product that should be whole may fall short of it by a rounding error.
         count = (share * units.double() + 1e-9).floor().long()
         most = counts[-1] - 1 if clock == "maskgit" else counts[-1]
         counts.append(torch.minimum(torch.minimum(count, most).clamp(min=1), units))
     return counts
 
 
-# -- what is kept together ---------------------------------------------------------------------------------------------
+# -- units -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Spans:
-    """The slots cut into spans, one behind the other, the last one shorter if need be. Spans of 1 are single tokens.
+    """The slots cut into consecutive spans; the last one may be shorter. Spans of 1 are single tokens.
 
     Args:
         num_tokens: L.
@@ -91,20 +91,20 @@ class Spans:
         return -(-self.num_tokens // self.length)
 
     def spread(self, values: Tensor) -> Tensor:
-        """What holds of spans [B, U], for their tokens: [B, L]."""
+        """Give every token the value of its span: [B, U] to [B, L]."""
         return values.repeat_interleave(self.length, 1)[:, : self.num_tokens]
 
     def any(self, values: Tensor) -> Tensor:
-        """Whether a span holds a token of which it is true: bool [B, U] of bool [B, L]."""
+        """Whether any token of a span is true: bool [B, L] to bool [B, U]."""
         return self._cut(values, False).any(-1)
 
     def score(self, confidence: Tensor, hidden: Tensor, rule: str) -> Tensor:
-        """How sure a span is: [B, U].
+        """Return the score of each span: [B, U].
 
         Args:
-            confidence: of single tokens, [B, L].
-            hidden: bool [B, L], the tokens that count. Of a span without any the score is of no use.
-            rule: one of `SPAN_SCORES`: that of its surest token, or the sum over them.
+            confidence: scores of single tokens, [B, L].
+            hidden: bool [B, L], the tokens that count. The score of a span without hidden tokens has no meaning.
+            rule: one of `SPAN_SCORES`: the score of the best token, or the sum of scores.
         """
         if rule == "sum":
             return self._cut(confidence.masked_fill(~hidden, 0), 0).sum(-1)
@@ -129,23 +129,23 @@ def draw_and_score(
     score: str | None,
     filtered: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw every position from its law, and say how sure each draw is. In one kernel on a GPU, but for entropies.
+    """Draw a token at every position and score each draw. On a GPU one kernel does both, except for entropy scores.
 
     Args:
-        logits: [R, L, V], R = 2B where the law is guided, else B.
+        logits: [R, L, V], R = 2B if the law is guided, else B.
         slots: long [B, L], counters of the noise.
-        checked_slots: long [B, L], under which the logits are checked; `law.num_tokens` where they are not.
+        checked_slots: long [B, L], the slots whose logits are checked; `law.num_tokens` marks those not checked.
         step: round of the noise.
-        score: one of `SCORES` that looks at the law; None where nobody asks.
-        filtered: score by the law that is drawn from; if not, by that law before top-k and top-p, and greedy draws by
-            the law of temperature 1: they are all certain, and that is what tells them apart.
+        score: one of `SCORES` that depends on the law; None for no scores.
+        filtered: score by the law that the tokens are drawn from. False: by that law before top-k and top-p; greedy
+            draws are scored by the law of temperature 1, because under their own law all have probability 1.
 
     Returns:
-        Tokens, long [B, L]; and scores [B, L], None without a score.
+        Tokens, long [B, L]; and scores [B, L], or None without a score.
     """
     guided = law.law.guided
-    if fused.fits(logits) and score != "entropy":
-        numbers = fused.numbers(law.law, guided, logits.shape[-1])
+    numbers = law.law.numbers(guided, logits.shape[-1])
+    if fits(logits) and score != "entropy":
         drawn, log_probs, log_kept, finite = masked_sample(
             logits, noise.keys, slots, numbers, stream=TOKEN, round=step
         )
@@ -156,21 +156,15 @@ def draw_and_score(
     drawn = noise.categorical(target, slots, TOKEN, step)
     if score is None:
         return drawn, None
-    return drawn, confidence(score, target if filtered else _unfiltered(law.law, target, logits), drawn)
-
-
-def _unfiltered(law: TokenLaw, target: Tensor, logits: Tensor) -> Tensor:
-    """`target` [B, L, V] as it is before top-k and top-p, at temperature 1 if it is greedy."""
-    if not (law.top_k or law.top_p < 1 or not law.temperature):
-        return target
-    return replace(law, top_k=0, top_p=1.0, temperature=law.temperature or 1.0)(logits, law.guided)
+    scored = target if filtered else unfiltered_reference(logits, checked_slots, numbers, target)
+    return drawn, confidence(score, scored, drawn)
 
 
 def confidence(score: str, log_probs: Tensor, drawn: Tensor) -> Tensor:
-    """How sure draws are, larger is surer: [B, L].
+    """Return the score of each draw, [B, L]; larger means more certain.
 
     Args:
-        score: one of `SCORES` that looks at the law.
+        score: one of `SCORES` that depends on the law.
         log_probs: [B, L, V], the laws.
         drawn: long [B, L].
     """
@@ -181,18 +175,18 @@ def confidence(score: str, log_probs: Tensor, drawn: Tensor) -> Tensor:
 
 
 def mixed(log_probability: Tensor, other: Tensor, share: float) -> Tensor:
-    """The logarithm of share * p + (1 - share) * other, from logarithms: MAGNeT's rescoring, section 3.4."""
+    """Return log(share * p + (1 - share) * other) from log p and log other: MAGNeT's rescoring, section 3.4."""
     if share in (0.0, 1.0):
         return log_probability if share else other
     return torch.logaddexp(log_probability + math.log(share), other + math.log1p(-share))
 
 
 def fixed_order(score: str, grid: TokenGrid, spans: Spans, noise: CounterNoise, slots: Tensor) -> Tensor:
-    """Scores [B, U] that keep units in an order of their own, whatever is drawn.
+    """Return scores [B, U] that keep units in a fixed order, whatever is drawn.
 
     Args:
-        score: one of `FIXED_ORDERS`. "random": another order for every sample. "halton": that of `halton_order`.
-            "rolled_halton": the same, begun at another place of it for every sample.
+        score: one of `FIXED_ORDERS`. "random": a different order for every sample. "halton": `halton_order`.
+            "rolled_halton": the same order, started at a different place for every sample.
         slots: long [B, U], counters of the units.
     """
     if score == "random":
@@ -208,11 +202,11 @@ def fixed_order(score: str, grid: TokenGrid, spans: Spans, noise: CounterNoise, 
 
 
 def halton_order(frames: int, height: int, width: int) -> Tensor:
-    """All cells of a grid, long [frames * height * width], such that every beginning covers it evenly.
+    """Return all cells of a grid, long [frames * height * width], so that every prefix covers the grid evenly.
 
-    They come as a Halton sequence meets them first (Besnier et al., "Halton scheduler for masked generative image
-    transformer", ICLR 2025), in base 2 along the first axis longer than 1, base 3 along the next, and base 5. The
-    sequence goes on until every cell was met: a fixed number of points misses some cells of a large grid.
+    Cells are ordered by their first visit by a Halton sequence (Besnier et al., "Halton scheduler for masked generative
+    image transformer", ICLR 2025), in base 2 along the first axis longer than 1, base 3 along the next, and base 5. The
+    sequence runs until every cell is visited: a fixed number of points misses some cells of a large grid.
     """
     shape = (frames, height, width)
     axes = [axis for axis in range(3) if shape[axis] > 1]
@@ -229,7 +223,7 @@ def halton_order(frames: int, height: int, width: int) -> Tensor:
 
 
 def _radical_inverse(numbers: np.ndarray, base: int) -> np.ndarray:
-    """The digits of numbers in a base, mirrored at the point: in [0, 1)."""
+    """Mirror the base-`base` digits of each number at the point: values in [0, 1)."""
     result, scale, rest = np.zeros(len(numbers)), 1.0, numbers.copy()
     while rest.any():
         scale /= base
@@ -242,14 +236,14 @@ def _radical_inverse(numbers: np.ndarray, base: int) -> np.ndarray:
 
 
 def least_sure(score: Tensor, hidden: Tensor, count: Tensor) -> Tensor:
-    """Which units stay hidden, bool [B, U]: the `count` hidden ones of least score, the first of equal ones.
+    """Return which units stay hidden, bool [B, U]: the `count` hidden units of least score, the first among ties.
 
     Args:
         score: [B, U].
-        hidden: bool [B, U]. Units that are not are never chosen, whatever their score.
+        hidden: bool [B, U]. Other units are never chosen, whatever their score.
         count: long [B].
     """
-    # Ranks, not a threshold: a threshold would keep all of several equal scores, or none.
+    # Ranks, because a threshold would keep all of several equal scores, or none.
     order = torch.sort(score.masked_fill(~hidden, torch.inf), dim=1, stable=True).indices
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)

@@ -1,4 +1,4 @@
-"""Randomness that is a function of (sample key, slot, token id, stream, round), and of nothing else.
+"""Noise as a pure function of (sample key, slot, token id or element, stream, round).
 
 Every sample gets one 64-bit key, drawn from its `torch.Generator`. All noise of that sample comes from a
 counter-based generator (`visual_spec.kernels.philox`) under that key, so a sample does not depend on the
@@ -13,37 +13,39 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.philox import philox_uniform
+from visual_spec.kernels.draw import categorical_reference
+from visual_spec.kernels.philox import SCALAR_BLOCK, philox_log_exponential, philox_normal, philox_uniform
 
-# What a draw is for. Two draws of one sample and slot are independent when stream or round differ.
+# Purposes of draws. Two draws of one sample and slot are independent when their stream or round differs.
 TOKEN: Final = 0  # the slot's own noise: shared by plain AR, Gumbel coupling and the identical mode
 DRAFT: Final = 1  # fresh drafts
 ACCEPT: Final = 2  # accept or reject a draft
-RESIDUAL: Final = 3  # the replacement of a rejected draft
-PROPOSAL: Final = 4  # tries at the residual of a whole column (`product_residual`)
-MIXTURE: Final = 5  # and what each try is drawn from
+RESIDUAL: Final = 3  # the replacement of a refused draft
+PROPOSAL: Final = 4  # attempts at the residual of a whole column (`product_residual`)
+MIXTURE: Final = 5  # and the component that each attempt is drawn from
 CHOICE: Final = 6  # which tokens of a masked decode are kept
-
-# Scalar draws use a block of the counter that no vocabulary reaches (it would need 2**34 tokens), so that a
-# uniform and a Gumbel row of the same stream never share bits.
-_SCALAR_BLOCK: Final = 0xFFFFFFFF
+# The normal noise of a continuous token. The level of its chain goes to `round`, which may differ from slot to slot and
+# is not a constant of a kernel. A second chain of the same slot, such as a draft's own, uses another stream.
+CHAIN: Final = 7
 
 
 def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:
-    """One 64-bit key for each sample of a batch.
+    """Return one 64-bit key for each sample of a batch.
+
+    All 64 bits of a seed count. PyTorch's generator on the CPU looks at the low 32 bits only; the high ones are mixed
+    into the keys here. A generator without a seed has PyTorch's default seed, 67280421310721, and gives its keys.
 
     Args:
-        generator: one generator (gives all keys, in order: sample `b` gets its `b`-th draw, whatever the
-            batch size), a list of one generator a sample, or None for PyTorch's default CPU generator.
-            Generators of any device serve models on any device.
+        generator: one generator (sample `b` gets its `b`-th draw, whatever the batch size), a list of one generator a
+            sample, or None for PyTorch's default CPU generator. The generator's device need not be the model's.
         batch_size: number of samples, at least 1.
 
     Returns:
         int64 [B] on the CPU.
 
     Raises:
-        ValueError: batch_size below 1, or a list of another length than the batch.
-        TypeError: something else than a generator.
+        ValueError: batch_size is below 1, or the list is not as long as the batch.
+        TypeError: an argument is not a generator.
     """
     if batch_size < 1:
         raise ValueError(
@@ -71,11 +73,21 @@ def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, bat
 
 
 def _draw_key(generator: torch.Generator | None) -> Tensor:
-    # One draw a call, not one call of B draws: on CUDA generators the two give different numbers, and a
+    # One draw per call, not one call of B draws: on CUDA generators the two give different numbers, and a
     # sample's key must not depend on the batch size.
-    device = generator.device if generator is not None else torch.device("cpu")
+    generator = torch.default_generator if generator is None else generator
+    device = generator.device
     key = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=device, dtype=torch.int64)
-    return key.cpu()
+    return key.cpu() if device.type != "cpu" else key ^ _scrambled(generator.initial_seed() >> 32)
+
+
+def _scrambled(number: int) -> int:
+    """Return the finaliser of SplitMix64 of a number, as a signed integer of 64 bits. It is one to one; 0 stays 0."""
+    mask = 2**64 - 1
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & mask
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & mask
+    number ^= number >> 31
+    return number - 2**64 if number >= 2**63 else number
 
 
 class CounterNoise:
@@ -85,8 +97,8 @@ class CounterNoise:
         keys: int64 [B], one key a sample (`draw_keys`).
         device: where the noise is made; must be the device of the `slots` given later.
 
-    `slots` are grid slots, int64 [B, W], at least 0 (the low 32 bits count). `stream` says what the draw is
-    for, `round` makes repeated draws for one slot fresh: an int, or an int64 tensor [], [B], or [B, W].
+    `slots` are grid slots, int64 [B, W], at least 0 (the low 32 bits count). `stream` is the purpose of the draw.
+    `round` gives fresh numbers to repeated draws for one slot: an int, or an int64 tensor [], [B], or [B, W].
     """
 
     def __init__(self, keys: Tensor, device: torch.device | str) -> None:
@@ -97,14 +109,14 @@ class CounterNoise:
         self.keys = keys.to(device)
 
     def select(self, samples: Tensor) -> None:
-        """Go on with some samples only, long [N]."""
+        """Continue with the samples long [N] only."""
         self.keys = self.keys[samples]
 
     def uniform(
         self, slots: Tensor, stream: int, round: int | Tensor = 0, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Uniform numbers in (0, 1), both ends excluded: [B, W]."""
-        return philox_uniform(self.keys, slots, 1, stream, round, _SCALAR_BLOCK, dtype).squeeze(-1)
+        return philox_uniform(self.keys, slots, 1, stream, round, SCALAR_BLOCK, dtype).squeeze(-1)
 
     def gumbel(
         self,
@@ -115,38 +127,43 @@ class CounterNoise:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Standard Gumbel noise for every token id: [B, W, V], always finite."""
-        return self._log_exponential(slots, vocab_size, stream, round, dtype).neg_()
+        return philox_log_exponential(self.keys, slots, vocab_size, stream, round, dtype).neg_()
+
+    def normal(
+        self,
+        slots: Tensor,
+        dim: int,
+        stream: int,
+        round: int | Tensor = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Standard normal noise for every element of a continuous token: [B, W, dim], always finite.
+
+        Element i does not depend on `dim`. float32 noise is rounded float64 noise. It uses the same numbers as `gumbel`
+        and `categorical` of the same stream and round, so a stream must serve either those or normal noise, not both.
+        """
+        return philox_normal(self.keys, slots, dim, stream, round, 0, dtype)
 
     def categorical(self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
-        """Tokens drawn from laws by the Gumbel-max rule: argmax(log_probs + gumbel), LongTensor [B, W].
+        """Draw tokens from laws by the Gumbel-max rule: argmax(log_probs + gumbel), LongTensor [B, W].
 
         Args:
             log_probs: [B, W, V] float32 or float64, -inf outside the support; need not be normalised. The
                 noise of the two types agrees up to rounding.
         """
-        noise = self._log_exponential(slots, log_probs.shape[-1], stream, round, log_probs.dtype)
-        return noise.sub_(log_probs).argmin(-1)
+        return categorical_reference(log_probs, self.keys, slots, stream, round)
 
     def ranking(
         self, log_probs: Tensor, slots: Tensor, count: int, stream: int, round: int | Tensor = 0
     ) -> Tensor:
-        """`count` different tokens, each drawn from what the ones before it leave of the law: long [B, W, count].
+        """Draw `count` different tokens, each from the law without the tokens before it: long [B, W, count].
 
-        They are the largest of log_probs + gumbel, in descending order; the first is what `categorical` draws. Tokens
-        outside the support, in any order, follow when it holds fewer than `count`.
+        They are the largest values of log_probs + gumbel, in descending order; the first is what `categorical` draws.
+        If the support holds fewer than `count` tokens, tokens outside it follow, in any order.
         """
-        noise = self._log_exponential(slots, log_probs.shape[-1], stream, round, log_probs.dtype)
+        noise = philox_log_exponential(self.keys, slots, log_probs.shape[-1], stream, round, log_probs.dtype)
         return noise.sub_(log_probs).topk(count, largest=False, sorted=True).indices
 
     def bernoulli(self, probability: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
-        """True with the given probability: BoolTensor [B, W]. 0 is never and 1 always true."""
+        """Return True with the given probability: BoolTensor [B, W]. 0 is never and 1 always true."""
         return self.uniform(slots, stream, round, probability.dtype) < probability
-
-    def _log_exponential(
-        self, slots: Tensor, vocab_size: int, stream: int, round: int | Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """The logarithm of standard exponential noise, which is minus a Gumbel: [B, W, V]."""
-        # -log(1 - u), not -log(u): small exponentials decide who wins, and floats are dense near u = 0. A
-        # token of probability 1e-6 would otherwise win at a rate quantised to 10%.
-        uniform = philox_uniform(self.keys, slots, vocab_size, stream, round, 0, dtype)
-        return uniform.neg_().log1p_().neg_().log_()

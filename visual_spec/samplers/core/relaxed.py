@@ -1,25 +1,26 @@
-"""Relaxed acceptance: a draft is kept more often than the exact rule allows, because tokens like it are likely.
+"""Relaxed acceptance: a draft is kept more often than the exact rule allows if tokens like it are likely.
 
-Picture tokens are interchangeable to a degree, so two published rules test a draft together with its kin: GSD with its
-neighbours in the sorted target law, LANTERN with the nearest codes of the codebook. They trade the output law for speed
-at a fixed rate. A rule that keeps draft x with probability accept(x) moves, at one slot, the mass
+Picture tokens are partly interchangeable. Two published rules therefore test a draft together with similar tokens: GSD
+with its neighbours in the sorted target law, LANTERN with the nearest codes of the codebook. They trade exactness for
+speed at a fixed rate. A rule that keeps draft x with probability accept(x) moves, at one slot, the mass
 
     moved = sum over x of (draft(x) * accept(x) - target(x))+ .
 
-It is at most the total variation distance (TVD) between the law of the committed token and the target law, and it is
-that distance for a rule that keeps no draft less often than the exact one and replaces refused ones from `residual`.
-The share of drafts kept then grows by just as much: rules differ in which tokens they favour, not in the price. A
-decode measures its own `moved` (`trace.DivergenceMeter`).
+This is at most the total variation distance (TVD) between the law of the committed token and the target law. It equals
+that TVD if the rule keeps no draft less often than the exact rule and replaces refused drafts from `residual`. The
+share of kept drafts then grows by the same amount: rules differ in which tokens they favour, not in the price. A decode
+measures its own `moved` (`trace.DivergenceMeter`).
 
-No rule keeps a draft that the target law forbids, whatever its kin.
+No rule keeps a draft that the target law forbids, whatever tokens are similar to it.
 
-On a GPU each rule is one kernel (`kernels.neighbour_mass`), up to rounding; what it computes is written out here.
+`kernels` computes the rules (`grouped_mass`, `clustered_mass`, `lantern_mass`): one Triton kernel each for float32 laws
+on a GPU, and the definition in PyTorch elsewhere. This module states the rules and their guarantees.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any
@@ -27,8 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.neighbour_mass import clustered_mass, grouped_mass, lantern_mass
-from visual_spec.samplers.core import fused
+from visual_spec.kernels.clustered_mass import clustered_mass
+from visual_spec.kernels.grouped_mass import grouped_mass, smallest
+from visual_spec.kernels.lantern_mass import lantern_mass, lending_limit, merge_neighbours
+from visual_spec.models.core.kmeans import k_means
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
 from visual_spec.samplers.core.checks import check_count, check_flag
 
@@ -37,7 +40,7 @@ CLUSTERED = "clustered"
 LANTERN = "lantern"
 RELAXED = (GROUPED, CLUSTERED, LANTERN)
 
-_TABLE_ROWS = 2**24  # distances held at once while a table is built
+_TABLE_ROWS = 2**24  # distances in memory at once while a table is built
 
 
 # -------------------------------------------------------------------------------------------------------- the rules
@@ -53,67 +56,43 @@ def grouped_acceptance(
     distance: float | None = None,
     codebook: Tensor | None = None,
 ) -> Tensor:
-    """Probability of keeping each draft under GSD: min(1, P(C) / Q(C)), the masses that target and draft law give to C.
+    """Return the probability of keeping each draft under GSD: min(1, P(C) / Q(C)).
 
-    C is the group of the draft x: of the tokens in the order of their target probability (equal ones by id), x, the
-    `size // 2` next less probable and the `(size - 1) // 2` next more probable ones, without those too far from x. At
-    the ends of the order the group is cut off, and tokens that the target law forbids are in no group. Refused drafts
-    are replaced from `residual`. Size 1 is the exact rule. No bound on the divergence is known; it is measured.
-    The group's ratio can also fall below target / draft. With `withheld` the mass that the exact rule would keep and
-    this one refuses, the TVD is `moved` where that is the larger of the two, and between them where it is not.
-    `bounded_acceptance` with delta 1 only gives back what is withheld: fewer refusals, and a TVD that is `moved`.
+    P(C) and Q(C) are the target and draft mass of C, the group of the draft x. Tokens are sorted by target probability
+    (ties by id). C contains x, the `size // 2` next less probable and the `(size - 1) // 2` next more probable tokens,
+    without those too far from x. The group is cut off at the ends of the order. Tokens that the target law forbids are
+    in no group. Refused drafts are replaced from `residual`. Size 1 is the exact rule. No bound on the divergence is
+    known; it is measured.
+
+    The group's ratio can also fall below target / draft. Let `withheld` be the mass that the exact rule would keep and
+    this rule refuses. If `moved` is at least `withheld`, the TVD is `moved`; otherwise it lies between the two.
+    `bounded_acceptance` with delta 1 only gives the withheld mass back: fewer refusals, and a TVD of `moved`.
 
     So et al., "Grouped speculative decoding for autoregressive image generation", ICCV 2025, with dynamic clusters;
     size 14, gap 0.15 and distance 0.5 are the release's. The release measures the distance between input embeddings
-    of the language model, and falls back to the exact rule near the low end of the order; here codes are compared.
+    of the language model, and falls back to the exact rule near the low end of the order; this function compares codes.
 
     Args:
         target, draft_law: [B, N, V] log-probabilities.
         drafts: long [B, N].
         size: tokens of a group, x included.
-        gap: members y have |target(y) - target(x)| < gap.
-        distance: and squared distance of their codes < distance. None: any.
-        codebook: [V, D], needed with `distance`.
+        gap: a member y has |target(y) - target(x)| < gap.
+        distance: the squared distance between the codes of y and x is < distance. None: no limit.
+        codebook: [V, D], required with `distance`.
 
     Returns:
         [B, N], of the laws' dtype.
     """
-    if _by_kernel(target, draft_law):
-        return grouped_mass(
-            target, draft_law, drafts, size=size, gap=gap, distance=distance, codebook=codebook
-        )
-    at = drafts[..., None]  # [B, N, 1]
-    own = target.gather(-1, at)
-    ids = torch.arange(target.shape[-1], device=target.device)
-    after = (target > own) | ((target == own) & (ids > at))  # [B, N, V]
-    before = (target < own) | ((target == own) & (ids < at))
-    # Going down, equal ones come by falling id: the flip turns the ids round, and back. Forbidden tokens are at +inf.
-    less, below = smallest((-target).masked_fill(~before, torch.inf).flip(-1), size // 2)
-    more, above = smallest(target.masked_fill(~after, torch.inf), (size - 1) // 2)
-    group = torch.cat([ids[-1] - below, at, above], -1)  # [B, N, size]
-    member = torch.cat([less, torch.zeros_like(own), more], -1) < torch.inf
-    inside = target.gather(-1, group).exp_()
-    member &= (inside - own.exp()).abs_() < gap
-    if distance is not None:
-        assert codebook is not None
-        member &= (codebook[group] - codebook[at]).square().sum(-1) < distance
-    member[..., below.shape[-1]].fill_(True)  # x itself, also when gap or distance is 0
-    ratio = (inside * member).sum(-1) / (draft_law.gather(-1, group).exp_() * member).sum(-1)
-    return ratio.clamp_(max=1).masked_fill_(own.squeeze(-1).isneginf(), 0)
+    return grouped_mass(target, draft_law, drafts, size=size, gap=gap, distance=distance, codebook=codebook)
 
 
 def clustered_acceptance(target: Tensor, draft_law: Tensor, drafts: Tensor, *, clusters: Tensor) -> Tensor:
-    """As `grouped_acceptance`, with groups fixed beforehand: the static clusters that GSD is compared with.
+    """As `grouped_acceptance`, with fixed groups: the static clusters that GSD is compared with.
 
     Args:
         clusters: long [V], the cluster of every token, from `cluster_table`.
     """
-    if _by_kernel(target, draft_law):
-        return clustered_mass(target, draft_law, drafts, clusters=clusters)
-    together = clusters == clusters[drafts][..., None]  # [B, N, V]
-    masses = [law.masked_fill(~together, -torch.inf).exp().sum(-1) for law in (target, draft_law)]
-    own = target.gather(-1, drafts[..., None]).squeeze(-1)
-    return (masses[0] / masses[1]).clamp_(max=1).masked_fill_(own.isneginf(), 0)
+    return clustered_mass(target, draft_law, drafts, clusters=clusters)
 
 
 def lantern_acceptance(
@@ -125,83 +104,64 @@ def lantern_acceptance(
     delta: float = 0.1,
     factor: float | None = None,
 ) -> Tensor:
-    """Probability of keeping each draft under LANTERN: min(1, merged(x) / draft(x)).
+    """Return the probability of keeping each draft under LANTERN: min(1, merged(x) / draft(x)).
 
-    merged(x) is the target mass of the draft x and of A, the longest run of its nearest codes, from the nearest on,
-    whose mass in all is at most `delta` (LANTERN), or at most (factor - 1) * target(x) (LANTERN++). Refused drafts are
-    replaced from the residual of `lantern_target`.
+    merged(x) is the target mass of the draft x and of the set A. A holds the nearest codes of x, in order of distance,
+    as many as have a total mass of at most `delta` (LANTERN), or at most (factor - 1) * target(x) (LANTERN++). Refused
+    drafts are replaced from the residual of `lantern_target`.
 
-    What is guaranteed: when x is no matter of chance (a draft law that is a point: a greedy drafter), the committed
-    token's law is within TVD `delta` of the target law; it is `lantern_target`, off by the mass of A. In a tree of the
-    most probable tokens that holds for each test of a sibling, not for all the siblings of a slot together. When drafts
-    are drawn, each x moves the mass of its own A, and the TVD is bounded by nothing but that between draft law and
-    target law. `bounded_rule` repairs both. The factor gives no bound in any case.
+    Guarantee: if x is not random (the draft law is a point, as with a greedy drafter), the committed token's law is
+    within TVD `delta` of the target law; it is `lantern_target`, which differs by the mass of A. In a tree of the most
+    probable tokens this holds for each test of a sibling, not for all siblings of a slot together. If drafts are drawn,
+    each x moves the mass of its own A, and only the TVD between draft law and target law bounds the TVD. `bounded_rule`
+    repairs both cases. The factor gives no bound in any case.
 
     Jang et al., "LANTERN: Accelerating visual autoregressive models with relaxed speculative decoding", ICLR 2025,
-    section 4; Park et al., "LANTERN++", 2025. Distances are those of the codes as decoded.
+    section 4; Park et al., "LANTERN++", 2025. Distances are between the codes that the decoder sees.
 
     Args:
         target, draft_law: [B, N, V] log-probabilities.
         drafts: long [B, N].
-        neighbours: int [V, K], the nearest codes of each, from `neighbour_table`.
-        delta: most mass that is lent, when `factor` is None.
+        neighbours: int [V, K], the nearest codes of each code, from `neighbour_table`.
+        delta: most mass lent to a draft, if `factor` is None.
         factor: lambda of LANTERN++: merged(x) is at most factor * target(x).
 
     Returns:
         [B, N], of the laws' dtype.
     """
-    if _by_kernel(target, draft_law):
-        return lantern_mass(target, draft_law, drafts, neighbours=neighbours, delta=delta, factor=factor)
-    _, _, merged = _merge(target, drafts, neighbours, delta, factor)
-    return (merged / draft_law.gather(-1, drafts[..., None]).exp_()).clamp_(max=1).squeeze(-1)
+    return lantern_mass(target, draft_law, drafts, neighbours=neighbours, delta=delta, factor=factor)
 
 
 def lantern_target(
     target: Tensor, drafts: Tensor, *, neighbours: Tensor, delta: float = 0.1, factor: float | None = None
 ) -> Tensor:
-    """The target law with the mass of A moved to the draft (`lantern_acceptance`): [B, N, V] log-probabilities.
+    """Return the target law with the mass of A moved to the draft (`lantern_acceptance`): [B, N, V] log-probabilities.
 
-    Its residual replaces a refused draft. A slot without a draft, drafts = -1, keeps its target.
+    Its residual replaces a refused draft. A slot without a draft (drafts = -1) keeps its target.
     """
     at = drafts.clamp(min=0)
-    near, lent, merged = _merge(target, at, neighbours, delta, factor)
+    near, lent, merged = merge_neighbours(target, at, neighbours, *lending_limit(delta, factor))
     law = target.scatter(-1, near, target.gather(-1, near).masked_fill_(lent, -torch.inf))
     law.scatter_(-1, at[..., None], merged.log())
     return torch.where(drafts[..., None] < 0, target, law)
 
 
-def _merge(
-    target: Tensor, drafts: Tensor, neighbours: Tensor, delta: float, factor: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The nearest codes [B, N, K], whether each lends its mass, and the mass of the draft with theirs [B, N, 1]."""
-    own = target.gather(-1, drafts[..., None]).exp_()
-    near = neighbours[drafts].long()
-    mass = target.gather(-1, near).exp_()
-    lent = mass.cumsum(-1) <= (delta if factor is None else (factor - 1) * own)
-    lent &= own > 0  # a forbidden token stays forbidden
-    return near, lent, own + (mass * lent).sum(-1, keepdim=True)
-
-
-def _by_kernel(target: Tensor, draft_law: Tensor) -> bool:
-    return fused.fits(target) and target.dtype == draft_law.dtype
-
-
 def bounded_acceptance(
     probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor, *, delta: float | Tensor
 ) -> Tensor:
-    """Any relaxed acceptance, held back so that no slot moves more mass than `delta`, however the draft is drawn.
+    """Limit a relaxed acceptance so that no slot moves more mass than `delta`, however the draft is drawn: [B, N].
 
-    What a draft gains over the exact rule, accept(x) - exact(x), is limited to its share of the budget,
+    The gain of a draft over the exact rule, accept(x) - exact(x), is limited to its share of the budget,
 
         delta * (1 - exact(x)) / TVD(target, draft law) .
 
-    The mean of 1 - exact(x) over drafts is that TVD, so the mean gain is at most `delta`; with refused drafts replaced
-    from `residual`, the mean gain is the TVD between the committed token's law and the target law. For a point draft
-    the share is `delta`, and LANTERN with this delta is not changed; where the laws differ by less than `delta`
-    nothing is held back. A rule that keeps a draft less often than the exact one is raised to it. Ours.
+    The mean of 1 - exact(x) over drafts is that TVD, so the mean gain is at most `delta`. If refused drafts are
+    replaced from `residual`, the mean gain is the TVD between the committed token's law and the target law. For a point
+    draft the share is `delta`, so LANTERN with this delta does not change. Where the laws differ by less than `delta`,
+    no limit applies. A rule that keeps a draft less often than the exact rule is raised to it. Ours.
 
     Args:
-        probability: [B, N], what the relaxed rule gives.
+        probability: [B, N], from the relaxed rule.
         target, draft_law: [B, N, V] log-probabilities.
         drafts: long [B, N].
         delta: the bound, 0 to 1; a number, or one for each slot, [B, N].
@@ -214,42 +174,42 @@ def bounded_acceptance(
 def budget_behind(
     probability: Tensor, target: Tensor, draft_law: Tensor, drafts: Tensor, *, delta: float | Tensor
 ) -> Tensor:
-    """The budget that `bounded_acceptance` leaves to the next sibling of a slot when this draft is refused: [B, N].
+    """Return the budget of the next sibling of a slot if `bounded_acceptance` refuses this draft: [B, N].
 
-    A draft x that is kept with probability accept(x) has used accept(x) - exact(x) of its share. The rest is passed
-    on, and counts for more the less often it comes to that:
+    A draft x that is kept with probability accept(x) uses accept(x) - exact(x) of its share. The rest is passed on. It
+    counts for more the less often a refusal happens:
 
         (share(x) - accept(x) + exact(x)) / (1 - accept(x)) , at most 1 .
 
-    Then all siblings of a slot together move no more than `delta`, however they are drawn. By induction from the last
-    one: let the siblings behind a refused x commit a law within that budget of the residual, which is the same for all
-    x. Replacing it by the residual itself changes the law by at most the mean of (1 - accept(x)) * budget(x), and the
-    law with the residual is off by the mean of accept(x) - exact(x) (`bounded_acceptance`); the sum is the mean of
-    share(x), which is `delta`. Ours.
+    Then all siblings of a slot together move at most `delta`, however they are drawn. Proof by induction from the last
+    sibling. Let the siblings after a refused x commit a law within that budget of the residual, which is the same for
+    all x. Replacing their law by the residual itself changes the committed law by at most the mean of
+    (1 - accept(x)) * budget(x). The law with the residual is off by the mean of accept(x) - exact(x)
+    (`bounded_acceptance`). The sum is at most the mean of share(x), which is `delta`. Ours.
 
     Args:
         probability: [B, N], with which `bounded_acceptance` keeps each draft.
-        drafts: long [B, N], -1 where a slot has none; its budget stays.
+        drafts: long [B, N], -1 where a slot has none; such a slot keeps its budget.
         target, draft_law, delta: as given to `bounded_acceptance`.
     """
     exact = exact_acceptance(target, draft_law, drafts.clamp(min=0))
     refused = 1 - probability
     left = (_share(exact, target, draft_law, delta) - (probability - exact)) / refused
-    # What is never refused leaves nothing to ask about.
+    # A draft that is never refused has no next sibling: its budget does not matter, and 0 / 0 is avoided.
     return torch.where((drafts >= 0) & (refused > 0), left.clamp(0, 1), delta)
 
 
 def _share(exact: Tensor, target: Tensor, draft_law: Tensor, delta: float | Tensor) -> Tensor:
-    """What each draft may gain of the budget `delta`: [B, N]."""
+    """Return the most that each draft may gain under the budget `delta`: [B, N]."""
     apart = draft_law.exp().sub_(target.exp()).clamp_(min=0).sum(-1)
-    # Equal laws leave nothing to share out, and no draft that could use it: not 0 / 0.
+    # Equal laws keep every draft anyway, so any share will do; the clamp only avoids 0 / 0.
     return delta * (1 - exact) / apart.clamp_(min=torch.finfo(apart.dtype).tiny)
 
 
 def bounded_rule(
     probability: Callable[[Tensor, Tensor, Tensor], Tensor], delta: float | Tensor
 ) -> AcceptanceRule:
-    """A relaxed acceptance under `bounded_acceptance`, with a budget that the siblings of a slot share."""
+    """Return a relaxed acceptance under `bounded_acceptance`, with one budget for all siblings of a slot."""
 
     def held_back(target: Tensor, draft_law: Tensor, drafts: Tensor) -> Tensor:
         relaxed = probability(target, draft_law, drafts)
@@ -264,44 +224,25 @@ def bounded_rule(
 # ------------------------------------------------------------------------------------------------------- the tables
 
 
-def smallest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` smallest values [..., V] in rising order, and their places; of equal ones the first place first.
-
-    Found by selection, not by a sort of V; and the same on all devices, which break ties of `topk` as they like.
-    """
-    size = values.shape[-1]
-    count = min(count, size)
-    if count == 0:
-        return values[..., :0], torch.zeros_like(values[..., :0], dtype=torch.long)
-    limit = values.topk(count, largest=False).values[..., -1:]
-    places = torch.arange(size, device=values.device)
-    # Below the limit all are in; of those at the limit, as many as there is room for, the first places first.
-    rank = torch.where(values == limit, places, 2 * size)
-    rank = torch.where(values < limit, places - size, rank)
-    chosen = rank.topk(count, largest=False, sorted=True).indices
-    found, order = values.gather(-1, chosen).sort(dim=-1, stable=True)
-    return found, chosen.gather(-1, order)
-
-
 def neighbour_table(codebook: Tensor, count: int, device: torch.device | str | None = None) -> Tensor:
-    """The nearest codes of every code, itself excluded, the nearest first: int32 [V, count].
+    """Return the nearest other codes of every code, the nearest first: int32 [V, count].
 
     Args:
         codebook: [V, D], the codes as the decoder sees them (L2-normalised, if it normalises them).
         count: from 1 to V - 1.
-        device: where the table is wanted; by default where the codebook is. It is built there once, and kept for the
-            next call with the same codes.
+        device: device of the table; default: the codebook's. The table is built there once, and cached for the next
+            call with the same codes.
     """
     return _neighbour_table(*_content(codebook, device), count)
 
 
 def cluster_table(codebook: Tensor, count: int, device: torch.device | str | None = None) -> Tensor:
-    """Clusters of codes by k-means, from a fixed start: long [V], numbers below `count`; kept, as `neighbour_table`."""
+    """Return the cluster of each code by k-means from a fixed start: long [V], below `count`; cached."""
     return _cluster_table(*_content(codebook, device), count)
 
 
 def _content(codebook: Tensor, device: torch.device | str | None) -> tuple[bytes, int, torch.device]:
-    # The codes themselves are the key of the cache: pipelines make a fresh tensor of them at every call.
+    # The contents of the codes are the cache key, because pipelines make a new tensor of them at every call.
     codes = codebook.detach().float().cpu().contiguous()
     return codes.numpy().tobytes(), codes.shape[1], torch.device(device or codebook.device)
 
@@ -315,7 +256,7 @@ def _neighbour_table(content: bytes, dim: int, device: torch.device, count: int)
     codes = _codes(content, dim).to(device)
     table = torch.zeros(len(codes), count, dtype=torch.int32, device=device)
     for rows in torch.arange(len(codes), device=device).split(max(1, _TABLE_ROWS // len(codes))):
-        # Not by a product of matrices, which would blur the order of near codes.
+        # No matrix product: its rounding would change the order of near codes.
         apart = torch.cdist(codes[rows], codes, compute_mode="donot_use_mm_for_euclid_dist")
         apart.scatter_(1, rows[:, None], torch.inf)
         table[rows] = smallest(apart, count)[1].int()
@@ -326,17 +267,7 @@ def _neighbour_table(content: bytes, dim: int, device: torch.device, count: int)
 def _cluster_table(content: bytes, dim: int, device: torch.device, count: int) -> Tensor:
     codes = _codes(content, dim)  # on the CPU: the same clusters for every device
     start = torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))[:count]
-    centres = codes[start]
-    clusters = torch.zeros(len(codes), dtype=torch.long)
-    for _ in range(25):
-        apart = centres.square().sum(1) - 2 * codes @ centres.T  # [V, count], but for a term of the row
-        before, clusters = clusters, apart.argmin(1)
-        if torch.equal(before, clusters):
-            break
-        sizes = torch.bincount(clusters, minlength=count)[:, None]
-        means = torch.zeros_like(centres).index_add_(0, clusters, codes) / sizes.clamp(min=1)
-        centres = torch.where(sizes > 0, means, centres)
-    return clusters.to(device)
+    return k_means(codes, codes[start], 25)[1].to(device)
 
 
 # ----------------------------------------------------------------------------------------------------- the settings
@@ -344,20 +275,20 @@ def _cluster_table(content: bytes, dim: int, device: torch.device, count: int) -
 
 @dataclass(frozen=True)
 class Relaxation:
-    """How a sampler accepts drafts: the settings of a configuration, plain values only. `rule` adds the tables.
+    """The settings of an acceptance rule, plain values only. `rule` adds the tables.
 
     Args:
         acceptance: "grouped", "clustered" or "lantern"; or "exact" or "identical", which relax nothing.
-        group_size: tokens of a group; for "clustered" on the mean.
-        probability_gap, code_distance: filters of "grouped"; a code_distance of None needs no codebook.
-        delta: mass that LANTERN lends a draft, and with `bounded` the most that any rule may move at a slot.
-        factor: LANTERN++'s lambda, which then replaces delta as the limit of what is lent.
-        neighbours: how many codes may lend, K of the neighbour table.
-        bounded: hold the rule back to `delta` by `bounded_acceptance`, with refused drafts replaced from `residual`.
-            The siblings of a slot share that budget.
+        group_size: tokens of a group; for "clustered" the mean size.
+        probability_gap, code_distance: filters of "grouped"; code_distance None needs no codebook.
+        delta: mass that LANTERN lends a draft; with `bounded`, the most that any rule may move at a slot.
+        factor: LANTERN++'s lambda, which then limits the lent mass in place of delta.
+        neighbours: how many codes may lend mass, K of the neighbour table.
+        bounded: limit the rule to `delta` by `bounded_acceptance`, and replace refused drafts from `residual`. The
+            siblings of a slot share the budget.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
     """
 
     acceptance: str
@@ -388,9 +319,39 @@ class Relaxation:
             )
         check_flag("bounded", self.bounded)
 
+    @classmethod
+    def of(cls, acceptance: str, settings: Mapping[str, Any] | None = None) -> Relaxation:
+        """Return the record for a name and a mapping of the other settings, as in a sampler's configuration.
+
+        Args:
+            acceptance: as in the class.
+            settings: values by name, such as {"delta": 0.2}; others keep their defaults. None: all defaults.
+
+        Raises:
+            ValueError: `settings` is not a mapping, names an unknown setting, is given for an acceptance that relaxes
+                nothing, or holds a value out of its range.
+        """
+        if settings is None:
+            return cls(acceptance)
+        if not isinstance(settings, Mapping):
+            raise ValueError(
+                f'relaxation={settings!r}; pass settings by name, such as {{"delta": 0.2}}, or None.'
+            )
+        known = [field.name for field in fields(cls) if field.name != "acceptance"]
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ValueError(f"relaxation has no setting {unknown[0]!r}; pass some of {', '.join(known)}.")
+        relaxation = cls(acceptance, **settings)
+        if settings and relaxation.lossless:
+            raise ValueError(
+                f"relaxation sets {', '.join(settings)}, but acceptance={acceptance!r} relaxes nothing; pass "
+                f"relaxation=None, or acceptance={', '.join(map(repr, RELAXED[:-1]))} or {RELAXED[-1]!r}."
+            )
+        return relaxation
+
     @property
     def lossless(self) -> bool:
-        """Whether committed tokens follow the target law exactly, whatever the laws are."""
+        """Whether committed tokens always follow the target law exactly."""
         return self.acceptance not in RELAXED
 
     @property
@@ -403,7 +364,7 @@ class Relaxation:
         """Refuse, before any compute, a codebook that does not fit the model. `codebook`: [V, D] or None.
 
         Raises:
-            ValueError: none is given and one is needed, another shape, or fewer codes than the settings ask for.
+            ValueError: a required codebook is missing, has another shape, or has fewer codes than the settings need.
         """
         if not self.needs_codebook:
             return
@@ -424,7 +385,7 @@ class Relaxation:
             )
 
     def rule(self, codebook: Tensor | None, device: torch.device | str) -> AcceptanceRule:
-        """The rule with its tables on a device. `codebook` as checked by `check`."""
+        """Return the rule with its tables on a device. `codebook` has passed `check`."""
         if self.lossless:
             return EXACT
         merge = None
@@ -452,27 +413,6 @@ class Relaxation:
         if self.bounded:
             return bounded_rule(probability, self.delta)
         return AcceptanceRule(probability, merge, lossless=False)
-
-
-class Relaxable:
-    """What samplers have that take the settings of `Relaxation` in their configuration."""
-
-    config: Any
-
-    @property
-    def relaxation(self) -> Relaxation:
-        """How the acceptance relaxes the exact rule, as a checked record."""
-        return Relaxation(**{field.name: self.config[field.name] for field in fields(Relaxation)})
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the output law is that of autoregressive sampling."""
-        return self.relaxation.lossless
-
-    @property
-    def needs_codebook(self) -> bool:
-        """Whether a call needs `codebook`."""
-        return self.relaxation.needs_codebook
 
 
 def _between(value: object, least: float, most: float) -> bool:

@@ -1,9 +1,9 @@
-"""Relaxed acceptance of several codebooks: each has codes of its own, and so groups of similar sound of its own.
+"""Relaxed acceptance for several codebooks, each with its own codes and so its own groups of similar sound.
 
-The rules are those of `relaxed`, one for each codebook with the tables of its codes. Groups of similar codes are how
-Yanuka et al., "Principled coarse-grained acceptance for speculative decoding in speech", 2025 (arXiv 2511.13732), relax
-the test for audio tokens: a draft is kept as often as its group allows. They also replace a refused draft by way of the
-groups, which may overlap; here it is replaced as `relaxed` says, at a price that the divergence meter knows.
+The rules are those of `relaxed`, one for each codebook, with the tables of its codes. Yanuka et al., "Principled
+coarse-grained acceptance for speculative decoding in speech", 2025 (arXiv 2511.13732), relax the test for audio tokens
+by groups of similar codes: a draft is kept as often as its group allows. They also replace a refused draft through the
+groups, which may overlap. Here `relaxed` replaces it, at a cost that the divergence meter can measure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def check_codebooks(relaxation: Relaxation, codebook: Tensor | None, codebooks: 
     """Refuse, before any compute, codebooks that do not fit the model. `codebook`: [K, V, D] or None.
 
     Raises:
-        ValueError: none is given and one is needed, another shape, or fewer codes than the settings ask for.
+        ValueError: required codebooks are missing, have another shape, or have fewer codes than the settings need.
     """
     if codebook is None or not relaxation.needs_codebook:
         relaxation.check(codebook, vocab_size)
@@ -37,7 +37,7 @@ def check_codebooks(relaxation: Relaxation, codebook: Tensor | None, codebooks: 
 def rule_by_codebook(
     relaxation: Relaxation, codebook: Tensor | None, codebooks: int, device: torch.device
 ) -> AcceptanceRule:
-    """The rule with its tables. It takes windows of N * K entries, those of each column together."""
+    """Return the rule with its tables, for windows of N * K entries, column by column."""
     if relaxation.lossless:
         return EXACT
     return join_rules(
@@ -46,7 +46,7 @@ def rule_by_codebook(
 
 
 def join_rules(rules: Sequence[AcceptanceRule]) -> AcceptanceRule:
-    """One rule for windows of N * K entries out of one for each codebook; entry i belongs to codebook i % K."""
+    """Join one rule for each codebook to one for windows of N * K entries; entry i belongs to codebook i % K."""
 
     def by_codebook(calls: Sequence[Callable[..., Tensor]], *window: Tensor) -> Tensor:
         count = len(calls)

@@ -1,17 +1,14 @@
-"""Several drafts for one slot: siblings, how they are drawn, and which of them is kept.
+"""Siblings, several drafts for one slot: how they are drawn, and which one is kept.
 
-Every rule is exact under one condition: sibling j is labelled with the law it was truly drawn from *given the
-siblings before it*. For siblings drawn without replacement that is the law without the earlier ones, renormalised.
-Labelling them with the plain law, or drawing them from one law and naming another, changes what comes out.
+Every rule is exact under one condition: the label of sibling j is the law that it was truly drawn from *given the
+siblings before it*. For siblings drawn without replacement, that is the law without the earlier ones, renormalised. A
+plain law as the label, or a label other than the law of the draw, changes the output law.
 
-Laws are log-probabilities, -inf outside the support; a law that is -inf everywhere is the law of no draft. A slot is
-one row here: target [B, V], siblings [B, K].
+Laws are log-probabilities, -inf outside the support; the law of a missing draft is -inf everywhere. A slot is one row
+here: target [B, V], siblings [B, K].
 """
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +17,14 @@ from torch import Tensor
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, residual
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, CounterNoise
 
-# The low half of a stream number says what a draw is for (the constants of `randomness`, all far below 2**16), the
-# high half which sibling it belongs to: no two pairs share a number, so no two siblings of a slot share bits. Sibling
-# 0 has the plain stream, so that a slot with one draft meets the very noise it would meet without siblings.
+# The low half of a stream number is the purpose of a draw (the constants of `noise`, all far below 2**16). The high
+# half is the sibling. No two pairs share a number, so no two siblings of a slot share bits. Sibling 0 has the plain
+# stream, so a slot with one draft uses the same noise as without siblings.
 _SIBLING_SHIFT = 16
 
 
 def sibling_stream(stream: int, sibling: int) -> int:
-    """The stream for the draws of one sibling."""
+    """Return the stream for the draws of one sibling."""
     return stream + (sibling << _SIBLING_SHIFT)
 
 
@@ -35,7 +32,7 @@ def sibling_stream(stream: int, sibling: int) -> int:
 
 
 def without(law: Tensor, tokens: Tensor) -> Tensor:
-    """The law given that none of `tokens` comes out: [..., V], or -inf everywhere when nothing else could.
+    """Return the law given that none of `tokens` comes out: [..., V], or -inf everywhere if no other token is possible.
 
     Args:
         law: [..., V] log-probabilities.
@@ -49,13 +46,13 @@ def without(law: Tensor, tokens: Tensor) -> Tensor:
 def with_replacement(
     law: Tensor, count: int, noise: CounterNoise, slots: Tensor, round: int | Tensor, stream: int = DRAFT
 ) -> tuple[Tensor, Tensor]:
-    """Independent siblings from one law.
+    """Draw independent siblings from one law.
 
     Args:
         law: [B, V] log-probabilities.
         count: K.
         slots: long [B, 1].
-        round, stream: where the noise is; every sibling has a stream of its own.
+        round, stream: address of the noise; each sibling has its own stream.
 
     Returns:
         Siblings, long [B, K], and the law of each given the earlier ones, [B, K, V]: the same law K times.
@@ -70,14 +67,14 @@ def with_replacement(
 def without_replacement(
     law: Tensor, count: int, noise: CounterNoise, slots: Tensor, round: int | Tensor, stream: int = DRAFT
 ) -> tuple[Tensor, Tensor]:
-    """Siblings that differ, drawn one after the other from what the earlier ones leave of a law.
+    """Draw different siblings, each from the law without the earlier ones.
 
-    By the largest K of log-probability plus Gumbel noise (Kool, van Hoof, Welling, "Stochastic beams and where to
+    They are the largest K of log-probability plus Gumbel noise (Kool, van Hoof, Welling, "Stochastic beams and where to
     find them", ICML 2019, section 2.3). Arguments are those of `with_replacement`; the siblings share one row of noise.
 
     Returns:
-        Siblings, long [B, K], and the law of each given the earlier ones, [B, K, V]. A law of fewer than K tokens
-        runs out: the siblings behind are no drafts, and their law is -inf everywhere.
+        Siblings, long [B, K], and the law of each given the earlier ones, [B, K, V]. If the law has fewer than K
+        tokens, the surplus siblings are no drafts, and their laws are -inf everywhere.
     """
     tokens = noise.ranking(law[:, None], slots, count, stream, round)[:, 0]  # [B, K]
     laws = [law]
@@ -96,11 +93,11 @@ def sibling_tests(
     valid: Tensor | None = None,
     rule: AcceptanceRule = EXACT,
 ) -> tuple[Tensor, Tensor]:
-    """The tests of `recursive_rejection`, before any is made: what they ask depends on the siblings alone.
+    """Return the tests of `recursive_rejection` before any is made: their probabilities depend only on the siblings.
 
     Returns:
-        With what probability each sibling is kept when those before it are refused, [B, K], 0 for one that is not
-        there; and the law behind the last, [B, V].
+        The probability of keeping each sibling when those before it are refused, [B, K], 0 for a missing sibling; and
+        the law after the last refusal, [B, V].
     """
     left, tests = target[:, None], []  # [B, 1, V]
     for sibling in range(drafts.shape[1]):
@@ -119,10 +116,10 @@ def sibling_tests(
 
 
 def first_kept(probability: Tensor, noise: CounterNoise, slots: Tensor, round: int | Tensor) -> Tensor:
-    """Make the tests [B, K] in turn: the index of the first sibling that passes, long [B], K for none.
+    """Make the tests [B, K] in turn. Returns the index of the first sibling that passes, long [B]; K for none.
 
     Args:
-        noise, slots, round: slots is long [B, 1]; sibling j takes its number from `sibling_stream(ACCEPT, j)`.
+        noise, slots, round: slots is long [B, 1]; sibling j is tested with noise of `sibling_stream(ACCEPT, j)`.
     """
     accept = [
         noise.bernoulli(test, slots, sibling_stream(ACCEPT, sibling), round)
@@ -143,40 +140,39 @@ def recursive_rejection(
 ) -> tuple[Tensor, Tensor]:
     """Test the siblings in turn, each against the residual that the earlier refusals left.
 
-    Recursive rejection sampling: SpecInfer (Miao et al., ASPLOS 2024, section 4.3) for independent siblings, Yang et
+    Recursive rejection sampling: SpecInfer (Miao et al., ASPLOS 2024, section 4.3) for independent siblings; Yang et
     al. ("Multi-candidate speculative decoding", 2024, section 3) and Jeon et al. ("Recursive speculative decoding",
-    2024) without replacement. Given the siblings before it, each is a draft with a known law, so that one step of
-    `exact_acceptance` and `residual` hands an exact problem to the next; no other property of the laws is used.
+    2024) without replacement. Given the siblings before it, each sibling is a draft with a known law. So one step of
+    `exact_acceptance` and `residual` leaves an exact problem to the next step. No other property of the laws is used.
 
-    A relaxed rule tests each sibling as a draft for the law that is left, and so the next one: what a refused sibling
-    was lent (LANTERN, `lantern_target`) is gone from that law with the sibling itself, its mass is shared out anew
-    among the rest, and a later sibling that has none left is refused for certain. Each test may then move `delta`,
-    LANTERN's bound for point drafts, so that a slot moves up to `delta` for each test that is made; bounded rules share
-    one `delta` among the siblings (`relaxed.budget_behind`).
+    A relaxed rule tests each sibling as a draft for the law that is left. LANTERN (`lantern_target`) removes the mass
+    lent to a refused sibling from that law together with the sibling, and the rest is renormalised; a later sibling
+    with no mass left is certainly refused. Each test may then move `delta`, LANTERN's bound for point drafts, so a slot
+    moves up to `delta` per test made. With bounded rules the siblings share one `delta` (`relaxed.budget_behind`).
 
     Args:
         target: [B, V], the target law.
         drafts: long [B, K].
-        draft_laws: [B, K, V], the law sibling j was drawn from given siblings 0 to j - 1. A deterministic sibling has
-            a point law. May be an expanded view.
+        draft_laws: [B, K, V], the law that sibling j was drawn from given siblings 0 to j - 1. A deterministic sibling
+            has a point law. May be an expanded view.
         noise, slots, round: as in `first_kept`.
-        valid: bool [B, K], false for a sibling that is not there. One to which its law gives no mass never is. What
-            it depends on must not look at this slot's target law.
-        rule: what replaces the exact test.
+        valid: bool [B, K], false for a missing sibling. A sibling to which its law gives no mass always counts as
+            missing. `valid` must not depend on this slot's target law.
+        rule: replaces the exact test.
 
     Returns:
-        The index of the kept sibling, long [B], K for none; and the law of the token that takes their place when all
-        are refused, [B, V] (without meaning where one is kept).
+        The index of the kept sibling, long [B], K for none; and the law of the replacement if all are refused, [B, V]
+        (without meaning where a sibling is kept).
     """
     probability, left = sibling_tests(target, drafts, draft_laws, valid, rule)
     return first_kept(probability, noise, slots, round), left
 
 
 def committed_law(probability: Tensor, drafts: Tensor, left: Tensor) -> Tensor:
-    """Law of the token that tests [B, K] of siblings [B, K] commit, with `left` [B, V] behind the last: [B, V]."""
+    """The law of the token that tests [B, K] of siblings [B, K] commit, with `left` [B, V] after the last: [B, V]."""
     reached = F.pad(
         (1 - probability).cumprod(1), (1, 0), value=1.0
-    )  # [B, K + 1], every test and what is behind
+    )  # [B, K + 1], each test and the final residual
     law = left.exp() * reached[:, -1:]
     return law.scatter_add_(1, drafts, reached[:, :-1] * probability)
 
@@ -189,22 +185,22 @@ def moved_mass(
     left: Tensor,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """How far the tests of a relaxed rule take a slot from the law that exact tests give it, given its siblings: [B].
+    """Return the distance between the laws that relaxed and exact tests give a slot, given its siblings: [B].
 
-    Given the siblings, relaxed tests commit one law and exact ones another; this is the total variation distance (TVD)
-    between the two. Averaged over the siblings the second is the target law, so the mean of this is at least the TVD
-    between the committed token's law and the target law:
+    Given the siblings, relaxed tests commit one law and exact tests another. The result is the total variation distance
+    (TVD) between the two. The mean of the second law over siblings is the target law, so the mean of the result is at
+    least the TVD between the committed token's law and the target law:
 
-    * siblings that are a function of the text (the most probable ones) leave nothing to average: then it is that TVD,
-      for every rule. Nothing is estimated but the mean over texts;
-    * of one drawn draft it is accept - exact, and its mean the TVD, for rules that keep no draft less often than the
-      exact one and replace refused drafts from the plain residual, as bounded rules do;
-    * else it is an upper bound: that a token gains when it is a sibling and loses when it is not cannot be seen from
-      one set of siblings. Under a bounded rule the mean is no more than `delta` all the same.
+    * siblings that are a function of earlier tokens (the most probable ones): there is nothing to average over, so the
+      result is that TVD, for every rule. Only the mean over earlier tokens is estimated;
+    * one drawn draft: the result is accept - exact, and its mean is the TVD, for rules that keep no draft less often
+      than the exact one and replace refused drafts from the plain residual, as bounded rules do;
+    * otherwise it is an upper bound: a token may gain when it is a sibling and lose when it is not, and one set of
+      siblings does not show that. Under a bounded rule the mean is still at most `delta`.
 
     Args:
-        draft_laws: None for siblings that are a function of the text.
-        probability, left: what `sibling_tests` gives for the relaxed rule.
+        draft_laws: None for siblings that are a function of earlier tokens.
+        probability, left: from `sibling_tests` with the relaxed rule.
         target, drafts, valid: as in `recursive_rejection`.
     """
     law = committed_law(probability, drafts, left)
@@ -219,10 +215,10 @@ def moved_mass(
 def k_seq(
     target: Tensor, drafts: Tensor, draft_law: Tensor, noise: CounterNoise, slots: Tensor, round: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """K-SEQ for independent siblings: each is kept with probability min(1, target / (rho * draft)).
+    """Test independent siblings by K-SEQ: each is kept with probability min(1, target / (rho * draft)).
 
-    Sun et al., "SpecTr: fast speculative decoding via optimal transport", NeurIPS 2023 (arXiv 2310.15141), where it
-    is shown to accept at least 1 - (1 - 1/K)**K of what the best rule for independent siblings does.
+    Sun et al., "SpecTr: fast speculative decoding via optimal transport", NeurIPS 2023 (arXiv 2310.15141). They prove
+    that it accepts at least 1 - (1 - 1/K)**K of what the best rule for independent siblings accepts.
 
     Args:
         target, draft_law: [B, V].
@@ -237,10 +233,10 @@ def k_seq(
 
 
 def k_seq_tests(target: Tensor, drafts: Tensor, draft_law: Tensor) -> tuple[Tensor, Tensor]:
-    """The tests of `k_seq`: probabilities [B, K], and the law behind the last, [B, V]. As `sibling_tests`."""
+    """Return the tests of `k_seq`: probabilities [B, K], and the law after the last, [B, V]. As `sibling_tests`."""
     rho, tries = _k_seq_rho(target, draft_law, drafts.shape[1])  # [B, 1] each
     at_draft = (target - rho.log()).gather(-1, drafts) - draft_law.gather(-1, drafts)  # [B, K]
-    # One test keeps x with probability min(draft, target / rho)(x), and `tries` tests are made on average.
+    # One test keeps x with probability min(draft, target / rho)(x); on average `tries` tests are made.
     kept = torch.minimum(draft_law, target - rho.log()).exp() * tries
     left = (target.exp() - kept).clamp_(min=0)
     mass = left.sum(-1, keepdim=True)
@@ -248,10 +244,10 @@ def k_seq_tests(target: Tensor, drafts: Tensor, draft_law: Tensor) -> tuple[Tens
 
 
 def _k_seq_rho(target: Tensor, draft_law: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The least rho in [1, K] that leaves a residual without negative mass, and the mean number of tests: [B, 1] each.
+    """Return the least rho in [1, K] without negative residual mass, and the mean number of tests: [B, 1] each.
 
-    With beta the acceptance of one test, the mean number of tests is the sum of (1 - beta)**j over j < K, and nowhere
-    more than the target is given out while it is at most rho. It falls with beta, and so rises with rho.
+    If one test accepts with probability beta, the mean number of tests is the sum of (1 - beta)**j over j < K. No token
+    gets more than its target mass as long as this mean is at most rho. The mean falls with beta, and so rises with rho.
     """
 
     def tests(rho: Tensor) -> Tensor:
@@ -263,7 +259,7 @@ def _k_seq_rho(target: Tensor, draft_law: Tensor, count: int) -> tuple[Tensor, T
 
     low = target.new_ones(target.shape[0], 1)
     high = torch.full_like(low, count)
-    # rho itself is feasible where low is; else the answer lies between. Halved until the type has no more digits.
+    # Where rho = 1 is feasible it is the answer. Otherwise bisect until the dtype has no more digits.
     for _ in range(53 if target.dtype == torch.float64 else 24):
         middle = (low + high) / 2
         feasible = tests(middle) <= middle
@@ -271,136 +267,3 @@ def _k_seq_rho(target: Tensor, draft_law: Tensor, count: int) -> tuple[Tensor, T
     one = torch.ones_like(high)
     high = torch.where(tests(one) <= one, one, high)
     return high, tests(high)
-
-
-# --------------------------------------------------------------------------------------------------- yardstick
-
-
-def optimal_acceptance(target: Tensor, draft: Tensor, count: int, replace: bool = True) -> float:
-    """The largest probability with which any exact rule can commit one of K siblings.
-
-    Committing one of the siblings is a flow from sibling sets, of which set S has Pr(S), to the tokens in them, of
-    which x takes at most target(x). The least cut of that network is the minimum, over sets H of tokens, of
-    target(H) + 1 - Pr(all siblings are in H); the best H holds the tokens of the smallest target / draft, so that V + 1
-    sets decide (Hu et al., "Towards optimal multi-draft speculative decoding", ICLR 2025, for both ways of drawing;
-    Khisti et al., "Multi-draft speculative sampling", ICLR 2025, for two independent siblings).
-
-    Args:
-        target, draft: [V] log-probabilities.
-        count: K, at least 1. Takes O(V) time, without replacement O(V K) for some hundred integration nodes.
-        replace: siblings are independent; else drawn without replacement.
-
-    Raises:
-        ValueError: laws of other shapes, or K below 1.
-    """
-    if target.dim() != 1 or target.shape != draft.shape or count < 1:
-        raise ValueError(
-            f"target {tuple(target.shape)}, draft {tuple(draft.shape)}, count={count}; "
-            "pass two laws [V] and a count of at least 1."
-        )
-    target, draft = target.double(), draft.double()
-    there = draft > -torch.inf  # a token that is never drafted only adds to target(H)
-    target, draft = target[there], draft[there]
-    order = (target - draft).argsort()
-    target, draft = target[order].exp(), draft[order].exp()
-    if replace:
-        inside = (draft.cumsum(0) / draft.sum()).clamp(max=1) ** count
-    else:
-        inside = _all_within_prefix(draft, min(count, len(draft)))
-    cut = target.cumsum(0) + 1 - inside
-    return min(1.0, float(cut.min()))  # the empty set cuts all: 1
-
-
-def _all_within_prefix(draft: Tensor, count: int) -> Tensor:
-    """Pr(the first K tokens drawn without replacement are among the first n), for every n from 1 to V: [V].
-
-    Let token x ring after an exponential time of rate draft(x): the order of ringing is an order of drawing without
-    replacement. The first K are within a prefix when K of it ring before the first token of the rest, which rings
-    after an exponential time too. What is left is an integral over that time, t. In s = log t the integrand decays
-    doubly exponentially and is analytic up to |Im s| < pi / 2, so that the trapezoidal rule of step 1/4 errs by about
-    exp(-4 pi^2), less than rounding does.
-    """
-    rest = draft.flip(0).cumsum(0).flip(0)[1:]  # [V - 1], total rate behind each prefix but the last
-    step = 0.25
-    last = math.log(45 / max(float(rest.min()), 1e-30)) if len(rest) else 0.0
-    times = torch.arange(-40, max(last, 0.0) + step, step, dtype=draft.dtype).exp()[:, None]  # [T, 1]
-    grown = draft * times  # [T, V]
-    log_odds = grown + (-torch.expm1(-grown)).log()  # of having rung by then
-    silent = -grown.cumsum(1)  # log Pr(nothing in the prefix has rung)
-    exactly = torch.zeros_like(grown)  # log of the m-th elementary symmetric polynomial of the prefix's odds
-    fewer = silent.exp()  # Pr(fewer than K have rung), summed over m
-    for size in range(count - 1):
-        empty = torch.full_like(exactly[:, :1], -torch.inf if size else 0.0)
-        exactly = (log_odds + torch.cat([empty, exactly[:, :-1]], 1)).logcumsumexp(1)
-        fewer = fewer + (silent + exactly).exp()
-    density = rest * times * (-rest * times).exp()  # [T, V - 1], per unit of s
-    inside = step * (density * (1 - fewer[:, :-1])).sum(0)
-    return torch.cat([inside.clamp(0, 1), inside.new_ones(1)])
-
-
-@dataclass(frozen=True)
-class SiblingGap:
-    """How often a rule commits one of K siblings, and how often the best rule could: means over pairs of laws.
-
-    Attributes:
-        rule: "recursive" (without replacement), "recursive, independent" or "k-seq" (independent siblings too).
-        acceptance: the mean probability that a sibling is kept.
-        error: its standard error, which is that of the drawing of siblings; the pairs are taken as given.
-        optimum: the mean of `optimal_acceptance` for siblings that are drawn in this way.
-    """
-
-    rule: str
-    acceptance: float
-    error: float
-    optimum: float
-
-    @property
-    def gap(self) -> float:
-        """What the best rule would keep more often."""
-        return self.optimum - self.acceptance
-
-
-def sibling_gaps(
-    target: Tensor, draft: Tensor, count: int, *, draws: int = 100, seed: int = 0
-) -> list[SiblingGap]:
-    """Compare the rules for K siblings with the best there can be, on given laws; for reports, not for decoding.
-
-    Siblings are drawn, `draws` times for each pair of laws, but not accepted: given siblings the probability that one
-    is kept is known.
-
-    Args:
-        target, draft: [N, V] log-probabilities, N pairs of laws.
-        count: K, at least 1.
-        draws: at least 2.
-        seed: of the siblings.
-
-    Raises:
-        ValueError: laws of other shapes, a count below 1, or fewer than two draws.
-    """
-    if target.dim() != 2 or target.shape != draft.shape or count < 1 or draws < 2:
-        raise ValueError(
-            f"target {tuple(target.shape)}, draft {tuple(draft.shape)}, count={count}, draws={draws}; pass pairs of "
-            "laws, [N, V] each, a count of at least 1 and at least 2 draws."
-        )
-    target, draft = target.double(), draft.double()
-    noise = CounterNoise(torch.arange(len(target)) + (seed << 32), target.device)
-    slots = torch.zeros(len(target), 1, dtype=torch.long, device=target.device)
-    kept: dict[str, list[Tensor]] = {"recursive": [], "recursive, independent": [], "k-seq": []}
-    for draw in range(draws):
-        different = without_replacement(draft, count, noise, slots, draw)
-        independent = with_replacement(draft, count, noise, slots, draw)
-        tests = (
-            sibling_tests(target, *different)[0],
-            sibling_tests(target, *independent)[0],
-            k_seq_tests(target, independent[0], draft)[0],
-        )
-        for found, probability in zip(kept.values(), tests, strict=True):
-            found.append(1 - (1 - probability).prod(1))  # [N]
-    gaps = []
-    for rule, found in kept.items():
-        accepted = torch.stack(found)  # [draws, N]
-        error = float((accepted.var(0) / draws).sum().sqrt()) / len(target)
-        pairs = zip(target, draft, strict=True)
-        best = [optimal_acceptance(*pair, count, replace=rule != "recursive") for pair in pairs]
-        gaps.append(SiblingGap(rule, float(accepted.mean()), error, sum(best) / len(best)))
-    return gaps

@@ -1,4 +1,4 @@
-"""What a decode did: the tokens, the calls they took, and where the time went."""
+"""The record of a decode: its tokens, the calls they took, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-MEASURE = "measure"  # the phase in which a lossy sampler finds out how far it is off
+MEASURE = "measure"  # the phase in which a lossy sampler measures its divergence
 
 
 @dataclass
@@ -18,17 +18,22 @@ class DecodeTrace:
 
     Attributes:
         sampler: class name of the sampler.
-        lossless: the output law is that of autoregressive sampling.
-        identical: the tokens are those of autoregressive sampling with the same generator.
-        target_calls: long [B], forwards of the target model until the sample was complete. The prefill is one of
-            them: it yields slot 0.
+        lossless: whether the output law is that of autoregressive sampling.
+        identical: whether the sampler returns the tokens of autoregressive sampling with the same generator, as far as
+            `low_precision` and `scales_by_batch` allow.
+        target_calls: long [B], target calls until the sample was complete, including the prefill, which yields slot 0.
         commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0).
         seconds: wall time of the decode, without the phase `MEASURE`, which generates nothing.
-        phase_seconds: the parts of it: "prefill", "model", "verify"; of calls that were replayed as graphs, "step",
-            which is "model" and "verify" together.
-        peak_memory: bytes, the most that was allocated on the CUDA device; None on the CPU.
-        divergence: measured distance to the target law a tested slot; None for a lossless sampler, which has none.
+        phase_seconds: seconds of each phase: "prefill", "model", "verify"; for calls replayed as graphs "step", which
+            is "model" and "verify" together.
+        peak_memory: most bytes allocated on the CUDA device; None on the CPU.
+        divergence: measured distance to the target law per tested slot; None for a lossless sampler.
+        at_least: whether `divergence` is only a lower bound of that distance.
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
+        low_precision: the model's floating type where it is below float32, such as "bfloat16", and the sampler scores
+            several slots a call: rounding then decides near-ties. None: it decides nothing.
+        scales_by_batch: whether the model quantises activations by scales of a whole call, and the sampler scores
+            several slots a call: the law of a slot then depends on what else the call scores.
     """
 
     sampler: str
@@ -41,23 +46,37 @@ class DecodeTrace:
     peak_memory: int | None = None
     divergence: float | None = None
     moved_mass: Tensor | None = None
+    low_precision: str | None = None
+    scales_by_batch: bool = False
+    at_least: bool = False
+
+    @property
+    def promises_tokens(self) -> bool:
+        """Whether every token equals that of autoregressive sampling with the same generator, near-ties too."""
+        return self.identical and self.low_precision is None and not self.scales_by_batch
 
     @property
     def tokens_per_call(self) -> Tensor:
-        """Committed tokens over target calls, bonus tokens included: float [B]."""
+        """Committed tokens per target call, bonus tokens included: float [B]."""
         return self.commit_call.shape[1] / self.target_calls.float()
 
     @property
     def output_law(self) -> str:
-        """What the output law is, in words."""
+        """The output law in words."""
+        if self.scales_by_batch:
+            return "not known: the scales of quantised activations depend on the window"
         if self.identical:
-            return "same tokens as autoregressive sampling"
+            rounded = f" up to near-ties ({self.low_precision})" if self.low_precision else ""
+            return f"same tokens as autoregressive sampling{rounded}"
         if self.lossless:
             return "lossless"
-        return "lossy" if self.divergence is None else f"lossy, measured divergence {self.divergence:.4f}"
+        if self.divergence is None:
+            return "lossy"
+        bound = "at least " if self.at_least else ""
+        return f"lossy, measured divergence {bound}{self.divergence:.4f}"
 
     def summary(self) -> str:
-        """One line: tokens, calls, tokens per call, time, and what the output law is."""
+        """Return one line: tokens, calls, tokens per call, time, and the output law."""
         samples, length = self.commit_call.shape
         memory = "" if self.peak_memory is None else f", {self.peak_memory / 2**20:.0f} MiB peak"
         return (
@@ -68,34 +87,34 @@ class DecodeTrace:
 
 @dataclass
 class SampleResult:
-    """tokens long [B, L], on the model's device, and the trace of the decode."""
+    """The tokens, long [B, L] on the model's device, and the trace of the decode."""
 
     tokens: Tensor
     trace: DecodeTrace
 
 
 class DivergenceMeter:
-    """How far a lossy acceptance rule takes a decode from the target law, measured on the way at no cost.
+    """Measures, without extra model calls, how far a lossy acceptance rule takes a decode from the target law.
 
-    A slot is tested when its draft is the first refused one, or comes before it. Given all that was committed earlier,
-    its draft x follows the draft law, so (accept(x) - target(x) / draft(x))+ is an unbiased estimate of
+    A slot is tested if its draft is the first refused one, or comes before it. Given all earlier committed tokens, its
+    draft x follows the draft law. So (accept(x) - target(x) / draft(x))+ is an unbiased estimate of
 
         moved = sum over x of (draft(x) * accept(x) - target(x))+ ,
 
-    the mass that the rule adds to tokens beyond what the target law gives them: at most the total variation distance
-    (TVD) between the law of the committed token and the target law at this slot, and equal to it for rules that keep
-    no draft less often than the exact one and replace refused drafts from the plain residual. Slots that are not tested
-    (the first, and the one behind a window that is kept whole) follow the target law.
+    the mass that the rule gives to tokens beyond their target mass. This is at most the total variation distance (TVD)
+    between the law of the committed token and the target law at this slot. It equals the TVD for rules that keep no
+    draft less often than the exact rule and replace refused drafts from the plain residual. Slots that are not tested
+    (the first, and the one after a window that is kept whole) follow the target law.
 
-    So where moved is the TVD, `divergence` estimates the mean TVD of the tested slots, and the expectation of
-    `moved_mass`, the sum over the slots of a sample, bounds the TVD between the law of whole samples and that of
-    autoregressive sampling. It counts every change as a loss, even that of a token for one which looks the same.
+    So where moved is the TVD, `divergence` estimates the mean TVD of the tested slots. The expectation of `moved_mass`,
+    the sum over the slots of a sample, bounds the TVD between the law of whole samples and that of autoregressive
+    sampling. Every change counts as a loss, even the change from one token to another that looks the same.
 
-    A slot with several siblings is counted by `siblings.moved_mass`, which see for what is then known.
+    For slots with several siblings see `siblings.moved_mass`.
 
     Attributes:
         moved: float [B], the sum of the estimates.
-        tested: long [B], tested slots.
+        tested: long [B], the number of tested slots.
     """
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
@@ -104,36 +123,36 @@ class DivergenceMeter:
         self._samples = torch.arange(batch_size, device=device)
 
     def select(self, samples: Tensor) -> None:
-        """Go on with some of the samples only, long [N]; what was counted for the others stays."""
+        """Continue with the samples long [N] only. The counts of the others stay."""
         self._samples = self._samples[samples]
 
     def add(self, probability: Tensor, exact: Tensor, tested: Tensor) -> None:
         """Count the drafts of one call. No host synchronisation.
 
         Args:
-            probability, exact: [B, N], with which the rule, and the exact rule, keep each draft.
+            probability, exact: [B, N], probabilities of keeping each draft under the rule and under the exact rule.
             tested: BoolTensor [B, N].
         """
-        # The cap of `exact` at 1 takes nothing off.
+        # The cap of `exact` at 1 changes nothing here: `probability` is at most 1.
         self.count((probability - exact).clamp(min=0), tested)
 
     def count(self, moved: Tensor, tested: Tensor) -> None:
-        """Count estimates [B, N] of what was moved at slots, where tested, bool [B, N]. No host synchronisation."""
-        # Chosen, not multiplied: what is not tested may be nan.
+        """Add estimates [B, N] of the moved mass at the slots where `tested`, bool [B, N]. No host synchronisation."""
+        # `where`, not a product: untested values may be nan.
         excess = torch.where(tested, moved, 0).sum(1)
         precise = torch.promote_types(self.moved.dtype, excess.dtype)
         self.moved = self.moved.to(precise).index_add(0, self._samples, excess.to(precise))
         self.tested.index_add_(0, self._samples, tested.sum(1))
 
     def mean(self) -> float:
-        """The mean over tested slots, 0 when there are none. Synchronises."""
+        """Return the mean over tested slots, 0 if there are none. Synchronises."""
         return float(self.moved.sum() / self.tested.sum().clamp(min=1))
 
 
 class Stopwatch:
-    """Attributes the time of a decode to its phases, without synchronising the device in the loop.
+    """Measures the time of each phase of a decode, without synchronising the device in the loop.
 
-    On CUDA, laps after the first are marked by events and read once, at the end; on the CPU by the clock.
+    On CUDA, laps after the first are events that are read once, at the end. On the CPU, laps read the clock.
     """
 
     def __init__(self) -> None:
@@ -146,10 +165,10 @@ class Stopwatch:
     def lap(self, phase: str, device: torch.device) -> None:
         """Attribute the time since the last lap (or since construction) to `phase`."""
         if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():  # nothing is computed now
+            if torch.cuda.is_current_stream_capturing():  # recording computes nothing
                 return
             if not self._events:
-                # The prefill is timed by the clock: there was no event before it, as no device was known.
+                # The clock times the prefill: no event could be recorded before it, because no device was known.
                 torch.cuda.synchronize(device)
                 self._add(phase)
             event = torch.cuda.Event(enable_timing=True)
@@ -164,7 +183,7 @@ class Stopwatch:
         self._last = now
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """Seconds since construction but for `MEASURE`, and the seconds of each phase. Synchronises on CUDA."""
+        """Return the seconds since construction without `MEASURE`, and those of each phase. Synchronises on CUDA."""
         seconds = dict(self._seconds)
         if self._events:
             self._events[-1][1].synchronize()
@@ -173,5 +192,5 @@ class Stopwatch:
         return time.perf_counter() - self._start - seconds.get(MEASURE, 0.0), seconds
 
     def peak_memory(self, device: torch.device) -> int | None:
-        """The most bytes that PyTorch had allocated on a CUDA device since construction; None on the CPU."""
+        """Return the most bytes that PyTorch allocated on a CUDA device since construction; None on the CPU."""
         return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

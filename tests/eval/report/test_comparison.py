@@ -1,0 +1,75 @@
+"""Side by side decoding on a tiny real model."""
+
+from typing import Any
+
+import pytest
+
+from tests.tiny import seeded, tiny_pipeline
+from tests.tiny_scales import tiny_scale_pipeline
+from visual_spec.eval.report.comparison import compare
+from visual_spec.eval.report.pages import ScaleComparisonRow
+from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.scales import ScaleWiseSampler
+
+PROMPT = "a red circle"
+
+
+def test_compare_finds_equality_and_leaves_the_pipeline_as_it_was():
+    pipe = tiny_pipeline()
+    sampler = pipe.sampler
+    rows = compare(
+        pipe, SpeculativeJacobiSampler(window=4), [(PROMPT, 9), (PROMPT, 10)], {"guidance_scale": 2.0}
+    )
+    assert pipe.sampler is sampler
+    assert len(rows) == 2
+    for row in rows:
+        assert row.identical and row.commit_call.shape == (16,)
+        assert row.fast_calls < row.plain_calls == 16
+        assert row.plain_seconds > 0 < row.fast_seconds
+
+
+def test_compare_finds_a_difference():
+    pipe = tiny_pipeline()
+    independent = SpeculativeJacobiSampler(window=4, coupling="independent", acceptance="exact")
+    (row,) = compare(pipe, independent, [(PROMPT, 3)], {})
+    assert not row.identical
+
+
+def test_the_sampler_is_put_back_after_an_error():
+    pipe = tiny_pipeline()
+    sampler = pipe.sampler
+    with pytest.raises(ValueError, match="no words"):
+        compare(pipe, SpeculativeJacobiSampler(window=4), [("", 0)], {})
+    assert pipe.sampler is sampler
+
+
+# -- next-scale models --
+
+
+def test_two_models_are_compared_with_the_first_one_alone():
+    pipe: Any = tiny_scale_pipeline()
+    plan = ScalePlan(num_draft_scales=2, cache_share=0.7)
+    rows = compare(pipe, ScaleWiseSampler(), [("3", 9), ("1", 10)], {"top_k": 5}, plan=plan)
+    assert pipe.config["num_draft_scales"] is None and pipe.budget is None
+    for row, (label, seed) in zip(rows, [(3, 9), (1, 10)], strict=True):
+        assert isinstance(row, ScaleComparisonRow)
+        plain = pipe(label, generator=seeded(seed), num_draft_scales=4, top_k=5)
+        assert row.plain_image.tobytes() == plain.images[0].tobytes() != row.fast_image.tobytes()
+        assert row.plain_cache == plain.trace.cache_bytes[0] > row.fast_cache
+        assert (row.sides, row.drafted, row.plain_calls, row.fast_calls) == ((1, 2, 3, 4), 2, 4, 4)
+        assert not row.identical and not row.promised
+        assert row.headline == (f"{row.speed_up:.2f}x", "as fast")
+        assert row.map_caption.startswith("2 of 4 scales; cache 7 -> ")
+    (same,) = compare(pipe, ScaleWiseSampler(), [("3", 9)], {}, plan=ScalePlan("all", 1.0))
+    assert same.identical and same.promised
+    with pytest.raises(ValueError, match="num_draft_scales=9"):
+        compare(pipe, ScaleWiseSampler(), [("3", 9)], {}, plan=ScalePlan(9))
+
+
+def test_a_broken_promise_is_seen():
+    pipe = tiny_pipeline()
+    (row,) = compare(pipe, SpeculativeJacobiSampler(window=4), [(PROMPT, 9)], {})
+    assert row.promised
+    independent = SpeculativeJacobiSampler(window=4, coupling="independent", acceptance="exact")
+    assert not compare(pipe, independent, [(PROMPT, 3)], {})[0].promised

@@ -1,0 +1,64 @@
+"""Intervals against the equations they solve, and against how often they hold."""
+
+import math
+
+import pytest
+import torch
+
+from visual_spec.eval.intervals import mean_figure, rate, ratio_figure, ratio_with_error, wilson_interval
+
+
+@pytest.mark.parametrize(("hits", "total"), [(0, 10), (1, 10), (81, 200), (160, 200), (10, 10), (1, 1)])
+def test_the_wilson_interval_solves_its_equation(hits, total):
+    low, high = wilson_interval(hits, total)
+    share = hits / total
+    assert 0 <= low <= share <= high <= 1
+    # The ends are the rates from which the observed one is z standard deviations away (Wilson 1927).
+    for end in (low, high):
+        if 0 < end < 1:
+            assert abs(share - end) / math.sqrt(end * (1 - end) / total) == pytest.approx(1.959964, rel=1e-5)
+    assert (low == 0) == (hits == 0) and (high == 1) == (hits == total)
+    assert rate([True] * hits + [False] * (total - hits)) == {
+        "value": share,
+        "low": low,
+        "high": high,
+        "hits": hits,
+        "total": total,
+    }
+
+
+@pytest.mark.parametrize(("hits", "total"), [(0, 0), (-1, 5), (6, 5)])
+def test_the_interval_of_nothing_is_refused(hits, total):
+    with pytest.raises(ValueError, match="0 <= hits <= total"):
+        wilson_interval(hits, total)
+
+
+def test_a_mean_by_hand():
+    figure = mean_figure([1.0, 2.0, 6.0])
+    assert figure["value"] == 3.0
+    reach = 1.959963984540054 * math.sqrt((4 + 1 + 9) / 2 / 3)
+    assert (figure["low"], figure["high"]) == (pytest.approx(3 - reach), pytest.approx(3 + reach))
+    assert mean_figure([5.0]) == {"value": 5.0, "low": 5.0, "high": 5.0}
+    with pytest.raises(ValueError, match="no values"):
+        mean_figure([])
+
+
+def test_tokens_over_calls_agree_with_the_benchmark():
+    calls = [60, 71, 55, 90, 64]
+    value, error = ratio_with_error([256] * len(calls), calls)
+    figure = ratio_figure([256] * 5, calls)
+    assert figure["value"] == pytest.approx(value)
+    assert figure["high"] - figure["value"] == pytest.approx(1.959963984540054 * error)
+    with pytest.raises(ValueError, match="as many of each"):
+        ratio_figure([1.0], [])
+
+
+def test_a_ratio_lies_within_its_interval_about_as_often_as_promised():
+    generator = torch.Generator().manual_seed(0)
+    inside = 0
+    for _ in range(1000):
+        below = 5 + torch.rand(40, generator=generator)
+        above = 3 * below + torch.randn(40, generator=generator)
+        figure = ratio_figure(above.tolist(), below.tolist())
+        inside += figure["low"] <= 3 <= figure["high"]
+    assert 0.92 < inside / 1000 < 0.97

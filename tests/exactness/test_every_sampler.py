@@ -1,0 +1,149 @@
+"""Every lossless sampler of the registry, by enumeration. A sampler that is added to the registry is enumerated too."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.regions import total_variation
+from tests.exactness.test_scales_law import parts as pyramid
+from tests.exactness.test_scales_law import product_law
+from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.calls import COLUMNS, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularColumnModel, TabularModel
+from visual_spec.samplers.core.base import Run, State
+from visual_spec.samplers.core.chain import ChainSampler
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafts import Draft, Label
+from visual_spec.samplers.registry import DRAFTER, SAMPLERS, SamplerEntry, sampler_class
+from visual_spec.samplers.scales import Stage
+
+# Where the defaults are too large, or not lossless. Of others the window and the number of drafts are made small.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ProactiveJacobiSampler": dict(window=2, siblings=2, depth=1),
+    "TreeSampler": dict(depth=1, width=2),
+    "MultiscaleSampler": dict(pool=1, radius=None, max_rounds=None),
+}
+SMALLEST = {"window": 2, "num_drafts": 1}
+
+
+def smallest(entry: SamplerEntry) -> Any:
+    """The sampler with settings that can be enumerated, of which the others are the defaults."""
+    made = sampler_class(entry)
+    known = inspect.signature(made.__init__).parameters
+    settings = SETTINGS.get(entry.class_name)
+    sampler = made(**settings) if settings else made(**{k: v for k, v in SMALLEST.items() if k in known})
+    if hasattr(sampler, "tries"):
+        sampler.tries = 1
+    return sampler
+
+
+def half_right(model: Any, other: Any) -> Any:
+    other.logits = 0.6 * model.logits + 0.6 * other.logits
+    return other
+
+
+class TableUpsampler:
+    """Logits of a picture of four tokens out of three, from one token."""
+
+    num_tokens = 4
+    logits = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.logits[tokens[:, 0]]
+
+
+def enumerated(entry: SamplerEntry) -> tuple[Enumeration, Tensor]:
+    """What the smallest sampler of an entry does, and the law that it promises."""
+    sampler, parts = smallest(entry), {}
+    if entry.calls == SCALES:
+        tokenizer, [pyramid_model] = pyramid("3 ** 5")
+        found = Enumerator(sampler, [Stage(pyramid_model, range(2))], tokenizer=tokenizer).run()
+        return found, product_law(tokenizer, [pyramid_model] * 2, [PLAIN] * 2)
+    if entry.calls == COLUMNS:
+        valid = CodebookPattern.delay([0, 1]).valid(2).T
+        model, other = (TabularColumnModel(valid, 2, seed=seed) for seed in (0, 50))
+    elif entry.calls in (RASTER, TREE, ORDER):
+        model, other = (TabularModel(TokenGrid(2, 2), 3, seed=seed) for seed in (0, 100))
+    else:
+        raise NotImplementedError(f"no tabular model answers calls of kind {entry.calls!r}; add one here.")
+    if entry.needs == DRAFTER:
+        parts["drafter"] = half_right(model, other)
+    if entry.class_name == "MultiscaleSampler":
+        small = TabularModel(TokenGrid(1, 1), 3, seed=7)
+        parts["drafter"] = SimpleNamespace(transformer=small, upsampler=TableUpsampler())
+    return Enumerator(sampler, model, **parts).run(), model.law_of_sequences(PLAIN)
+
+
+def is_lossless(entry: SamplerEntry) -> bool:
+    return sampler_class(entry)().lossless or smallest(entry).lossless
+
+
+@pytest.mark.parametrize("entry", [*filter(is_lossless, SAMPLERS)], ids=lambda entry: entry.name)
+def test_every_lossless_sampler_follows_the_law(entry):
+    found, law = enumerated(entry)
+    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
+    assert total_variation(found.law, law) < 1e-10
+
+
+def test_all_that_promise_it_are_there():
+    assert not [entry.name for entry in SAMPLERS if "lossless" in entry.promise and not is_lossless(entry)]
+
+
+# -- a newcomer ------------------------------------------------------------------------------------------------------
+
+
+class RepeatingSampler(ChainSampler):
+    """Drafts the newest token again."""
+
+    kind = POINT_LAW
+
+    @register_to_config
+    def __init__(self, num_drafts: int = 5, acceptance: str = "exact") -> None:
+        pass
+
+    def window_of(self, model: Any) -> int:
+        return self.config.num_drafts + 1
+
+    def prepare(self, run: Run) -> State:
+        return State.begin(run, scratch=self.config.num_drafts + 1)
+
+    def propose(self, run: Run, state: State) -> Draft:
+        newest = state.tokens.gather(1, state.lengths[:, None] - 1)
+        drafts = newest.repeat(1, self.config.num_drafts)
+        laws = run.cache.logits.new_zeros(len(drafts), 1, run.model.vocab_size)
+        label = Label(laws, torch.full_like(drafts, self.kind), (0, run.model.vocab_size))
+        return Draft(drafts, label, "the newest token")
+
+
+class MislabellingSampler(RepeatingSampler):
+    """Takes its drafts for draws from a uniform law."""
+
+    kind = UNIFORM_LAW
+
+
+def newcomer(name: str, calls: str = RASTER) -> SamplerEntry:
+    return SamplerEntry("newcomer", f"{__name__}:{name}", calls, "lossless")
+
+
+def test_a_newcomer_is_enumerated_from_its_entry_alone():
+    found, law = enumerated(newcomer("RepeatingSampler"))
+    assert total_variation(found.law, law) < 1e-10 and found.calls < 3.8
+
+
+def test_a_newcomer_that_is_mistaken_is_caught():
+    found, law = enumerated(newcomer("MislabellingSampler"))
+    assert total_variation(found.law, law) > 1e-2
+
+
+def test_what_cannot_be_enumerated_fails():
+    with pytest.raises(NotImplementedError, match="no tabular model answers calls of kind 'dreams'"):
+        enumerated(newcomer("RepeatingSampler", "dreams"))

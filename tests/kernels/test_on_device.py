@@ -1,0 +1,175 @@
+"""The kernels themselves on a GPU, at the sizes of official models, against the definitions in PyTorch on the CPU.
+
+Without a GPU these tests are skipped: the other files of this folder run the same kernels in Triton's interpreter, at
+small sizes. (TRITON_INTERPRET=1 runs this file on a CPU too, slowly.)
+
+Device and definition add up in different orders, so sums differ by rounding. A token may then be another one only where
+two tokens' scores lie closer than that, which does not occur in these few draws; the seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.laws import LAWS, Window, window
+from tests.kernels.relaxing import codes, laws
+from tests.kernels.verification import case, compare
+from visual_spec.kernels.clustered_mass import clustered_mass_triton
+from visual_spec.kernels.draw import draw_reference, draw_triton
+from visual_spec.kernels.grouped_mass import grouped_mass_triton
+from visual_spec.kernels.lantern_mass import lantern_mass_triton
+from visual_spec.kernels.masked_sample import masked_sample_reference, masked_sample_triton
+from visual_spec.kernels.philox import (
+    philox_normal,
+    philox_normal_triton,
+    philox_uniform_reference,
+    philox_uniform_triton,
+)
+from visual_spec.kernels.verify import verify_triton
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.relaxed import (
+    cluster_table,
+    clustered_acceptance,
+    grouped_acceptance,
+    lantern_acceptance,
+    neighbour_table,
+)
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA GPU")
+
+VOCAB, WIDTH = (130, 2) if INTERPRETED else (16384, 16)
+
+
+def there(value: Any) -> Any:
+    """The same on the device, alone or in a sequence."""
+    if isinstance(value, Tensor):
+        return value.to(DEVICE)
+    return tuple(map(there, value)) if type(value) is tuple else value
+
+
+def here(value: Any) -> Any:
+    """The same on the CPU."""
+    return value.cpu() if isinstance(value, Tensor) else tuple(map(here, value))
+
+
+def drawing(given: Window, stream: int = 2, round: int = 7) -> tuple[Any, ...]:
+    return (given.logits, given.keys, given.slots, torch.tensor(round), stream, given.numbers)
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draw(name, dtype):
+    given = window(LAWS[name], 2, WIDTH, VOCAB, dtype=dtype)
+    found = here(draw_triton(*there(drawing(given))))
+    for one, other in zip(found, draw_reference(*drawing(given)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_masked_sample(name):
+    given = window(LAWS[name], 2, WIDTH, VOCAB, seed=4)
+    found = here(masked_sample_triton(*there(drawing(given))))
+    expected = masked_sample_reference(*drawing(given))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[3], expected[3])
+    for one, other in zip(found[1:3], expected[1:3], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_verify(name):
+    given = case(LAWS[name], 2, max(6, WIDTH), VOCAB)
+    found, expected = here(verify_triton(*there(given.arguments))), given.expected
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    compare((expected[0], *found[1:]), expected)
+
+
+def test_verify_reads_half_precision_and_draws_nothing():
+    given = case(LAWS["both"], 2, 2, VOCAB, draw_stream=-1, dtype=torch.bfloat16)
+    found = here(verify_triton(*there(given.arguments)))
+    assert torch.equal(found[1], given.expected[1]) and found[3].shape == (2, 0)
+
+
+def test_logits_without_a_law_are_reported():
+    given = window(TokenLaw(top_k=4, top_p=0.9), 1, 4, VOCAB)
+    given.logits[0, 0, 5] = torch.nan
+    given.logits[0, 1, 30] = torch.inf
+    given.logits[0, 2] = -torch.inf
+    tokens, finite = here(draw_triton(*there(drawing(given))))
+    assert finite.tolist() == [[False, False, False, True]]
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
+@pytest.mark.parametrize("rule", ["grouped", "clustered", "lantern"])
+def test_relaxed_masses(rule):
+    vocab_size = min(VOCAB, 4096)
+    given, book = laws(2, WIDTH, vocab_size), codes(vocab_size)
+    near, clusters = neighbour_table(book, 64), cluster_table(book, 9)
+    kernels: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "grouped": (grouped_mass_triton, (book, 24, 0.15, 3.0)),
+        "clustered": (clustered_mass_triton, (clusters,)),
+        "lantern": (lantern_mass_triton, (near, 0.1, True)),
+    }
+    expected = {
+        "grouped": lambda: grouped_acceptance(*given, size=24, gap=0.15, distance=3.0, codebook=book),
+        "clustered": lambda: clustered_acceptance(*given, clusters=clusters),
+        "lantern": lambda: lantern_acceptance(*given, neighbours=near, delta=0.1, factor=None),
+    }
+    kernel, more = kernels[rule]
+    found = here(kernel(*there(given), *there(more)))
+    torch.testing.assert_close(found, expected[rule](), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise(dtype):
+    keys = torch.randint(-(2**63), 2**63 - 1, (3,), generator=torch.Generator().manual_seed(0))
+    slots, count = torch.tensor([[0, 5, 2**32 - 1]]).repeat(3, 1), 1026 if INTERPRETED else 16384
+    out = torch.full((3, 3, count), float("nan"), dtype=dtype, device=DEVICE)
+    found = philox_uniform_triton(out.clone(), there(keys), there(slots), 3, 9, 5)
+    expected = philox_uniform_reference(keys, slots, count, 3, 9, 5, dtype)
+    assert torch.equal(here(found), expected)  # bit for bit
+    normal = philox_normal_triton(out.clone(), there(keys), there(slots), 3, 9, 5)
+    near: dict[str, Any] = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0, atol=4e-14)
+    torch.testing.assert_close(here(normal), philox_normal(keys, slots, count, 3, 9, 5, dtype), **near)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="samplers ask for the kernels on a GPU only")
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        AutoregressiveSampler(),
+        SpeculativeJacobiSampler(6),
+        SpeculativeJacobiSampler(6, "maximal", "exact"),
+        SpeculativeJacobiSampler(6, "gumbel", "exact", "last_law"),
+        SpeculativeJacobiSampler(6, acceptance="grouped", relaxation={"code_distance": None}),
+        SpeculativeJacobiSampler(6, acceptance="clustered", relaxation={"group_size": 3}),
+    ],
+    ids=lambda sampler: (
+        f"{type(sampler).__name__}-{sampler.config.get('acceptance')}-{sampler.config.get('coupling')}"
+    ),
+)
+def test_samplers_decode_on_the_device_as_on_the_cpu(sampler):
+    def decode(device: str) -> Any:
+        model = TabularModel(TokenGrid(6, 6), 16, order=2, conditions=3, dependence=0.2, dtype=torch.float32)
+        return sampler(
+            model.to(device),
+            torch.tensor([2, 0, 1, 2], device=device),
+            law=TokenLaw(guidance_scale=2.0, top_k=9, top_p=0.9),
+            generator=[torch.Generator().manual_seed(seed) for seed in range(4)],
+            batch_size=4,
+            **({"codebook": codes(16).to(device)} if getattr(sampler, "needs_codebook", False) else {}),
+        )
+
+    found, expected = decode("cuda"), decode("cpu")
+    assert torch.equal(found.tokens.cpu(), expected.tokens)
+    assert torch.equal(found.trace.target_calls.cpu(), expected.trace.target_calls)

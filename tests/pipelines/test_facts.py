@@ -1,0 +1,163 @@
+"""What pipelines say about themselves, loaded and saved, beside what they do."""
+
+from typing import Any
+
+import pytest
+
+from tests.tiny import tiny_pipeline
+from tests.tiny_audio import tiny_audio_pipeline
+from tests.tiny_infinity import tiny_bits, tiny_infinity
+from tests.tiny_scales import tiny_scale_pipeline
+from visual_spec.models.catalogue import PIPELINES
+from visual_spec.models.next_scale.scale_budget import ScaleBudget
+from visual_spec.pipelines.accelerate import accelerate, restore
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.infinity import InfinityPipeline
+from visual_spec.pipelines.loading import read_facts
+from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler, write_sampler
+from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.registry import SAMPLERS
+from visual_spec.samplers.scales import ScaleWiseSampler
+
+MASKED = "masked:steps=4/2/2,clock=magnet,span=3,filtered_score=true"
+
+
+def masked_pipeline() -> Any:
+    sampler = MaskedSampler((4, 2, 2), clock="magnet", span=3, filtered_score=True)
+    return tiny_audio_pipeline(
+        sampler, masked=True, reach=4, default_guidance_scale=2.0, default_temperature=1.7
+    )
+
+
+def infinity_pipeline() -> Any:
+    return InfinityPipeline(tiny_infinity(), tiny_bits(), None, ScaleWiseSampler(ramp=False))
+
+
+EXPECTED = {
+    "tokens": (
+        tiny_pipeline,
+        PipelineFacts(
+            medium="image",
+            unit="tokens",
+            calls=("raster", "tree", "order"),
+            plain_sampler="autoregressive",
+            fast_sampler="speculative-jacobi",
+            default_settings={"guidance_scale": 3.0, "top_k": 0, "top_p": 1.0},
+        ),
+    ),
+    "scales": (
+        tiny_scale_pipeline,
+        PipelineFacts(
+            medium="image",
+            unit="scales",
+            calls=("scales",),
+            plain_sampler="scale-wise:num_draft_scales=all",
+            fast_sampler="scale-wise",
+            default_settings={"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96},
+        ),
+    ),
+    "bits": (
+        infinity_pipeline,
+        PipelineFacts(
+            medium="image",
+            unit="scales",
+            calls=("scales",),
+            plain_sampler="scale-wise:ramp=false",
+            fast_sampler="scale-wise",
+            default_settings={"guidance_scale": 4.0, "temperature": 0.5, "top_k": 0, "top_p": 0.97},
+            comparable=False,
+            stored_as="canvas",
+        ),
+    ),
+    "columns": (
+        tiny_audio_pipeline,
+        PipelineFacts(
+            medium="audio",
+            unit="columns",
+            calls=("columns",),
+            plain_sampler="columns",
+            fast_sampler="column-jacobi",
+            default_settings={"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+        ),
+    ),
+    "masked": (
+        masked_pipeline,
+        PipelineFacts(
+            medium="audio",
+            unit="columns",
+            calls=("masked",),
+            plain_sampler=MASKED,
+            fast_sampler="masked",
+            default_settings={"guidance_scale": 2.0, "temperature": 1.7, "top_k": 0, "top_p": 1.0},
+            comparable=False,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_pipeline_says_what_it_is_loaded_and_saved(kind, tmp_path):
+    make, expected = EXPECTED[kind]
+    pipe = make()
+    assert pipe.facts == expected
+    assert set(pipe.calls) <= set(PIPELINES[type(pipe).__name__])
+    assert (pipe.medium, pipe.unit, pipe.calls) == (expected.medium, expected.unit, expected.calls)
+    assert (pipe.plain_sampler, pipe.fast_sampler) == (expected.plain_sampler, expected.fast_sampler)
+    assert (pipe.comparable, pipe.stored_as) == (expected.comparable, expected.stored_as)
+    assert pipe.default_settings() == expected.default_settings
+    pipe.save_pretrained(tmp_path)
+    assert read_facts(tmp_path) == expected
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_its_plain_and_its_fast_sampler_fit(kind):
+    pipe = EXPECTED[kind][0]()
+    for text in (pipe.plain_sampler, pipe.fast_sampler):
+        name, settings = parse_sampler(text)
+        pipe.sampler, plan = make_row(name, **settings)
+        pipe.check_sampler()
+        with plan.on(pipe):
+            pass
+    plain = next(entry for entry in SAMPLERS if entry.plain and entry.calls in pipe.calls)
+    assert parse_sampler(pipe.plain_sampler)[0] == plain.name
+
+
+def test_the_default_settings_are_the_law_of_a_call_that_names_none():
+    for make in (tiny_pipeline, tiny_scale_pipeline, tiny_audio_pipeline, masked_pipeline):
+        pipe: Any = make()
+        law = pipe.make_law()
+        assert {name: getattr(law, name) for name in pipe.default_settings()} == pipe.default_settings()
+    for law in infinity_pipeline().make_laws():
+        assert (law.guidance_scale, law.temperature, law.top_k, law.top_p) == (4.0, 0.5, 0, 0.97)
+
+
+def test_facts_follow_the_settings_and_the_sampler():
+    pipe = tiny_scale_pipeline()
+    pipe.sampler = ScaleWiseSampler(smooth=True)
+    assert pipe.stored_as == "canvas"  # the ids do not tell a smooth picture
+    model = pipe.transformer
+    pipe.compress(ScaleBudget.from_share(model.scales, model.config["num_layers"], 0.7))
+    assert pipe.plain_sampler == "scale-wise:num_draft_scales=all,cache_share=off"
+
+
+def test_text_of_a_sampler_is_read_as_it_was_written():
+    settings = {"a": 1, "b": 0.25, "c": True, "d": None, "e": [4, 2], "f": [4], "g": "word"}
+    text = write_sampler("name", settings)
+    assert text == "name:a=1,b=0.25,c=true,d=none,e=4/2,f=4/,g=word"
+    assert parse_sampler(text) == ("name", settings)
+    assert write_sampler("name", {}) == "name" and parse_sampler("name") == ("name", {})
+
+
+def test_numbers_of_relaxed_acceptance_reach_the_sampler():
+    sampler = make_sampler("speculative-jacobi", coupling="maximal", acceptance="lantern", delta=0.2)
+    held = dict(sampler.config)
+    assert (held.get("relaxation") or held)["delta"] == 0.2
+
+
+def test_accelerating_a_pipeline_without_a_faster_sampler_keeps_its_own():
+    for pipe in (
+        masked_pipeline(),
+        infinity_pipeline(),
+    ):  # the settings of their samplers belong to their laws
+        own = pipe.sampler
+        assert accelerate(pipe).sampler is own and restore(pipe).sampler is own

@@ -1,0 +1,135 @@
+"""For every kind of calls a tiny model that answers them: what tests of all registered samplers decode with.
+
+A newly registered sampler is tested without an edit here, unless it takes something that no other one takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.samplers.test_columns import MODEL as COLUMN_MODEL
+from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
+from tests.tiny import seeded
+from tests.tiny_scales import FormulaTokenizer, TableScaleModel
+from visual_spec.models.core.calls import COLUMNS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import SamplerEntry
+
+LAW = TokenLaw(guidance_scale=1.8, top_k=5)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and what is decoded with it.
+
+    Attributes:
+        condition: of some samples, given by their numbers.
+        drafter: a second model over the same tokens.
+        given: by the names that samplers list in `takes`, what they take beside.
+    """
+
+    model: Any
+    condition: Callable[[Sequence[int]], Any]
+    drafter: Any = None
+    given: Any = None
+
+    def parts(self, sampler: Any) -> dict[str, Any]:
+        """What this sampler takes."""
+        known = {"drafter": self.drafter, **(self.given or {})}
+        return {name: known[name] for name in sampler.takes if known.get(name) is not None}
+
+
+def _table(samples: Sequence[int]) -> Tensor:
+    return torch.tensor([sample % 3 for sample in samples])
+
+
+def _raster(seed: int = 0) -> TabularModel:
+    return TabularModel(TokenGrid(4, 4), 12, order=2, conditions=3, dependence=0.3, seed=seed)
+
+
+class Upsampler(nn.Module):
+    """The law of every large token by the first small one."""
+
+    num_tokens = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.register_buffer("table", torch.randn(12, 16, 12, generator=generator, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.get_buffer("table")[tokens[:, 0]]
+
+
+RASTER_MODEL = _raster()
+# Both kinds of drafters at once: a model of the same tokens, and one of a smaller picture with what enlarges it.
+RASTER_DRAFTER = TabularModel(TokenGrid(4, 4), 12, order=2, conditions=3, dependence=0.3)
+RASTER_DRAFTER.logits = 0.7 * RASTER_MODEL.logits + 0.3 * _raster(seed=1).logits
+RASTER_DRAFTER.upsampler = Upsampler()
+RASTER_DRAFTER.transformer = TabularModel(TokenGrid(2, 2), 12, order=1, conditions=3, seed=9)
+CODES = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+SIDES = (1, 2, 3, 4)
+
+_pictures = Kind(RASTER_MODEL, _table, RASTER_DRAFTER, {"codebook": CODES})
+KINDS = {
+    RASTER: _pictures,
+    TREE: _pictures,
+    ORDER: _pictures,
+    COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
+    MASKED: Kind(TabularMaskedModel(TokenGrid(1, 5), 3, conditions=3), _table),
+    SCALES: Kind(
+        TableScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": FormulaTokenizer(SIDES, 7)}
+    ),
+}
+
+
+def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5), **more: Any) -> Any:
+    """Some samples of the kind's model, each with its own generator and condition, as one batch."""
+    kind = KINDS[entry.calls]
+    options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
+    if entry.calls == MASKED:
+        options["law"] = TokenLaw(guidance_scale=1.8)
+    return sampler(
+        kind.model, condition=kind.condition(samples), **kind.parts(sampler), **{**options, **more}
+    )
+
+
+# Of every class a value for each setting that is not its default; together they make a legal sampler.
+_RELAXED = dict(acceptance="grouped", relaxation={"group_size": 3, "delta": 0.2, "bounded": True})
+CHANGED: dict[str, dict[str, Any]] = {
+    "AutoregressiveSampler": dict(graph=False),
+    "SpeculativeJacobiSampler": dict(
+        window=7, coupling="maximal", initial_draft="up", graph=False, **_RELAXED
+    ),
+    "ProactiveJacobiSampler": dict(
+        window=6, siblings=3, depth=1, coupling="gumbel", acceptance="identical", initial_draft="last_law",
+        sibling_rule="recursive", graph=False,
+    ),
+    "DraftedSampler": dict(num_drafts=2, stop_below=0.25, graph=False, **_RELAXED),
+    "TreeSampler": dict(
+        depth=2, width=3, num_nodes=4, siblings="top-k", expected_acceptance=0.5, graph=False, **_RELAXED
+    ),
+    "MultiscaleSampler": dict(pool=3, radius=None, max_rounds=None),
+    "ZipARSampler": dict(window=2, adaptive=True, measure=True),
+    "ParallelJacobiSampler": dict(
+        rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True
+    ),
+    "ColumnAutoregressiveSampler": dict(graph=False),
+    "ColumnJacobiSampler": dict(
+        window=5, coupling="independent", unit="codebook", initial_draft="last_law", graph=False, **_RELAXED
+    ),
+    "DraftedColumnSampler": dict(num_drafts=2, acceptance="identical", graph=False),
+    "MaskedSampler": dict(
+        steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
+        span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
+        rescorer_share=0.25,
+    ),
+    "ScaleWiseSampler": dict(ramp=False, smooth=True, measure=True),
+}  # fmt: skip

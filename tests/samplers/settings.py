@@ -1,0 +1,15 @@
+"""Settings of samplers, as the tests write them down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def lossy(acceptance: str, **numbers: Any) -> dict[str, Any]:
+    """A relaxed acceptance with its numbers."""
+    return {"acceptance": acceptance, "relaxation": numbers}
+
+
+def settings_of(sampler: Any) -> dict[str, Any]:
+    """What a sampler was made with, without what diffusers notes about the class."""
+    return {name: value for name, value in sampler.config.items() if not name.startswith("_")}

@@ -1,0 +1,143 @@
+"""What holds for all samplers, asked of each one that is registered."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.samplers.kinds import CHANGED, KINDS, LAW, decode
+from tests.samplers.settings import settings_of
+from visual_spec.models.core.calls import MASKED, SCALES
+from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
+
+EVERY = pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
+
+
+def defaults_of(kind: Any) -> dict[str, Any]:
+    """Settings of a class, in their order."""
+    return {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+
+
+def changed(entry: SamplerEntry) -> Any:
+    """A sampler whose settings are none of the defaults, but for one."""
+    return sampler_class(entry)(**CHANGED[entry.class_name])
+
+
+@EVERY
+def test_the_changed_settings_are_all_there_and_changed(entry):
+    defaults, settings = defaults_of(sampler_class(entry)), CHANGED[entry.class_name]
+    assert set(settings) == set(defaults)
+    same = {name for name in settings if settings[name] == defaults[name]}
+    assert same <= {"sibling_rule"}  # "k-seq" is not for acceptance "identical"
+
+
+@EVERY
+def test_every_setting_survives_its_file(entry, tmp_path):
+    sampler = changed(entry)
+    sampler.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "sampler_config.json").read_text())
+    assert saved["_class_name"] == entry.class_name
+    loaded = sampler_class(entry).from_pretrained(tmp_path)
+    assert type(loaded) is type(sampler)
+    assert settings_of(loaded) == settings_of(sampler) == CHANGED[entry.class_name]
+    promises = ("lossless", "identical", "needs_codebook")
+    assert [getattr(loaded, name) for name in promises] == [getattr(sampler, name) for name in promises]
+
+
+@EVERY
+def test_settings_given_by_position_are_kept(entry):
+    kind, settings = sampler_class(entry), CHANGED[entry.class_name]
+    sampler = kind(*[settings[name] for name in defaults_of(kind)])
+    assert settings_of(sampler) == settings
+    assert settings_of(kind.from_config(sampler.config)) == settings
+
+
+@EVERY
+def test_defaults_are_those_of_the_signature(entry):
+    assert settings_of(sampler_class(entry)()) == defaults_of(sampler_class(entry))
+
+
+@EVERY
+@pytest.mark.parametrize("settings", ["defaults", "changed"])
+def test_a_sample_is_what_it_is_alone(entry, settings):
+    """In a batch whose complete samples leave: the same tokens, in the same calls."""
+    sampler = sampler_class(entry)() if settings == "defaults" else changed(entry)
+    if entry.calls == "columns" and sampler.needs_codebook:
+        sampler = type(sampler).from_config(
+            sampler.config, relaxation={**sampler.config.relaxation, "code_distance": None}
+        )
+    together = decode(entry, sampler)
+    for sample in range(5):
+        alone = decode(entry, sampler, [sample])
+        assert torch.equal(alone.tokens[0], together.tokens[sample])
+        assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[sample])
+        assert alone.trace.target_calls[0] == together.trace.target_calls[sample]
+
+
+@EVERY
+def test_complete_samples_leave_the_batch(entry, monkeypatch):
+    """The rows that a model is fed are those of samples that are not complete, at every call."""
+    kind, sampler = KINDS[entry.calls], sampler_class(entry)()
+    if entry.calls in (MASKED, SCALES):
+        return  # all samples take the same calls
+    fed: list[int] = []
+    forward = type(kind.model).forward
+
+    def watched(self: Any, state: Any, tokens: Tensor, *rest: Any, **named: Any) -> Tensor:
+        if self is kind.model:
+            fed.append(len(tokens))
+        return forward(self, state, tokens, *rest, **named)
+
+    monkeypatch.setattr(type(kind.model), "forward", watched)
+    calls = decode(entry, sampler).trace.target_calls
+    behind = [int((calls - 1 > call).sum()) for call in range(int(calls.max()) - 1)]
+    assert fed == behind
+
+
+@EVERY
+def test_a_sampler_holds_no_tensors_and_no_state(entry):
+    sampler = sampler_class(entry)()
+    before = dict(vars(sampler))
+    first = decode(entry, sampler)
+    assert vars(sampler) == before
+    assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
+    assert not hasattr(sampler, "state")
+    assert torch.equal(decode(entry, sampler).tokens, first.tokens)
+
+
+@EVERY
+def test_unknown_parts_are_refused_by_name_before_any_compute(entry, monkeypatch):
+    kind, sampler = KINDS[entry.calls], sampler_class(entry)()
+    monkeypatch.setattr(type(kind.model), "prefill", None, raising=False)
+    monkeypatch.setattr(type(kind.model), "prepare", None, raising=False)
+    takes = ", ".join(sampler.takes) or "nothing else"
+    if entry.calls == SCALES:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'drafters'"):
+            decode(entry, sampler, drafters=1)
+        return
+    with pytest.raises(
+        TypeError, match=f"{entry.class_name} was given drafters, colour; beside .* it takes {takes}"
+    ):
+        decode(entry, sampler, drafters=1, colour=2)
+
+
+@EVERY
+def test_the_trace_says_what_the_sampler_promises(entry):
+    sampler = sampler_class(entry)()
+    trace = decode(entry, sampler, law=LAW).trace if entry.calls != MASKED else decode(entry, sampler).trace
+    assert trace.sampler == entry.class_name
+    assert (trace.lossless, trace.identical) == (sampler.lossless, sampler.identical)
+    assert (entry.needs == "drafter") == sampler.needs_drafter == ("drafter" in sampler.takes)
+    plain: Any = next(other for other in SAMPLERS if other.plain and _same_text(other, entry))
+    if sampler.identical:
+        expected = decode(plain, sampler_class(plain)())
+        assert torch.equal(decode(entry, sampler).tokens, expected.tokens)
+
+
+def _same_text(one: SamplerEntry, other: SamplerEntry) -> bool:
+    return KINDS[one.calls] is KINDS[other.calls]

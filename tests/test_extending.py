@@ -1,0 +1,93 @@
+"""docs/EXTENDING.md as it stands: a new sampler is one file and one line, a new model one class."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
+SAMPLER, MODEL, USE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+[LINE] = re.findall(r"```diff\n\+(.*)\n```", PAGE)
+
+# What a newcomer does with the new sampler, in one process.
+NEWCOMER = """
+import contextlib, io, json, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import visual_spec
+from visual_spec.cli import main
+
+assert Path(visual_spec.__file__).is_relative_to(Path.cwd()), visual_spec.__file__
+sampler = visual_spec.CopySampler(4)
+
+def run(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = main(list(arguments))
+    assert status == 0, (arguments, out.getvalue())
+    return out.getvalue()
+
+assert "CopySampler" in run("models")
+prompt = "a large red circle on a plain sky background"
+out = run("generate", prompt, "--sampler", "copies:num_drafts=4", "--compare", "--out", "pictures", "--json")
+found = json.loads(out.splitlines()[-1])
+assert found["sampler"] == {"name": "copies", "num_drafts": 4, "acceptance": "identical"}
+assert found["comparison"][0]["identical"] and found["comparison"][0]["calls"] < 256
+curve = run("bench", "--curve", "--samplers", "copies", "--guidance-scales", "1", "--prompts", "1")
+assert "copies" in curve
+sizes = "--samples", "2", "--batch-size", "2", "--alone", "0"
+run("eval", "--samplers", "copies", "--controls", "--out", "quality", *sizes)
+assert any("copies" in path.name for path in Path("quality").iterdir())
+
+pipe = visual_spec.ImagePipeline.from_pretrained("shapes")
+pipe.sampler = sampler
+pipe.save_pretrained("saved")
+loaded = visual_spec.ImagePipeline.from_pretrained("saved").sampler
+assert type(loaded) is visual_spec.CopySampler and loaded.config["num_drafts"] == 4
+assert visual_spec.accelerate(pipe, "copies").sampler.config["num_drafts"] == 8
+
+from tests.exactness.test_every_sampler import enumerated, total_variation
+from visual_spec.samplers import registry
+
+found, law = enumerated(registry.by_name("copies"))
+assert total_variation(found.law, law) < 1e-10
+"""
+
+
+def test_a_new_sampler_is_one_file_and_one_line(tmp_path):
+    package = tmp_path / "visual_spec"
+    shutil.copytree(ROOT / "visual_spec", package, ignore=shutil.ignore_patterns("weights", "__pycache__"))
+    (package / "models" / "weights").symlink_to(ROOT / "visual_spec" / "models" / "weights")
+    assert len(SAMPLER.strip().splitlines()) <= 60
+    (package / "samplers" / "copies.py").write_text(SAMPLER)
+    registry = package / "samplers" / "registry.py"
+    text = registry.read_text()
+    end = text.index("\n)\n", text.index("\nSAMPLERS = ("))
+    registry.write_text(f"{text[:end]}\n{LINE}{text[end:]}")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", NEWCOMER], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_new_model_decodes_with_every_next_token_sampler():
+    names: dict = {}
+    exec(compile(MODEL, "EXTENDING.md", "exec"), names)  # dataclasses look their module up by name
+    torch.manual_seed(0)
+    exec(compile(USE, "EXTENDING.md", "exec"), names)  # asserts the same tokens
+    copies: dict = {}
+    exec(compile(SAMPLER, "EXTENDING.md", "exec"), copies)
+    request = dict(law=names["TokenLaw"](guidance_scale=2.0), batch_size=2)
+    for acceptance in ("identical", "exact"):
+        generator = torch.Generator().manual_seed(0)
+        sampler = copies["CopySampler"](4, acceptance)
+        found = sampler(names["model"], names["classes"], generator=generator, **request)
+        assert torch.equal(found.tokens, names["plain"].tokens) or acceptance == "exact"
+        assert found.trace.identical == (acceptance == "identical") and found.trace.lossless

@@ -1,0 +1,77 @@
+"""One tiny pipeline of each kind, for tests of what holds for all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
+from tests.tiny_audio import tiny_audio_pipeline
+from tests.tiny_infinity import tiny_bits, tiny_infinity
+from tests.tiny_scales import tiny_scale_pipeline
+from tests.tiny_t5 import tiny_t5, tiny_tokenizer
+from visual_spec.models.text.t5_features import T5Features
+from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.infinity import InfinityPipeline
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.scales import ScaleWiseSampler
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of pipeline.
+
+    Attributes:
+        make: a new one, always with the same weights.
+        asked: what a call asks for: a prompt, or class labels.
+        each: what the number of samples of each of them is called.
+    """
+
+    make: Callable[[], Any]
+    asked: Any
+    each: str = "num_images_per_prompt"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def ask(self, pipe: Any, *, seed: int = 0, **settings: Any) -> Any:
+        """What the pipeline makes of one prompt and one seed."""
+        return pipe(self.asked, generator=seeded(seed), **{"output_type": "pt", **self.settings, **settings})
+
+
+def _classes() -> Any:
+    transformer = tiny_transformer(num_classes=5, caption_dim=None, prefix_length=1)
+    return ClassImagePipeline(transformer, tiny_vq_model(), AutoregressiveSampler())
+
+
+def _bits() -> Any:
+    text = T5Features(tiny_t5(), tiny_tokenizer(), max_words=7, clean=False).eval()
+    parts = tiny_infinity(dtype=torch.float32, caption_dim=8), tiny_bits(dtype=torch.float32)
+    return InfinityPipeline(*parts, text, ScaleWiseSampler(ramp=False))
+
+
+def _masked() -> Any:
+    sampler = MaskedSampler(
+        steps=(4, 2, 2), clock="magnet", span=3, temperature="falling", guidance="falling"
+    )
+    return tiny_audio_pipeline(sampler, masked=True, reach=4)
+
+
+def _quiet(make: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        torch.manual_seed(0)
+        pipe = make()
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    return made
+
+
+KINDS: dict[str, Kind] = {
+    "captions": Kind(_quiet(tiny_pipeline), "a red circle"),
+    "classes": Kind(_quiet(_classes), 3, "num_images_per_label"),
+    "scales": Kind(_quiet(tiny_scale_pipeline), 3, "num_images_per_label"),
+    "bits": Kind(_quiet(_bits), "a red circle"),
+    "music": Kind(_quiet(tiny_audio_pipeline), "a slow sad organ", "num_waveforms_per_prompt"),
+    "masked music": Kind(_quiet(_masked), "a slow sad organ", "num_waveforms_per_prompt"),
+}

@@ -1,0 +1,189 @@
+"""What a benchmark or an evaluation measures of a model when no settings are named, and what counts as plain.
+
+Read from the saved configuration and the registry of samplers alone, so that what cannot be measured is refused before
+a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from visual_spec.models.core.calls import MASKED
+from visual_spec.samplers.registry import SAMPLERS, fitting
+
+if TYPE_CHECKING:
+    from visual_spec.pipelines.facts import PipelineFacts
+    from visual_spec.samplers.core.law import TokenLaw
+
+# Pipelines with one way to decode, and no data of ours to judge it by.
+_NOT_MEASURED = ("InfinityPipeline",)
+# Plain decoding with other seeds says how far apart two sets from one law are.
+_OTHER_SEEDS = "seed=1000000"
+_COOLER = 0.9  # and with less noise: its temperature as a share of the model's own
+# Of a next-scale model: scales that a refiner draws, and parts of the cache that are kept, as far as it has so many.
+_REFINED = (4, 3, 2, 1)
+_SHARES = (0.05, 0.1, 0.2, 0.5, 1.0)
+_SHARE_OF_TWO = 0.1  # of both caches, where two models draw
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The settings of a model, as `visual_spec.eval.settings.parse_setting` reads them.
+
+    Attributes:
+        facts: what the model's pipeline is.
+        plain: the setting that others are compared with.
+        controls: plain decoding otherwise.
+        others: what is compared with it.
+    """
+
+    facts: PipelineFacts
+    plain: str
+    controls: tuple[str, ...]
+    others: tuple[str, ...]
+
+    @property
+    def masked(self) -> bool:
+        """Whether the model fills in hidden codes."""
+        return MASKED in self.facts.calls
+
+    @property
+    def law(self) -> dict[str, Any]:
+        """The law's settings where none are given."""
+        return dict(self.facts.default_settings)
+
+    def law_with(self, **asked: Any) -> TokenLaw:
+        """The model's own law, but for what is asked for; None asks for nothing.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        from visual_spec.samplers.core.law import TokenLaw
+
+        return TokenLaw(**{**self.law, **{name: value for name, value in asked.items() if value is not None}})
+
+
+def settings_of_model(name: str) -> ModelSettings:
+    """The settings of an embedded model, a folder or a Hub id.
+
+    Raises:
+        ValueError: there is no pipeline, or one that is not measured.
+    """
+    from visual_spec.pipelines.loading import read_config, read_facts, read_index
+
+    index, facts = read_index(name), read_facts(name)
+    if index["_class_name"] in _NOT_MEASURED:
+        raise ValueError(f"{name} holds a {index['_class_name']}, which is not measured here.")
+    if facts.unit == "scales":
+        return scale_settings(facts, index, read_config(name, "vq_model")["scales"])
+    if MASKED in facts.calls:
+        return _masked_settings(facts)
+    return settings_for(facts, index)
+
+
+def settings_for(facts: PipelineFacts, index: Mapping[str, Any] | None = None) -> ModelSettings:
+    """The settings that the registry names for a model of tokens or columns, one call after the other.
+
+    Args:
+        facts: of its pipeline.
+        index: the configuration of the pipeline, which says what it has; None: the model alone.
+    """
+    others = tuple(
+        with_setting(entry.name, text)
+        for entry in fitting(facts.calls)
+        if not entry.plain and (not entry.needs or _holds(index or {}, entry.needs))
+        for text in entry.settings
+    )
+    cooler = f"temperature={_COOLER * facts.default_settings.get('temperature', 1.0):g}"
+    controls = (with_setting(facts.plain_sampler, cooler), with_setting(facts.plain_sampler, _OTHER_SEEDS))
+    return ModelSettings(facts, facts.plain_sampler, controls, others)
+
+
+def settings_beside(name: str | None, settings: ModelSettings) -> ModelSettings | None:
+    """The settings of a masked model that is measured beside another one; None: there is none.
+
+    Args:
+        settings: of the model beside it.
+
+    Raises:
+        ValueError: as `settings_of_model`; a model that is not masked, or beside one that is no model of columns.
+    """
+    if name is None:
+        return None
+    found = settings_of_model(name)
+    if not found.masked or settings.masked or settings.facts.unit != found.facts.unit:
+        raise ValueError(
+            f"--masked {name} given; it takes a masked model of music, beside one of columns, such as --model tunes "
+            "--masked tunes_masked."
+        )
+    return found
+
+
+def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], scales: Sequence[int]) -> ModelSettings:
+    """The settings of a `ScaleImagePipeline`.
+
+    They are the refiner alone, both models for some numbers of scales, parts of the large model's cache, and both
+    together; parts that are too small for the model are left out.
+
+    Args:
+        facts: of the pipeline.
+        index: its configuration.
+        scales: of its models.
+    """
+    from visual_spec.pipelines.sampler_text import write_sampler
+
+    count = len(scales)
+    paired = _holds(index, "refiner")
+    known = index.get("refiner_first_scale")  # what the refiner cannot draw is not measured
+    splits = [count - refined for refined in _REFINED if refined < count] if paired else []
+    splits = [split for split in splits if known is None or split >= known]
+    shares = [share for share in _SHARES if _fits(scales, share)]
+    alone = [0] if paired and not known else []
+    found: list[dict[str, Any]] = [{"num_draft_scales": split} for split in alone + splits]
+    found += [{"num_draft_scales": "all", "cache_share": share} for share in shares]
+    share = _SHARE_OF_TWO if _SHARE_OF_TWO in shares else shares[0]
+    found += [{"num_draft_scales": split, "cache_share": share} for split in splits[1:3]]
+    plain = facts.plain_sampler
+    controls = (with_setting(plain, f"temperature={_COOLER}"), with_setting(plain, _OTHER_SEEDS))
+    return ModelSettings(facts, plain, controls, tuple(write_sampler("scale-wise", one) for one in found))
+
+
+def _masked_settings(facts: PipelineFacts) -> ModelSettings:
+    """Of a masked model: decoding as it was saved, and with half of the steps."""
+    from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
+    from visual_spec.samplers.masked import MaskedSampler
+
+    plain = facts.plain_sampler
+    name, settings = parse_sampler(plain)
+    steps = settings.get("steps", MaskedSampler().config["steps"])
+    half = [max(1, count // 2) for count in steps] if isinstance(steps, list) else max(1, steps // 2)
+    fewer = write_sampler(name, {**settings, "steps": half})
+    return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), (fewer,))
+
+
+def is_masked(text: str) -> bool:
+    """Whether a setting decodes a masked model."""
+    name = text.partition(":")[0].strip()
+    return any(entry.name == name and entry.calls == MASKED for entry in SAMPLERS)
+
+
+def with_setting(text: str, setting: str) -> str:
+    """A setting with one more value, or with none if `setting` is empty."""
+    return text + ("," if ":" in text else ":") * bool(setting) + setting
+
+
+def _holds(index: Mapping[str, Any], component: str) -> bool:
+    """Whether a pipeline was saved with this component: one that it lacks is null, missing, or a pair of nulls."""
+    return tuple(index.get(component) or (None, None)) != (None, None)
+
+
+def _fits(scales: Sequence[int], share: float) -> bool:
+    from visual_spec.models.next_scale.scale_budget import ScaleBudget
+
+    try:
+        ScaleBudget.from_share(scales, 1, share)
+    except ValueError:
+        return False
+    return True

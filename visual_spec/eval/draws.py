@@ -1,0 +1,130 @@
+"""Draw one batch of a setting by the pipeline itself, as arrays that can be kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visual_spec.eval.media import medium_of, stored_samples
+from visual_spec.eval.settings import Setting
+from visual_spec.models.next_scale.scale_budget import CacheBytes, cache_bytes
+from visual_spec.samplers.core.trace import MEASURE
+from visual_spec.samplers.scales import ScaleTrace, Stage, draws_guided
+
+
+def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
+    """Draw one batch, the samples from index `first`, as the arrays of a file; leaves the pipeline its sampler.
+
+    Returns:
+        tokens, the ids [N, ...], or canvas [N, D, h, w] where the pipeline is stored as that; length: what a call
+        commits one or more of, the tokens of a picture or the columns of a clip; calls [N]; moved_mass [N] and
+        divergence, nan for a sampler that measures none; seconds and processor_seconds of the batch; prompts, as JSON.
+        On a GPU peak_memory; of a next-scale pipeline also cache_held, cache_peak and lossless.
+    """
+    with setting.on(pipe):
+        busy = time.process_time()
+        output = pipe(
+            list(prompts),
+            generator=[
+                torch.Generator().manual_seed(setting.seed + first + place) for place in range(len(prompts))
+            ],
+            output_type="latent",
+            **{name: value for name, value in setting.pipeline_law.items() if value is not None},
+        )
+        busy = time.process_time() - busy
+        # Whether ids tell the picture may depend on the sampler.
+        stored = _stored(pipe, stored_samples(pipe, output))
+        more = {**stored, **_scale_facts(pipe, setting, output.trace, len(prompts))}
+    trace = output.trace
+    busy *= trace.seconds / (trace.seconds + trace.phase_seconds.get(MEASURE, 0.0))
+    if trace.peak_memory is not None:
+        more["peak_memory"] = np.array(trace.peak_memory)
+    nothing = np.full(len(prompts), np.nan)
+    return {
+        "length": np.array(trace.commit_call.shape[1]),
+        "calls": trace.target_calls.cpu().numpy(),
+        "moved_mass": nothing if trace.moved_mass is None else trace.moved_mass.double().cpu().numpy(),
+        "divergence": np.array(np.nan if trace.divergence is None else trace.divergence),
+        "seconds": np.array(trace.seconds),
+        # On a processor that others use too, these tell more than the clock.
+        "processor_seconds": np.array(busy),
+        "prompts": np.array(json.dumps(list(prompts))),
+        **more,
+    }
+
+
+def _scale_facts(pipe: Any, setting: Setting, trace: Any, batch_size: int) -> dict[str, np.ndarray]:
+    """What is kept of the caches of a next-scale decode; nothing for other pipelines."""
+    if not isinstance(trace, ScaleTrace):
+        return {}
+    # One cache is freed before the next is allocated, but for the first one's where distances are measured by it.
+    stays = trace.divergence is not None
+    dtype = pipe.transformer.dtype
+    stages = pipe.stages(law=setting.law)
+    first, *others = caches_of(stages, batch_size, setting.law.guided, dtype, measured=stays)
+    together = [first.held + other.held if stays else other.held for other in others]
+    at_work = [first.held + other.peak if stays else other.peak for other in others]
+    measuring = [first.peak + other.held for other in others if stays]
+    return {
+        "cache_held": np.array(max([first.held, *together])),
+        "cache_peak": np.array(max([first.peak, *at_work, *measuring])),
+        "lossless": np.array(trace.lossless),
+    }
+
+
+def caches_of(
+    stages: Sequence[Stage], batch_size: int, guided: bool, dtype: torch.dtype, *, measured: bool = False
+) -> list[CacheBytes]:
+    """Keys and values of each model of a schedule, by arithmetic, in the order in which they draw.
+
+    Args:
+        guided: in stages without a law of their own.
+        measured: the first model scores all scales.
+    """
+    runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
+    found = []
+    for run in runs:
+        stop = (runs[-1] if measured and run is runs[0] else run)[-1].scales.stop
+        model: Any = run[0].model
+        known = run[0].scales.start
+        budget = getattr(model, "budget", None)
+        config = (model if budget is None else model.model).config
+        scored = stages if measured and run is runs[0] else run
+        doubled = draws_guided(scored, guided)
+        found.append(cache_bytes(config, budget, batch_size, doubled, dtype, known=known, stop=stop))
+    return found
+
+
+def encode(pipe: Any, prompts: Sequence[str], pictures: np.ndarray) -> dict[str, np.ndarray]:
+    """True pictures uint8 [N, H, W, 3], or clips float32 [N, samples], as the arrays of a file.
+
+    They are what a tokenizer, or a codec, makes of them; no call is spent.
+    """
+    return {
+        **_stored(pipe, medium_of(pipe).encode(pipe, pictures)),
+        "calls": np.zeros(len(prompts), np.int64),
+        "moved_mass": np.full(len(prompts), np.nan),
+        "divergence": np.array(np.nan),
+        "seconds": np.array(0.0),
+        "processor_seconds": np.array(0.0),
+        "prompts": np.array(json.dumps(list(prompts))),
+    }
+
+
+def _stored(pipe: Any, samples: Tensor) -> dict[str, np.ndarray]:
+    if pipe.stored_as == "canvas":
+        return {"canvas": samples.float().cpu().numpy()}
+    return {"tokens": small_tokens(samples)}
+
+
+def small_tokens(tokens: Tensor) -> np.ndarray:
+    """Token ids as int16 where they fit, else int32."""
+    values = tokens.cpu().numpy()
+    return values.astype(np.int16 if values.max() < 2**15 else np.int32)

@@ -1,0 +1,96 @@
+"""Figures with their 95 % intervals, as {value, low, high}, and quantiles of timings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Figure = dict[str, float]
+QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
+Z_95 = 1.959963984540054  # the 97.5 % point of the normal law
+
+
+def wilson_interval(hits: int, total: int, z: float = Z_95) -> tuple[float, float]:
+    """The interval of a rate, 95 % by default (Wilson 1927; Brown, Cai and DasGupta 2001, section 3.1.1).
+
+    Raises:
+        ValueError: unless 0 <= hits <= total and total >= 1.
+    """
+    if total < 1 or not 0 <= hits <= total:
+        raise ValueError(f"{hits} hits of {total} given; pass 0 <= hits <= total and total >= 1")
+    share, shrink = hits / total, 1 + z * z / total
+    centre = (share + z * z / (2 * total)) / shrink
+    reach = z / shrink * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    # At the ends the formula gives exactly 0 and 1, which rounding would miss.
+    return (0.0 if hits == 0 else centre - reach), (1.0 if hits == total else centre + reach)
+
+
+def rate(values: Sequence[bool]) -> Figure:
+    """The share of true values with its Wilson interval, and the counts: {value, low, high, hits, total}.
+
+    Raises:
+        ValueError: if there are no values.
+    """
+    hits, total = sum(values), len(values)
+    low, high = wilson_interval(hits, total)
+    return {"value": hits / total, "low": low, "high": high, "hits": hits, "total": total}
+
+
+def mean_figure(values: Sequence[float]) -> Figure:
+    """The mean with its interval by the normal law; that of a single value is as wide as nothing known: the value.
+
+    Raises:
+        ValueError: if there are no values.
+    """
+    if not values:
+        raise ValueError("no values; a mean needs at least one")
+    mean = math.fsum(values) / len(values)
+    spread = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
+    reach = Z_95 * math.sqrt(spread / len(values))
+    return {"value": mean, "low": mean - reach, "high": mean + reach}
+
+
+def ratio_with_error(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
+    """Sum over sum of paired values, and its standard error by the delta method (Cochran 1977, section 6.4).
+
+    The error of a single pair is 0.
+
+    Raises:
+        ValueError: sequences that are empty or of different length, or a sum below of zero.
+    """
+    if len(above) != len(below) or not below or sum(below) == 0:
+        raise ValueError(
+            f"{len(above)} values over {len(below)}; pass as many of each, with a sum that is not 0"
+        )
+    value = math.fsum(above) / math.fsum(below)
+    residuals = [a - value * b for a, b in zip(above, below, strict=True)]
+    count, mean = len(below), math.fsum(below) / len(below)
+    return value, math.sqrt(math.fsum(r * r for r in residuals) / max(1, count - 1) / count) / abs(mean)
+
+
+def ratio_figure(above: Sequence[float], below: Sequence[float]) -> Figure:
+    """`ratio_with_error` as a value with its interval.
+
+    Raises:
+        ValueError: as `ratio_with_error`.
+    """
+    value, error = ratio_with_error(above, below)
+    return {"value": value, "low": value - Z_95 * error, "high": value + Z_95 * error}
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p20, p50 and p80, interpolated linearly between the two nearest values.
+
+    Raises:
+        ValueError: if there are no values.
+    """
+    if not values:
+        raise ValueError("no values; a quantile needs at least one")
+    ordered = sorted(values)
+    result = {}
+    for name, share in QUANTILES.items():
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        result[name] = ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return result

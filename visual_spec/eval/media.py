@@ -1,0 +1,98 @@
+"""What an evaluation does with pictures and with clips: make stored samples visible or audible, and the way back.
+
+`MEDIA` has one entry a medium; a new medium is one more entry. A pipeline says its own by `pipe.medium`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visual_spec.models.columns.encodec import encode_waves
+from visual_spec.pipelines.audio_stream import WaveStream
+
+_STRETCH = 0.5  # seconds that are decoded at once, as `AudioPipeline` does unless it is told otherwise
+
+
+@dataclass(frozen=True)
+class Medium:
+    """How samples of one medium are handled.
+
+    Attributes:
+        ids: name of the token ids in the output of a pipeline.
+        finished: name of the finished samples in it, which are the canvas where the output type is "latent".
+        show: (pipeline, stored samples) -> what is judged: pictures uint8 [N, H, W, 3], or clips float32 [N, samples].
+        encode: (pipeline, what is judged) -> what the tokenizer or codec makes of it, as samples are stored.
+    """
+
+    ids: str
+    finished: str
+    show: Callable[[Any, np.ndarray], np.ndarray]
+    encode: Callable[[Any, np.ndarray], Tensor]
+
+
+def medium_of(pipe: Any) -> Medium:
+    """The entry of a pipeline."""
+    return MEDIA[pipe.medium]
+
+
+def stored_samples(pipe: Any, output: Any) -> Tensor:
+    """What is kept of an output of a pipeline, drawn with output type "latent": ids, or canvases (`stored_as`)."""
+    medium = medium_of(pipe)
+    return getattr(output, medium.finished if pipe.stored_as == "canvas" else medium.ids)
+
+
+def show(pipe: Any, stored: np.ndarray) -> np.ndarray:
+    """What stored samples look or sound like, as `Medium.show` gives it."""
+    return medium_of(pipe).show(pipe, stored)
+
+
+@torch.no_grad()
+def pictures_of(pipe: Any, stored: np.ndarray) -> np.ndarray:
+    """Pictures uint8 [N, H, W, 3] as the pipeline shows them, of token ids [N, L] or of canvases [N, D, h, w]."""
+    if np.issubdtype(stored.dtype, np.floating):
+        images = pipe.decode_canvas(torch.from_numpy(stored).to(pipe.device), "pil")
+    else:
+        images = pipe.decode_tokens(torch.from_numpy(stored.astype(np.int64)).to(pipe.device), "pil")
+    return np.stack([np.asarray(image) for image in images])
+
+
+@torch.no_grad()
+def encode_pictures(pipe: Any, pictures: np.ndarray) -> Tensor:
+    """Token ids [N, L], or canvases [N, D, h, w], of pictures uint8 [N, H, W, 3]."""
+    signed = torch.from_numpy(pictures).permute(0, 3, 1, 2)  # [N, 3, H, W]
+    ids = pipe.vq_model.encode_tokens(signed.to(pipe.device, pipe.vq_model.dtype) / 127.5 - 1)
+    return pipe.decode_tokens(ids, "latent") if pipe.stored_as == "canvas" else ids
+
+
+@torch.no_grad()
+def clips_of(pipe: Any, codes: np.ndarray) -> np.ndarray:
+    """Clips float32 [N, samples] of codes [N, K, T], as the pipeline plays them; of stereo the mean of channels."""
+    given = torch.from_numpy(codes.astype(np.int64)).to(pipe.device)
+    stretch = max(1, round(_STRETCH * pipe.frame_rate))
+    stream = WaveStream(codec_of(pipe), pipe.channels, given.shape[-1], stretch)
+    stream(given)
+    return stream.waves().mean(1).numpy()
+
+
+@torch.no_grad()
+def codes_of(pipe: Any, clips: np.ndarray) -> Tensor:
+    """Codes [N, K, T] of clips float32 [N, samples]."""
+    waves = torch.from_numpy(clips)[:, None].expand(-1, pipe.channels, -1)
+    return encode_waves(codec_of(pipe), waves.contiguous())
+
+
+def codec_of(pipe: Any) -> Any:
+    """The codec of a music pipeline, which may be a part of its transformer."""
+    return pipe.transformer.audio_encoder if pipe.codec is None else pipe.codec
+
+
+MEDIA = {
+    "image": Medium("tokens", "images", pictures_of, encode_pictures),
+    "audio": Medium("codes", "audios", clips_of, codes_of),
+}

@@ -1,0 +1,202 @@
+"""visual-spec eval: what samplers gain, and what it costs in quality, beside plain decoding.
+
+For every setting pictures are drawn for held-out prompts, scored against their prompts by the parser of the data, and
+compared as a set with true scenes and with the pictures of plain decoding. Plain decoding is always there, and so is
+plain decoding at a lower temperature: what a lossy sampler may gain in score, it must gain against that. Music is
+measured alike, clips for pictures and true tunes for scenes; a masked model of the same codec stands beside the model
+of columns with `--masked`.
+
+Under `torchrun`, or with `--rank` and `--shards`, processes share the work. The last line of the output is the
+document of results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from visual_spec.eval.defaults import ModelSettings
+    from visual_spec.eval.settings import Setting
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `visual-spec eval`."""
+    parser.add_argument(
+        "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
+    )
+    parser.add_argument(
+        "--samplers",
+        nargs="+",
+        metavar="S",
+        help="name or name:setting=value,..., such as speculative-jacobi:window=32,coupling=maximal,acceptance=exact, "
+        "or scale-wise:num_draft_scales=6,cache_share=0.1,refiner=FOLDER, or column-jacobi:unit=codebook,"
+        "acceptance=exact; temperature, top_k, top_p, guidance_scale, seed and drafter may be set too (default: those "
+        "that the list of samplers names for the model; for next-scale models all that it has)",
+    )
+    parser.add_argument(
+        "--masked",
+        metavar="MODEL",
+        help="of music: a masked model of the same codec, measured beside --model",
+    )
+    parser.add_argument(
+        "--controls",
+        nargs="*",
+        metavar="S",
+        help="further settings of plain decoding (default: at 0.9 of the temperature, and with other seeds)",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="samples and results; goes on if there"
+    )
+    parser.add_argument("--samples", type=int, default=2000, metavar="N", help="prompts (default: 2000)")
+    parser.add_argument(
+        "--batch-size", type=int, default=50, metavar="B", help="pictures decoded together (default: 50)"
+    )
+    parser.add_argument(
+        "--alone",
+        type=int,
+        default=8,
+        metavar="N",
+        help="pictures timed at batch 1 too (default: 8; 0: none)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of sample 0; sample i has seed + i")
+    parser.add_argument(
+        "--guidance-scale",
+        type=float,
+        metavar="S",
+        help="1: without (default, as of the next three: the model's)",
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
+    parser.add_argument("--top-k", type=int, metavar="K", help="0: off")
+    parser.add_argument("--top-p", type=float, metavar="P", help="1: off")
+    parser.add_argument(
+        "--inception",
+        type=Path,
+        metavar="FILE",
+        help="Inception weights (default: torch-fidelity's, if in the cache)",
+    )
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="share of this process (default: as torchrun says, or 0)"
+    )
+    parser.add_argument(
+        "--shards", type=int, metavar="N", help="number of processes (default: as torchrun says, or 1)"
+    )
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse arguments and run; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="visual-spec eval", description="What samplers gain, and what it costs in quality; resumable."
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def read_settings(
+    args: argparse.Namespace, known: ModelSettings, beside: ModelSettings | None = None
+) -> list[Setting]:
+    """Plain decoding, the controls and the samplers that the options name, each once.
+
+    Args:
+        known: the settings of the model.
+        beside: those of the masked model beside it, which have its law.
+
+    Raises:
+        ValueError: a setting that cannot be read, or a law out of range.
+    """
+    from visual_spec.eval.defaults import is_masked
+    from visual_spec.eval.settings import parse_setting
+
+    asked = {name: getattr(args, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
+    law = known.law_with(**asked)
+    masked_law = law if beside is None else beside.law_with(**asked)
+    controls = known.controls if args.controls is None else args.controls
+    samplers = known.others if args.samplers is None else args.samplers
+    more = () if beside is None else (beside.plain, *(beside.others if args.samplers is None else ()))
+    found: dict[str, Setting] = {}
+    for text in (known.plain, *controls, *samplers, *more):
+        setting = parse_setting(text, masked_law if is_masked(text) else law, args.seed)
+        found.setdefault(json.dumps(setting.describe(), sort_keys=True), setting)
+    return list(found.values())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate as the options say, print tables and, as the last line, the document.
+
+    Raises:
+        ValueError, OSError: bad input; names it.
+    """
+    from visual_spec.eval.defaults import settings_beside, settings_of_model
+    from visual_spec.eval.files import ready_folder
+
+    ready_folder(args.out)
+    known = settings_of_model(args.model)
+    settings = read_settings(args, known, settings_beside(args.masked, known))  # before anything is loaded
+    if args.samples < 2 or args.batch_size < 1:
+        raise ValueError(
+            f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 2 samples and a batch of 1"
+        )
+    from visual_spec.eval.machine import load
+    from visual_spec.eval.quality.evaluate import evaluate
+    from visual_spec.eval.quality.features import extractors_of
+    from visual_spec.eval.quality.samples import Judge
+    from visual_spec.eval.quality.tasks import task_of
+
+    pipe = load(args.model, _device(args.device), args.dtype, args.threads, args.masked)
+    extractors = extractors_of(pipe, args.inception)
+    task, score = task_of(pipe, -(-args.samples // args.batch_size) * args.batch_size)
+    document = evaluate(
+        pipe,
+        settings,
+        task,
+        Judge(score, extractors),
+        args.out,
+        samples=args.samples,
+        batch_size=args.batch_size,
+        rank=int(os.environ.get("RANK", 0)) if args.rank is None else args.rank,
+        shards=int(os.environ.get("WORLD_SIZE", 1)) if args.shards is None else args.shards,
+        alone=args.alone,
+        model=args.model,
+        report=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    if document is None:
+        print("this process is done; other processes have samples to draw", file=sys.stderr)
+        return 0
+    print_tables(document)
+    print(json.dumps(document))
+    return 0
+
+
+def print_tables(document: dict) -> None:
+    """Print what was measured, as Markdown."""
+    from visual_spec.eval.machine import environment_line
+    from visual_spec.eval.quality.accuracy import accuracy_table
+    from visual_spec.eval.quality.figures import quality_table
+
+    print(environment_line(document["environment"]))
+    print()
+    for name in document["rows"][0]["features"]:
+        print(f"features: {name}\n")
+        print(quality_table(document, name))
+        print()
+    print(accuracy_table({row["name"]: row["accuracy"] for row in document["rows"]}))
+    print()
+
+
+def _device(asked: str | None) -> str | None:
+    """The device that was asked for; under torchrun, the GPU of this process."""
+    if asked is not None or "LOCAL_RANK" not in os.environ:
+        return asked
+    import torch
+
+    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,70 @@
+"""What an evaluation asks a model for: held-out prompts, the true samples they describe, and what scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from visual_spec.data import shapes_classes, shapes_parser, tunes, tunes_parser, tunes_synth
+
+_OTHER_CLASSES = 1_000_003  # seed of the scenes that class models are compared with
+
+Score = Callable[..., dict[str, bool]]
+
+
+@dataclass
+class Task:
+    """What is asked for: prompts, and for each the true picture, uint8 [N, H, W, 3], or clip, float32 [N, samples]."""
+
+    prompts: list[str]
+    pictures: np.ndarray
+
+
+def shapes_task(count: int, image_size: int) -> Task:
+    """The captions of `shapes` that no trainer sees, and the scenes they describe."""
+    from visual_spec.data.shapes import caption, sample_dataset
+
+    scenes, pictures = sample_dataset(count, 0, held_out=True, size=image_size)
+    return Task([caption(scene) for scene in scenes], pictures)
+
+
+def classes_task(count: int, image_size: int) -> Task:
+    """The classes of `shapes` in turn, and for each a scene of the law that class models are trained on."""
+    from visual_spec.data.shapes import render
+
+    scenes = shapes_classes.sample_scenes_by_class(count, _OTHER_CLASSES)
+    pictures = np.stack([render(scene, image_size) for scene in scenes])
+    return Task([shapes_classes.CLASS_NAMES[shapes_classes.class_of(scene)] for scene in scenes], pictures)
+
+
+def tunes_task(count: int) -> Task:
+    """The captions of `tunes` that no trainer sees, those of `held_out_prompts`, and the clips they describe."""
+    found, waves = tunes_synth.sample_dataset(count, 0, held_out=True)
+    return Task([tunes.caption(tune) for tune in found], waves)
+
+
+def task_of(pipe: Any, count: int) -> tuple[Task, Score]:
+    """What a pipeline is asked for, and what scores it: captions, or classes where it draws those of `shapes`.
+
+    Raises:
+        ValueError: a pipeline that draws or plays something else.
+    """
+    if pipe.medium == "audio":
+        length, rate = pipe.max_frames * pipe.samples_per_frame, pipe.sampling_rate
+        if (rate, length) != (tunes.SAMPLE_RATE, tunes.NUM_SAMPLES):
+            raise ValueError(
+                f"this model plays {length} samples at {rate} Hz, and the tunes that the parser reads have "
+                f"{tunes.NUM_SAMPLES} at {tunes.SAMPLE_RATE} Hz; pass a model such as tunes."
+            )
+        return tunes_task(count), tunes_parser.score
+    if getattr(pipe, "num_classes", None) is None:
+        return shapes_task(count, pipe.image_size[0]), shapes_parser.score
+    if tuple(pipe.config.get("id2label") or ()) != shapes_classes.CLASS_NAMES:
+        raise ValueError(
+            "this model draws other classes than those of `shapes`, which no parser reads; pass a model such as "
+            "shapes_var. (Models of official size are timed by visual-spec bench.)"
+        )
+    return classes_task(count, pipe.image_size[0]), shapes_classes.score_class

@@ -1,0 +1,146 @@
+"""A setting: what one line of a benchmark or of an evaluation measures, and how it is written on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from visual_spec.pipelines.loading import load_drafter
+from visual_spec.pipelines.sampler_text import make_row, parse_sampler
+from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.scales import ScaleWiseSampler
+
+_LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode that is measured.
+
+    Attributes:
+        text: the setting as it was written.
+        sampler: what decodes.
+        law: what it draws from.
+        seed: of sample 0; sample i has seed + i.
+        drafter: name or folder; None for the pipeline's own.
+        plan: who draws which scales, where a pipeline decodes by scales.
+    """
+
+    text: str
+    sampler: Any
+    law: TokenLaw
+    seed: int
+    drafter: str | None = None
+    plan: ScalePlan = ScalePlan()
+
+    @property
+    def window(self) -> int | str | None:
+        """The window of the sampler; None for one that has none."""
+        return self.sampler.config.get("window")
+
+    @property
+    def name(self) -> str:
+        """The setting as it was written, without its window, which tables show in a column of its own."""
+        name, colon, rest = self.text.partition(":")
+        kept = [part for part in rest.split(",") if part.partition("=")[0].strip() != "window"]
+        return name + colon * bool(kept) + ",".join(kept) if colon else name
+
+    @property
+    def pipeline_law(self) -> dict[str, Any]:
+        """The law as the arguments of a pipeline call."""
+        return {name: getattr(self.law, name) for name in _LAW}
+
+    def describe(self) -> dict[str, Any]:
+        """All that fixes the samples, but for the model and the prompts; JSON types only."""
+        facts = {"sampler": sampler_settings(self.sampler), "law": self.pipeline_law, "seed": self.seed}
+        if self.drafter is not None:
+            facts["drafter"] = self.drafter
+        return facts | ({"plan": self.plan.describe()} if self.plan.describe() else {})
+
+    @contextmanager
+    def on(self, pipe: Any, *, calibrated: bool = True) -> Iterator[None]:
+        """Within, `pipe` has this sampler and drafter, and follows this plan; afterwards its own again.
+
+        Args:
+            calibrated: see `ScalePlan.on`.
+
+        Raises:
+            TypeError, ValueError: a sampler, drafter or plan that does not fit it.
+        """
+        before = pipe.sampler, pipe.drafter
+        pipe.sampler = self.sampler
+        if self.drafter is not None:
+            pipe.drafter = _drafter(self.drafter, pipe.device, pipe.transformer.dtype)
+        try:
+            pipe.check_sampler()
+            with self.plan.on(pipe, calibrated=calibrated):
+                yield
+        finally:
+            pipe.sampler, pipe.drafter = before
+
+
+@lru_cache(maxsize=8)
+def _drafter(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    return load_drafter(name).to(device, dtype)
+
+
+def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
+    """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
+
+    The settings are those of the sampler; guidance_scale, guidance_until, temperature, top_k, top_p and seed, which
+    replace those of `law` and `seed`; and drafter, a name or folder that `load_drafter` takes (default: the pipeline's
+    own). Those of `scale-wise` are also those of `ScalePlan`. `parse_sampler`
+    says how values are written.
+
+    Raises:
+        ValueError: text of another form, a setting twice, an unknown sampler or setting, or a value it refuses.
+    """
+    name, settings = parse_sampler(text)
+    # `masked` has a temperature of its own, which is a word: falling. That of the law is a number.
+    own = [key for key, value in settings.items() if name == "masked" and isinstance(value, str)]
+    changes = {key: settings.pop(key) for key in _LAW if key in settings and key not in own}
+    own_seed, drafter = settings.pop("seed", seed), settings.pop("drafter", None)
+    if isinstance(own_seed, bool) or not isinstance(own_seed, int) or not 0 <= own_seed < 2**64:
+        raise ValueError(
+            f"seed={own_seed!r} in sampler {text!r}; pass a whole number of at least 0, below 2**64"
+        )
+    for key, value in changes.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{key}={value!r} in sampler {text!r}; pass a number")
+    sampler, plan = make_row(name, **settings)
+    own_law = TokenLaw(**{**asdict(law), **changes})
+    if isinstance(sampler, ScaleWiseSampler) and own_law.guidance_until is not None:
+        raise ValueError(
+            f"guidance_until in sampler {text!r}; it counts tokens, and guidance of a next-scale model grows from "
+            "scale to scale. Leave it out."
+        )
+    return Setting(text.strip(), sampler, own_law, own_seed, drafter, plan)
+
+
+def check_samplers(pipe: Any, settings: Sequence[Setting], *, calibrated: bool = True) -> None:
+    """Refuse a sampler that the pipeline cannot run, before any of them is run.
+
+    Args:
+        calibrated: see `ScalePlan.on`.
+
+    Raises:
+        ValueError: as `VisualPipeline.check_sampler`, `load_drafter` and `ScalePlan.on`.
+    """
+    for setting in settings:
+        try:
+            with setting.on(pipe, calibrated=calibrated):
+                pass
+        except TypeError as error:
+            raise ValueError(f"{setting.text}: {error}") from error
+
+
+def sampler_settings(sampler: Any) -> dict[str, Any]:
+    """A sampler's class and its settings, those left at their defaults too."""
+    config = {name: value for name, value in dict(sampler.config).items() if not name.startswith("_")}
+    return {"class": type(sampler).__name__, **config}

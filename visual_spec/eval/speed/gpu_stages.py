@@ -1,0 +1,472 @@
+"""The parts of each stage of `visual_spec.eval.speed.gpu_hour`: {name: what measures it}.
+
+Every function here takes `dry`: then models and sizes are tiny, and everything runs on the CPU. What a part returns is
+JSON; a key "problem" says in words what is wrong, where something is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import visual_spec
+from visual_spec.data.shapes import held_out_prompts as captions_of_pictures
+from visual_spec.data.tunes import held_out_prompts as captions_of_clips
+from visual_spec.eval import draws
+from visual_spec.eval.defaults import settings_of_model, with_setting
+from visual_spec.eval.machine import choose_device, load
+from visual_spec.eval.settings import Setting, parse_setting
+from visual_spec.eval.speed import bench, gpu_tiny, kernel_bench, measure, music_sizes, official_sizes
+from visual_spec.eval.speed.call_profile import profile_calls
+from visual_spec.eval.speed.official_bench import Middle
+from visual_spec.models.core.calls import COLUMNS, RASTER, TREE
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.registry import SAMPLERS, sampler_class
+
+Parts = dict[str, Callable[[], Any]]
+_ROOT = Path(visual_spec.__file__).parents[1]
+SAMPLES = 4  # pictures or clips that are compared
+LLAMAGEN, JANUS, VAR = "llamagen-xl-t2i", "janus-pro-7b", "var-d30+var-d16"
+
+# -- 1: the kernels' tests ---------------------------------------------------------------------------------------------
+
+
+def kernel_tests(dry: bool) -> Parts:
+    """The kernels on the device against their definitions; then all tests of kernels, which a CPU can run too."""
+    parts: Parts = {
+        "tests/kernels/test_on_device.py": partial(run_tests, "tests/kernels/test_on_device.py", not dry)
+    }
+    return parts if dry else parts | {"tests/kernels": partial(run_tests, "tests/kernels", True)}
+
+
+def run_tests(path: str, all_must_run: bool) -> dict[str, Any]:
+    """Run tests of this checkout; how many passed, failed and were skipped, and what the failures say.
+
+    Args:
+        all_must_run: a skipped test is a problem.
+
+    Raises:
+        FileNotFoundError: an installed package has no tests.
+    """
+    import pytest
+
+    if not (_ROOT / path).exists():
+        raise FileNotFoundError(f"no {path} in {_ROOT}; run this in a checkout of the repository")
+
+    class Count:
+        counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+        failures: list[str] = []
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                self.counts[report.outcome] += 1
+            if report.outcome == "failed":
+                lines = str(report.longrepr).strip().splitlines()
+                self.failures.append(f"{report.nodeid}: {lines[-1] if lines else ''}"[:300])
+
+    count = Count()
+    arguments = ["-q", "-p", "no:cacheprovider", "--rootdir", str(_ROOT), "-c", str(_ROOT / "pyproject.toml")]
+    status = pytest.main([*arguments, str(_ROOT / path)], plugins=[count])
+    found: dict[str, Any] = {**count.counts, "failures": count.failures[:10]}
+    if count.counts["failed"] or status not in (0, 5):
+        found["problem"] = f"{count.counts['failed']} failed, pytest ended with {int(status)}"
+    elif all_must_run and count.counts["skipped"]:
+        found["problem"] = f"{count.counts['skipped']} were skipped"
+    return found
+
+
+# -- 2, 3: the same tokens ---------------------------------------------------------------------------------------------
+
+
+@cache
+def _pipe(model: str, dtype: str, dry: bool) -> Any:
+    """An embedded model; `dry`: with the same weights, and a smaller picture or a shorter clip."""
+    pipe = load(model, "cpu" if dry else "cuda", dtype)
+    return gpu_tiny.shorter(pipe) if dry else pipe
+
+
+def _prompts(model: str, dry: bool) -> list[str]:
+    return (captions_of_clips if model == "tunes" else captions_of_pictures)(1 if dry else SAMPLES)
+
+
+def _setting(model: str, text: str) -> Setting:
+    return parse_setting(text, settings_of_model(model).law_with(), 0)
+
+
+def graphs(dry: bool) -> Parts:
+    """Every sampler that records its calls, in the settings that `bench` measures and with the identical rule."""
+    parts: Parts = {}
+    for entry in SAMPLERS:
+        if "graph" not in inspect.signature(sampler_class(entry)).parameters:
+            continue
+        assert entry.calls in (RASTER, TREE, COLUMNS), f"no embedded model for {entry.name}"
+        model = "tunes" if entry.calls == COLUMNS else "shapes"
+        for text in entry.settings or ("",):
+            setting = with_setting(entry.name, text)
+            parts[setting] = partial(compare_graph, model, setting, dry)
+    text = "drafted:acceptance=identical"
+    return parts | {text: partial(compare_graph, "shapes", text, dry)}
+
+
+def compare_graph(model: str, text: str, dry: bool) -> dict[str, Any]:
+    """Decode samples without a graph and with one that is recorded, then other samples with the same recording.
+
+    On a CPU nothing is recorded, and all are drawn without.
+    """
+    pipe, prompts = _pipe(model, "float32", dry), _prompts(model, dry)
+    eager = _setting(model, with_setting(text, "graph=false"))
+    recorded = _setting(model, with_setting(text, "graph=auto" if dry else "graph=true"))
+    # What has to be compiled is behind the first pair, whose recording has to serve other texts and seeds too.
+    firsts = (0,) if dry else (0, 100)
+    pairs = [
+        tuple(draws.draw(pipe, one, prompts[:: -1 if first else 1], first) for one in (eager, recorded))
+        for first in firsts
+    ]
+    same = sum(_same(one, two) for one, two in pairs)
+    found: dict[str, Any] = dict(
+        model=model,
+        recorded=not dry,
+        samples=len(pairs) * len(prompts),
+        same=same,
+        ms_per_call_eager=_ms_per_call(pairs[-1][0]),
+        ms_per_call_graph=_ms_per_call(pairs[-1][1]),
+    )
+    if same < found["samples"]:
+        found["problem"] = f"{found['samples'] - same} of {found['samples']} samples have other tokens"
+    return found
+
+
+def _same(one: Any, two: Any) -> int:
+    tokens = [torch.from_numpy(arrays["tokens"]).flatten(1) for arrays in (one, two)]
+    return int((tokens[0] == tokens[1]).all(1).sum())
+
+
+def _ms_per_call(arrays: Any) -> float:
+    return 1000 * float(arrays["seconds"]) / int(arrays["calls"].max())
+
+
+IDENTICAL = {
+    "shapes": (
+        "speculative-jacobi:window=16",
+        "speculative-jacobi:window=64",
+        "drafted:acceptance=identical",
+        "proactive-jacobi:coupling=gumbel,acceptance=identical",
+    ),
+    "tunes": ("column-jacobi:window=8", "drafted-columns:acceptance=identical"),
+}
+
+
+def identity(dry: bool) -> Parts:
+    """Settings that promise the tokens of plain decoding, in single and in half precision."""
+    return {
+        f"{model}, {dtype}, {text}": partial(compare_plain, model, dtype, text, dry)
+        for dtype, model in product(("float32", "bfloat16"), IDENTICAL)
+        for text in IDENTICAL[model]
+    }
+
+
+@cache
+def _plain(model: str, dtype: str, dry: bool) -> tuple[Any, Any]:
+    """Plain decoding, and of pictures the slots that are near-ties, bool [N, L]."""
+    pipe, setting = _pipe(model, dtype, dry), _setting(model, settings_of_model(model).plain)
+    arrays = draws.draw(pipe, setting, _prompts(model, dry), 0)
+    if model != "shapes":
+        return arrays, None
+    tokens = torch.from_numpy(arrays["tokens"]).long().flatten(1)
+    return arrays, near_ties(pipe, setting, _prompts(model, dry), tokens)
+
+
+def compare_plain(model: str, dtype: str, text: str, dry: bool) -> dict[str, Any]:
+    """How many samples of a setting have the tokens of plain decoding with the same dtype.
+
+    Of pictures also: `near_ties` of `slots`, and how many of the `first_differences`, one a sample that differs, stand
+    at near-ties. A difference elsewhere is a problem; so is one of a clip in float32.
+    """
+    setting = _setting(model, text)
+    if not setting.sampler.identical:
+        raise ValueError(f"{text} does not promise the tokens of plain decoding")
+    plain, ties = _plain(model, dtype, dry)
+    fast = draws.draw(_pipe(model, dtype, dry), setting, _prompts(model, dry), 0)
+    one, two = (torch.from_numpy(arrays["tokens"]).flatten(1) for arrays in (plain, fast))
+    differs = one != two  # [N, L]
+    changed = differs.any(1)
+    found: dict[str, Any] = dict(
+        samples=len(one),
+        same=int((~changed).sum()),
+        calls=float(fast["calls"].mean()),
+        plain_calls=float(plain["calls"].mean()),
+        near_ties=None,
+        slots=one.numel(),
+        first_differences=int(changed.sum()),
+        at_near_ties=None,
+    )
+    elsewhere = found["first_differences"] if dtype == "float32" else 0
+    if ties is not None:
+        first = differs.int().argmax(1)
+        at = int(ties[torch.arange(len(one)), first][changed].sum())
+        found |= dict(near_ties=int(ties.sum()), at_near_ties=at)
+        elsewhere = found["first_differences"] - at
+    if elsewhere:
+        found["problem"] = f"{elsewhere} of {len(one)} samples differ at a slot that is no near-tie"
+    return found
+
+
+@torch.no_grad()
+def near_ties(pipe: Any, setting: Setting, prompts: list[str], tokens: Tensor) -> Tensor:
+    """Where the two best scores (law plus noise) of plain decoding lie closer than the dtype rounds: bool [N, L].
+
+    Rounding is one unit in the last place of the largest logit, of both rows as far as guidance enlarges them, twice:
+    each of the two scores may be off by that much.
+
+    Args:
+        tokens: what plain decoding drew, long [N, L].
+    """
+    model, law, count = pipe.transformer, setting.law, len(prompts)
+    keys = draw_keys([torch.Generator().manual_seed(setting.seed + index) for index in range(count)], count)
+    noise, tokens = CounterNoise(keys, pipe.device), tokens.to(pipe.device)
+    state = model.prefill(pipe.encode_prompt(prompts), batch_size=count, guided=law.guided, window=1)
+    logits, found = state.logits[:, None], []  # [R, 1, V]
+    for slot in range(tokens.shape[1]):
+        here = torch.full((count, 1), slot, device=pipe.device)
+        scores = law(logits, law.guided, here) + noise.gumbel(here, logits.shape[-1], TOKEN)  # [N, 1, V]
+        best = scores.topk(2, -1).values[:, 0]
+        largest = logits.abs().amax((1, 2))  # [R]
+        if law.guided:
+            largest = law.guidance_scale * largest[:count] + abs(law.guidance_scale - 1) * largest[count:]
+        rounding = largest * torch.finfo(model.dtype).eps / (law.temperature or 1.0)
+        found.append(best[:, 0] - best[:, 1] < 2 * rounding)
+        if slot + 1 < tokens.shape[1]:
+            logits = model(state, tokens[:, slot : slot + 1], here)
+    return torch.stack(found, 1).cpu()
+
+
+# -- 4, 5: bench -------------------------------------------------------------------------------------------------------
+
+
+def embedded_models(dry: bool) -> Parts:
+    """`bench` of `shapes`, `shapes_var`, and `tunes` beside `tunes_masked`."""
+    if dry:
+        options = [
+            "--runs",
+            "5",
+            "--warmup",
+            "0",
+            "--device",
+            "cpu",
+            "--batch-sizes",
+            "1",
+            "--without-no-cache",
+        ]
+        samplers = {"shapes": "speculative-jacobi:window=4", "tunes": "column-jacobi:window=4"}
+        return {
+            f"{model}, float32, batch 1": partial(
+                _bench_folder, model, ["--samplers", samplers[model], *options]
+            )
+            for model in samplers
+        }
+    parts: Parts = {}
+    shapes = ["--samplers", "speculative-jacobi", "--windows", "16", "32", "64"]
+    scales = ["--samplers", *(f"scale-wise:num_draft_scales={text}" for text in ("7", "all,cache_share=0.1"))]
+    tunes = ["--masked", "tunes_masked", "--samplers", "column-jacobi:window=4", "drafted-columns"]
+    for model, samplers, dtype, batch in (
+        ("shapes", shapes, "float32", 1),
+        ("shapes", shapes, "bfloat16", 1),
+        ("shapes", shapes, "bfloat16", 8),
+        ("shapes_var", scales, "bfloat16", 1),
+        ("tunes", tunes, "float32", 1),
+        ("shapes", shapes, "bfloat16", 64),
+        ("shapes_var", scales, "bfloat16", 64),
+        ("tunes", tunes, "float32", 64),
+    ):
+        options = ["--model", model, *samplers, "--dtype", dtype, "--batch-sizes", str(batch)]
+        parts[f"{model}, {dtype}, batch {batch}"] = partial(_bench, [*options, "--without-no-cache"])
+    return parts
+
+
+def token_sizes(dry: bool) -> Parts:
+    """LlamaGen-XL and Janus-Pro-7B with random weights, beside transformers' `generate` and the official loops."""
+    if dry:
+        gpu_tiny.add_sizes()
+    windows = {1: (16, 32, 64), 8: (8, 16, 32), 64: (4, 8)}
+    parts: Parts = {}
+    for batch, model in product((1, 8, 64), (LLAMAGEN, JANUS)):
+        options = ["--random-weights", "--samplers", "speculative-jacobi", "--slots", "16"]
+        if dry:
+            if batch == 1:
+                options += [
+                    "--model",
+                    gpu_tiny.SIZES[model],
+                    "--windows",
+                    "2",
+                    "--warmup",
+                    "0",
+                    "--device",
+                    "cpu",
+                ]
+                parts[f"{model}, batch 1"] = partial(_bench_that_fits, options, 1)
+            continue
+        options += ["--model", model, "--dtype", "bfloat16", "--windows", *map(str, windows[batch])]
+        parts[f"{model}, batch {batch}"] = partial(_bench_that_fits, options, batch)
+    return parts
+
+
+def other_sizes(dry: bool) -> Parts:
+    """VAR-d30 with CoDe and ScaleKV, and MusicGen-medium beside transformers' `generate`, with random weights."""
+    batches = (1,) if dry else (1, 8, 64)
+    parts: Parts = {}
+    for batch in batches:
+        parts[f"{VAR}, batch {batch}"] = partial(_var, batch, dry)
+        parts[f"musicgen-medium, batch {batch}"] = partial(_music, batch, dry)
+    return parts
+
+
+def _var(batch: int, dry: bool) -> dict[str, Any]:
+    texts = ["num_draft_scales=0", "num_draft_scales=8", "num_draft_scales=6"]
+    texts += ["num_draft_scales=all,cache_share=0.1", "num_draft_scales=8,cache_share=0.1"]
+    options = ["--random-weights", "--samplers", *(f"scale-wise:{text}" for text in texts[: 1 if dry else 5])]
+    if dry:
+        gpu_tiny.add_sizes()
+        options += ["--model", gpu_tiny.SIZES[VAR], "--warmup", "0", "--device", "cpu"]
+    else:
+        options += ["--model", VAR, "--dtype", "bfloat16"]
+    return _bench_that_fits(options, batch)
+
+
+def _music(batch: int, dry: bool) -> dict[str, Any]:
+    device = choose_device("cpu" if dry else "cuda")
+    dtype = torch.float32 if dry else torch.bfloat16
+    law = TokenLaw(guidance_scale=3.0, top_k=250)
+    texts = (
+        ["columns", "column-jacobi:window=4"]
+        if dry
+        else ["columns", *(f"column-jacobi:window={w}" for w in (4, 16))]
+    )
+    settings = [parse_setting(text, law, 0) for text in texts]
+    model = music_sizes.musicgen((1, 32, 2, 32) if dry else "medium", dtype=dtype, device=device)
+    sizes: dict[str, Any] = (
+        dict(runs=2, warmup=0, steps=6, frames=20) if dry else dict(runs=5, warmup=1, steps=24)
+    )
+    while True:
+        try:
+            rows = music_sizes.measure_steps(model, settings, batch_size=batch, **sizes)
+            return dict(
+                kind="music-random-weights", architecture="musicgen-medium", batch=batch, rows=_short(rows)
+            )
+        except torch.cuda.OutOfMemoryError:
+            if batch == 1:
+                raise
+        torch.cuda.empty_cache()
+        batch //= 2
+
+
+def _bench_that_fits(options: list[str], batch: int) -> dict[str, Any]:
+    """`bench` with this batch, or the largest half, quarter ... of it that the device has room for."""
+    while True:
+        try:
+            return _bench([*options, "--batch-sizes", str(batch)]) | {"batch": batch}
+        except (measure.DoesNotFit, torch.cuda.OutOfMemoryError):
+            if batch == 1:
+                raise
+        torch.cuda.empty_cache()
+        batch //= 2
+
+
+def _bench(options: list[str]) -> dict[str, Any]:
+    """The document of `visual-spec bench`, shortened."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "bench.json"
+        bench.main([*options, "--out", str(out)])
+        document = json.loads(out.read_text())
+    kept = ("kind", "architecture", "left_out", "acceptance")
+    return {
+        **{name: document[name] for name in kept if name in document},
+        "environment": document["environment"],
+        "rows": _short(document["rows"]),
+    }
+
+
+def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with seconds to a millionth, and without what every row of a sampler repeats."""
+    kept = []
+    for row in rows:
+        row = {name: value for name, value in row.items() if name not in ("law", "plan", "calls_per_round")}
+        if "seconds" in row:
+            row["seconds"] = [round(value, 6) for value in row["seconds"]]
+        kept.append(row)
+    return kept
+
+
+def _bench_folder(model: str, options: list[str]) -> dict[str, Any]:
+    """`bench` of the shortened model, saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        _pipe(model, "float32", True).save_pretrained(folder)
+        return _bench(["--model", folder, *options])
+
+
+# -- 6: kernels --------------------------------------------------------------------------------------------------------
+
+
+def kernel_bandwidth(dry: bool) -> Parts:
+    """Law kernels beside the chain of PyTorch ops, by vocabulary and window."""
+    if dry:
+        return {"vocabulary 64, window 2": partial(_kernels, 64, 2, "cpu")}
+    return {
+        f"vocabulary {vocab}, window {window}": partial(_kernels, vocab, window, "cuda")
+        for vocab, window in product((16384, 65536), (32, 1))
+    }
+
+
+def _kernels(vocab: int, window: int, device: str) -> dict[str, Any]:
+    here = choose_device(device)
+    top = measure.copy_bandwidth(here, None if here.type == "cuda" else 4)
+    rows = list(kernel_bench.rows(vocab, window, 1, device=here, bandwidth=top))
+    return dict(copy_bandwidth=top, rows=rows)
+
+
+# -- 7: profiles -------------------------------------------------------------------------------------------------------
+
+
+def call_profiles(dry: bool) -> Parts:
+    """Kernels, gaps and the longest kernels of a call, without and with a graph."""
+    texts = ("autoregressive", "speculative-jacobi:window=32")
+    if dry:
+        gpu_tiny.add_sizes()
+        return {"llamagen-tiny, autoregressive": partial(_profile, gpu_tiny.SIZES[LLAMAGEN], texts[0], "cpu")}
+    return {
+        f"{model}, {text}, graph={graph}": partial(
+            _profile, model, with_setting(text, f"graph={graph}"), "cuda"
+        )
+        for model, text, graph in product((LLAMAGEN, JANUS), texts, ("false", "true"))
+    }
+
+
+@cache
+def _official(model: str, device: str) -> Any:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    found = official_sizes.official_model(model)
+    return official_sizes.fill(found, dtype=dtype, device=choose_device(device))
+
+
+@torch.no_grad()
+def _profile(model: str, text: str, device: str) -> dict[str, Any]:
+    official = _official(model, device)
+    law = TokenLaw(guidance_scale=official.guidance_scale, top_k=official.top_k)
+    setting, middle = parse_setting(text, law, 0), Middle(official.model, 16)
+    condition = official.condition(1)
+
+    def decode(callback: Callable[[int, Tensor], Any]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        setting.sampler(middle, condition, law=law, generator=generator, batch_size=1, callback=callback)
+
+    decode(lambda index, lengths: None)  # compiles and records
+    return profile_calls(decode, official.model.device)

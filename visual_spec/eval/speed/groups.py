@@ -1,0 +1,65 @@
+"""What a benchmark is asked to measure: settings as the options name them, or those of the model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from visual_spec.eval.defaults import ModelSettings, is_masked, with_setting
+from visual_spec.eval.settings import Setting, parse_setting
+from visual_spec.pipelines.sampler_text import parse_sampler
+from visual_spec.samplers.registry import by_name, sampler_class
+
+# Windows that are measured when neither windows nor samplers are named, by what a call commits.
+WINDOWS = {"tokens": (16, 32, 64), "columns": (8, 16, 32)}
+CURVE_WINDOWS = (4, 8, 16, 32, 64)
+
+
+def read_groups(
+    args: argparse.Namespace, known: ModelSettings, beside: ModelSettings | None = None
+) -> list[list[Setting]]:
+    """For every guidance scale plain decoding, and what is measured beside it.
+
+    Args:
+        known: the settings of the model.
+        beside: those of the masked model beside it, which have its law.
+
+    Raises:
+        ValueError: a setting that cannot be read, a law out of range, or windows where no setting has one.
+    """
+    asked = known.others if args.samplers is None else args.samplers
+    windows = args.windows or (() if args.samplers else _usual_windows(known, args.curve))
+    texts = [known.plain, *(text for one in asked for text in in_windows(one, windows))]
+    if args.windows and not any(has_window(text) for text in asked):
+        raise ValueError(
+            f"--windows given, and none of the samplers that are measured has a window ({', '.join(asked)}); leave it "
+            "out."
+        )
+    if beside is not None:
+        texts += [beside.plain, *(beside.others if args.samplers is None else ())]
+    groups = []
+    for scale in args.guidance_scales or [None]:
+        options = dict(guidance_scale=scale, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+        laws = [one.law_with(**options) for one in (known, beside or known)]
+        groups.append(
+            [parse_setting(text, laws[is_masked(text)], args.seed) for text in dict.fromkeys(texts)]
+        )
+    return groups
+
+
+def in_windows(text: str, windows: Sequence[int]) -> list[str]:
+    """A setting once for every window, if its sampler has one and the setting names none; else as it is."""
+    if not windows or "window" in parse_sampler(text)[1] or not has_window(text):
+        return [text]
+    name, _, rest = text.partition(":")
+    return [with_setting(f"{name}:window={window}", rest) for window in windows]
+
+
+def has_window(text: str) -> bool:
+    """Whether the sampler of a setting has a window."""
+    return "window" in sampler_class(by_name(parse_sampler(text)[0]))().config
+
+
+def _usual_windows(known: ModelSettings, curve: bool) -> Sequence[int]:
+    usual = WINDOWS.get(known.facts.unit, ())
+    return CURVE_WINDOWS if curve and usual else usual

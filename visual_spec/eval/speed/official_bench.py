@@ -1,0 +1,424 @@
+"""`visual-spec bench --random-weights` for next-token models: speed at true sizes, without the checkpoints.
+
+What a call costs depends on sizes, not on what the weights are, so it is measured on random weights, with the real
+sampler. How many drafts are accepted does depend on the weights, so it is not measured: it is stated, as the
+probability that a draft is accepted, and every figure that follows from it is labelled so. Plain decoding takes a call
+a token, whatever the weights: its figures are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.eval.defaults import ModelSettings, settings_for
+from visual_spec.eval.intervals import quantiles
+from visual_spec.eval.machine import choose_device, environment
+from visual_spec.eval.settings import Setting, sampler_settings
+from visual_spec.eval.speed import measure, official_sizes
+from visual_spec.eval.speed.baselines import Baseline, baselines_of, time_baseline
+from visual_spec.eval.speed.groups import read_groups
+from visual_spec.eval.speed.official_sizes import OfficialModel
+from visual_spec.eval.speed.tables import PHASES, share_and_phases
+from visual_spec.eval.speed.timing import Report, add_floors
+from visual_spec.eval.speed.token_bench import with_graphs
+from visual_spec.eval.tables import markdown
+from visual_spec.models.core.calls import RASTER
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.graph import can_record, forget
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import by_class
+
+
+def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
+    """Document and table of a model of official size with random weights.
+
+    Rows of `visual_spec.eval.speed.baselines` are left out where the device has no room for them, and where nothing
+    guides.
+
+    Args:
+        known: None; the settings are those of the size.
+
+    Raises:
+        ValueError: settings that cannot be read or timed, a size that is unknown, or does not fit the device; before
+            anything is allocated.
+    """
+    official = official_sizes.official_model(args.model, args.image_size)
+    args.image_size = official.image_size
+    groups = read_groups(args, settings_of_size(official))
+    for settings in groups:
+        check_settings(settings)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
+    room = measure.available_memory(device)
+    needed = _needed_bytes(official, groups, device, dtype)
+    batch_size = max(args.batch_sizes)
+    window = max(window_of(setting) for settings in groups for setting in settings)
+    whole = needed(batch_size, window)
+    measure.refuse_what_does_not_fit(whole, device, at=needed, batch_size=batch_size, window=window)
+    official_sizes.fill(official, dtype=dtype, device=device, seed=args.seed)
+    if args.fuse_projections:
+        from visual_spec.models.core.projections import fuse_projections
+
+        fuse_projections(official.module)
+    rows, left_out = [], []
+    for batch_size in args.batch_sizes:
+        fits = sum(needed(batch_size, 1, baseline=True).values()) <= room
+        for settings in groups:
+            chosen, others = _chosen_baselines(official, settings[0].law, batch_size, fits=fits)
+            left_out += others
+            rows += measure_calls(
+                official,
+                settings,
+                batch_size=batch_size,
+                runs=args.runs,
+                warmup=args.warmup,
+                slots=args.slots,
+                probability=args.accept_probability,
+                baselines=chosen,
+                report=report,
+            )
+    facts = environment(device, dtype)
+    facts["transformer_parameters"] = official.parameters
+    official.module.to_empty(device="meta")  # the buffers of what follows need room
+    facts["copy_bandwidth"] = measure.copy_bandwidth(device)
+    facts["matmul_flops"] = measure.matmul_peak(device, dtype)
+    add_floors(rows, facts["copy_bandwidth"])
+    law = groups[0][0].law
+    document = {
+        "kind": "random-weights",
+        "settings": {"guidance_scales": [one[0].law.guidance_scale for one in groups], "top_k": law.top_k},
+        "environment": facts,
+        "architecture": args.model,
+        "needed_bytes": whole,
+        "acceptance": acceptance_statement(args.accept_probability),
+        "rows": rows,
+        "left_out": left_out,
+    }
+    return document, size_table(rows, args.accept_probability)
+
+
+def settings_of_size(official: OfficialModel) -> ModelSettings:
+    """What is measured of a model of official size: samplers that score windows, under the official program's law."""
+    law = {"guidance_scale": official.guidance_scale, "top_k": official.top_k, "top_p": 1.0}
+    return settings_for(
+        PipelineFacts(
+            medium="image",
+            unit="tokens",
+            calls=(RASTER,),
+            plain_sampler="autoregressive",
+            fast_sampler="speculative-jacobi",
+            default_settings=law,
+        )
+    )
+
+
+def check_settings(settings: Sequence[Setting]) -> None:
+    """Refuse what cannot be timed on random weights.
+
+    Raises:
+        ValueError: a sampler that needs more than the model, or scores something else than windows in raster order; or
+            a window that is not a number.
+    """
+    for setting in settings:
+        entry = by_class(type(setting.sampler).__name__)
+        if entry.calls != RASTER or entry.needs or setting.drafter is not None:
+            raise ValueError(
+                f"{setting.text} given; --random-weights times samplers that score windows in raster order and need "
+                "no drafter, such as speculative-jacobi."
+            )
+        if isinstance(setting.window, str):
+            raise ValueError(
+                f"{setting.text} given; --random-weights states tokens per call for a window that is a number."
+            )
+
+
+def window_of(setting: Setting) -> int:
+    """Slots that a call scores: 1 for a sampler without a window."""
+    return int(setting.window or 1)
+
+
+def _needed_bytes(
+    official: OfficialModel, groups: Sequence[Sequence[Setting]], device: torch.device, dtype: torch.dtype
+) -> Callable[..., dict[str, int]]:
+    """(batch size, window, baseline=False) -> what the device needs room for."""
+    guided = any(setting.law.guided for settings in groups for setting in settings)
+
+    def needed(batch_size: int, window: int, baseline: bool = False) -> dict[str, int]:
+        parts = official.needed_bytes(
+            dtype=dtype, batch_size=batch_size, window=window, guided=guided, baseline=baseline
+        )
+        if device.type == "cuda":  # a recorded decode keeps its cache, and the next one's is copied over it
+            parts["recording"] = parts["cache"]
+        return parts
+
+    return needed
+
+
+def _chosen_baselines(
+    official: OfficialModel, law: TokenLaw, batch_size: int, *, fits: bool
+) -> tuple[list[Baseline], list[dict[str, Any]]]:
+    """The baselines that are measured, and what the document says of the others."""
+    known = baselines_of(official)
+    chosen = [one for one in known if fits and law.guided and batch_size <= (one.largest_batch or batch_size)]
+    where = {"batch_size": batch_size, "guidance_scale": law.guidance_scale}
+    return chosen, [{"name": one.name, **where} for one in known if one not in chosen]
+
+
+def size_table(rows: Sequence[dict[str, Any]], probability: float) -> str:
+    """The Markdown table, columns that follow from a stated acceptance marked by a star, and a line that says so."""
+    header = [
+        "batch",
+        "guidance",
+        "sampler",
+        "window",
+        "ms/call p50",
+        "p20 - p80",
+        "floor",
+        "of floor",
+        *PHASES,
+    ]
+    header += [
+        "prefill ms",
+        "peak MiB",
+        "calls*",
+        "tokens/call*",
+        "ms/image*",
+        "image p20 - p80*",
+        "speed-up*",
+    ]
+    lines = []
+    for row in rows:
+        call, image = row["ms_per_call"], row["ms_per_image"]
+        lines.append(
+            [
+                str(row["batch_size"]),
+                f"{row['guidance_scale']:g}",
+                row["name"],
+                str(row["window"]),
+                f"{call['p50']:.2f}",
+                f"{call['p20']:.2f} - {call['p80']:.2f}",
+                f"{row['floor_ms_per_call']:.2f}",
+                *share_and_phases(row),
+                f"{row['prefill_ms']:.1f}",
+                f"{row['peak_memory_bytes'] / 2**20:.0f}",
+                f"{row['calls_per_image']:.0f}",
+                f"{row['tokens_per_call']:.2f}",
+                f"{image['p50']:.0f}",
+                f"{image['p20']:.0f} - {image['p80']:.0f}",
+                f"{row['speed_up']:.2f}x",
+            ]
+        )
+    note = (
+        f"* not measured: random weights; follows from the stated acceptance of {probability:g} for every draft, "
+        "and the measured calls. Rows that draw a token a call accept no drafts: theirs is measured. Speed-ups are "
+        "over the fastest of these at the same batch and guidance"
+    )
+    return f"{markdown(header, lines)}\n\n{note}"
+
+
+class Middle:
+    """The `count` slots in the middle of a model's grid as a model of their own, so that a sampler runs for some calls
+    at the mean cost of a whole picture. The cache before them is empty, which costs no less to read.
+    """
+
+    def __init__(self, model: Any, count: int) -> None:
+        self.model = model
+        self.grid = TokenGrid(1, min(count, model.grid.num_tokens))
+        self.vocab_size = model.vocab_size
+        self.first = (model.grid.num_tokens - self.grid.num_tokens) // 2
+        self.device = model.device
+        # Recorded graphs belong to what owns the weights; see `visual_spec.samplers.core.graph`.
+        self.decoder = getattr(model, "decoder", model)
+
+    def prefill(self, condition: Any, **options: Any) -> Any:
+        return self.model.prefill(condition, **options)
+
+    def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+        return self.model(state, tokens, slots + self.first)
+
+
+def stated_tokens_per_call(probability: float, window: int) -> float:
+    """Mean tokens of a call whose every draft is accepted with `probability`, whatever its place: one is certain, and
+    the k-th draft counts when it and all before it are accepted. 1 + p + ... + p ** (window - 1).
+    """
+    return sum(probability**place for place in range(window))
+
+
+@torch.no_grad()
+def measure_calls(
+    official: OfficialModel,
+    settings: Sequence[Setting],
+    *,
+    batch_size: int,
+    runs: int,
+    warmup: int,
+    slots: int,
+    probability: float,
+    baselines: Sequence[Baseline] = (),
+    report: Report = lambda text: None,
+) -> list[dict[str, Any]]:
+    """Time the calls of every setting over `slots` slots in the middle of the grid.
+
+    On CUDA a sampler that can be recorded has two rows: its calls one operation after the other, and as a recorded
+    graph.
+
+    Args:
+        official: filled.
+        settings: the first is plain decoding.
+        baselines: of `visual_spec.eval.speed.baselines`; their rows come first.
+
+    Returns:
+        One dict per row. Measured: `seconds` and `calls` of every round without the prefill, `ms_per_call`
+        (quantiles), `phase_ms_per_call` and `gap_ms_per_call` (see `measure.phase_figures`), `prefill_ms`,
+        `peak_memory_bytes`. Counted: `weight_bytes`, `cache_bytes`, `flops_per_call`. Stated, but for rows that are
+        `autoregressive`: `tokens_per_call`. From these: `calls_per_image`, `ms_per_image` (quantiles), and `speed_up`
+        over the fastest autoregressive row.
+    """
+    model, law, tokens = official.model, settings[0].law, official.model.grid.num_tokens
+    middle, condition = Middle(model, slots), official.condition(batch_size)
+    recordable = can_record(model.prefill(condition, batch_size=batch_size, guided=law.guided, window=1))
+    # By whether the law is guided; now, as it needs room for a cache.
+    costs = {
+        guided: official.call_bytes(batch_size=batch_size, guided=guided)
+        for guided in {setting.law.guided for setting in settings}
+    }
+    rows: list[dict[str, Any]] = []
+
+    def add(
+        name: str, window: int, law: TokenLaw, time_it: Callable[[], dict[str, Any]], **more: Any
+    ) -> None:
+        measure.reset_peak_memory(model.device)
+        found = time_it()
+        found["peak_memory_bytes"] = measure.peak_memory(model.device)
+        weights, cache = costs[law.guided]
+        flops = official.call_flops(weights, batch_size=batch_size, guided=law.guided, window=window)
+        rows.append(
+            {
+                **dict(name=name, window=window, batch_size=batch_size, guidance_scale=law.guidance_scale),
+                **dict(tokens=tokens, weight_bytes=weights, cache_bytes=cache, flops_per_call=flops),
+                **found,
+                **more,
+            }
+        )
+        p50 = found["ms_per_call"]["p50"]
+        report(f"batch {batch_size}, {name}, window {window}: {p50:.2f} ms per call")
+
+    for baseline in baselines:
+        calls = official.length
+        add(
+            baseline.name,
+            1,
+            law,
+            lambda one=baseline: _time_baseline(one, official, law, batch_size, runs, warmup, slots),
+            sampler=None,
+            autoregressive=True,
+            tokens_per_call=tokens / calls,
+            calls_per_image=calls,
+        )
+    for setting in with_graphs(settings, model.device, recordable=recordable):
+        plain = isinstance(setting.sampler, AutoregressiveSampler)
+        per_call = 1.0 if plain else stated_tokens_per_call(probability, window_of(setting))
+        add(
+            setting.name,
+            window_of(setting),
+            setting.law,
+            lambda one=setting: time_sampler(one, middle, condition, batch_size, runs, warmup),
+            sampler=sampler_settings(setting.sampler),
+            autoregressive=plain,
+            tokens_per_call=per_call,
+            calls_per_image=1 + (tokens - 1) / per_call,  # the prefill yields the first token
+        )
+        forget(middle)  # its memory would count for the next row
+    add_picture_times(rows)
+    return rows
+
+
+def add_picture_times(rows: Sequence[dict[str, Any]]) -> None:
+    """Add `ms_per_image`, quantiles of the prefill and so many calls over the batch, and `speed_up`: how much faster a
+    picture is than by the fastest autoregressive row, medians of both. All rows are of one batch size and law.
+    """
+    for row in rows:
+        row["ms_per_image"] = {
+            name: (row["prefill_ms"] + (row["calls_per_image"] - 1) * value) / row["batch_size"]
+            for name, value in row["ms_per_call"].items()
+        }
+    best = min(row["ms_per_image"]["p50"] for row in rows if row["autoregressive"])
+    for row in rows:
+        row["speed_up"] = best / row["ms_per_image"]["p50"]
+
+
+def time_sampler(
+    setting: Setting, middle: Any, condition: Any, batch_size: int, runs: int, warmup: int
+) -> dict[str, Any]:
+    """What was measured of a sampler: see `measure_calls`.
+
+    Args:
+        middle: the model, or a part of its grid.
+    """
+    counted, seconds, phases, prefills = [], [], [], []
+
+    def decode(number: int, callback: Callable[[int, Tensor], Any]) -> Any:
+        generator = [torch.Generator().manual_seed(number * batch_size + i) for i in range(batch_size)]
+        options = dict(law=setting.law, generator=generator, batch_size=batch_size, callback=callback)
+        return setting.sampler(middle, condition, **options).trace
+
+    for number in range(warmup + runs):
+        # A recorded step runs no Python; the callback is called once a call, and once after the prefill.
+        called: list[int] = []
+        trace = decode(number, lambda index, lengths, called=called: called.append(index))
+        if number >= warmup:
+            laps = dict(trace.phase_seconds)
+            prefills.append(laps.pop("prefill"))
+            seconds.append(trace.seconds - prefills[-1])
+            counted.append(len(called) - 1)
+            phases.append(laps)
+    busy = measure.busy_ms_per_call(lambda callback: decode(0, callback), middle.device)
+    return {
+        "seconds": seconds,
+        "calls": counted,
+        "ms_per_call": quantiles([1000 * s / c for s, c in zip(seconds, counted, strict=True)]),
+        "prefill_ms": quantiles([1000 * s for s in prefills])["p50"],
+        **measure.phase_figures(seconds, phases, counted, device=middle.device, busy_ms=busy),
+    }
+
+
+def _time_baseline(
+    baseline: Baseline,
+    official: OfficialModel,
+    law: TokenLaw,
+    batch_size: int,
+    runs: int,
+    warmup: int,
+    slots: int,
+) -> dict[str, Any]:
+    """The same of a baseline, whose phases are not known."""
+    found = [
+        time_baseline(baseline, official, law, batch_size=batch_size, slots=max(slots, 3))
+        for _ in range(warmup + runs)
+    ][warmup:]
+    return {
+        "seconds": [seconds for seconds, _, _ in found],
+        "calls": [calls for _, calls, _ in found],
+        "ms_per_call": quantiles([1000 * seconds / calls for seconds, calls, _ in found]),
+        "prefill_ms": quantiles([1000 * prefill for _, _, prefill in found])["p50"],
+        "phase_ms_per_call": {},
+        "gap_ms_per_call": None,
+    }
+
+
+def acceptance_statement(probability: float) -> dict[str, Any]:
+    """What the document says about where acceptance comes from."""
+    return {
+        "measured": False,
+        "profile": "constant",
+        "probability": probability,
+        "meaning": "every draft is accepted with this probability, whatever its place, sampler and sample",
+    }

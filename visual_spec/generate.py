@@ -1,0 +1,437 @@
+"""`visual-spec generate`: samples of every medium from prompts, alone or beside plain decoding.
+
+A sample is a job with a seed of its own, so that it can be made again alone. Everything that can be refused is refused
+before the work: files in the way, settings out of range, a sampler that does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
+from visual_spec.eval.tables import plain_table
+
+SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
+LAW_SETTINGS = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
+
+MAX_SEED = 2**64 - 1  # of a `torch.Generator`
+
+Job = tuple[str, int]  # prompt, seed
+
+
+@dataclass(frozen=True)
+class Medium:
+    """What differs from medium to medium.
+
+    Attributes:
+        samples: what samples are called, in the plural.
+        key: under which the document lists them.
+        nameless: name of a file whose prompt has no letters.
+        unit: what a call commits, in the singular.
+        suffix: of the files, from the options.
+        reports: endings of the files that a comparison writes.
+        identical: what is said where all samples are those of plain decoding.
+        promised: what a sampler promises that calls itself identical.
+        file: (output of the pipeline, index of a sample, options) -> its file.
+        fast_file: (row of a comparison, options) -> the file of its accelerated sample.
+        write_reports: (rows, files, facts, options) -> None.
+    """
+
+    samples: str
+    key: str
+    nameless: str
+    unit: str
+    suffix: Callable[[argparse.Namespace], str]
+    reports: tuple[str, ...]
+    identical: str
+    promised: str
+    file: Callable[[Any, int, argparse.Namespace], bytes]
+    fast_file: Callable[[Any, argparse.Namespace], bytes]
+    write_reports: Callable[[list[Any], list[Path], dict[str, Any], argparse.Namespace], None]
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status: 0 done, 1 a promise of equality was broken.
+
+    Raises:
+        ValueError, OSError, ImportError: bad input; names it.
+        KeyboardInterrupt: what is finished is kept.
+    """
+    if args.model is None:
+        args.model = "tunes" if args.music else "shapes"
+    medium = _medium(args)
+    prompts = [prompt for prompt in args.prompts for _ in range(args.num_images)]
+    jobs = [(prompt, args.seed + index) for index, prompt in enumerate(prompts)]
+    if jobs[-1][1] > MAX_SEED:
+        raise ValueError(
+            f"--seed {args.seed} given; the last seed would be {jobs[-1][1]}, pass less than 2**64."
+        )
+    suffix = medium.suffix(args)
+    files = [
+        args.out / f"{index:03d}-{_slug(text, medium.nameless)}-seed{seed}.{suffix}"
+        for index, (text, seed) in enumerate(jobs)
+    ]
+    reports = [args.out / f"comparison.{kind}" for kind in medium.reports] if args.compare else []
+    for path in (*files, *reports):
+        refuse_existing(path, args.overwrite)
+    ready_folder(args.out)
+    chosen, given = _asked_sampler(args), _given(args, LAW_SETTINGS)
+    _check_before_loading(args, given)
+    pipe = _load(args)
+    name, sampler, plan = chosen or _fast_sampler(args, pipe)
+    if pipe.medium == "audio":
+        given |= _lengths(args)
+    _check(args, pipe, sampler, plan)
+    document: dict[str, Any] = {
+        "model": args.model,
+        "device": str(pipe.device),
+        "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+        **({"sampling_rate": pipe.sampling_rate} if pipe.medium == "audio" else {}),
+        "sampler": {"name": name}
+        | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
+        | plan.describe(),
+        **given,
+    }
+    run = _Run(args, medium, pipe, jobs, files, given, document)
+    status = run.compare(sampler, plan, reports) if args.compare else run.decode(sampler, plan)
+    if args.json:
+        print(json.dumps(document))
+    return status
+
+
+@dataclass
+class _Run:
+    """What is made, with which settings of a call, and the document that tells of it."""
+
+    args: argparse.Namespace
+    medium: Medium
+    pipe: Any
+    jobs: list[Job]
+    files: list[Path]
+    given: dict[str, Any]
+    document: dict[str, Any]
+
+    def decode(self, sampler: Any, plan: Any) -> int:
+        """Decode in batches, write every sample as soon as it is there, and print a table."""
+        from visual_spec.eval.report.comparison import seeded_generators
+
+        self.pipe.sampler = sampler
+        unit, size, rows = self.medium.unit, self.args.batch_size, []
+        with plan.on(self.pipe):
+            for start in range(0, len(self.jobs), size):
+                batch = self.jobs[start : start + size]
+                generators = seeded_generators([seed for _, seed in batch])
+                output = self.pipe([prompt for prompt, _ in batch], generator=generators, **self.given)
+                for index, (prompt, seed) in enumerate(batch):
+                    path = self.files[start + index]
+                    content = self.medium.file(output, index, self.args)
+                    write_atomically(path, content, overwrite=self.args.overwrite)
+                    rows.append(
+                        {
+                            "prompt": prompt,
+                            "seed": seed,
+                            "file": str(path),
+                            "calls": int(output.trace.target_calls[index]),
+                            f"{unit}s_per_call": float(output.trace.tokens_per_call[index]),
+                            "batch_seconds": output.trace.seconds,
+                            "output_law": output.trace.output_law,
+                        }
+                    )
+        self.document[self.medium.key] = rows
+        lines = [
+            [
+                row["file"],
+                str(row["seed"]),
+                str(row["calls"]),
+                f"{row[f'{unit}s_per_call']:.2f}",
+                f"{row['batch_seconds']:.2f}",
+                row["output_law"],
+            ]
+            for row in rows
+        ]
+        print(plain_table(["file", "seed", "calls", f"{unit}s/call", "seconds (batch)", "output"], lines))
+        return 0
+
+    def compare(self, sampler: Any, plan: Any, reports: list[Path]) -> int:
+        """Decode everything plainly too, write every sample as soon as it is there, then the reports; print a table."""
+        from visual_spec.eval.report.comparison import compare
+
+        self.pipe.set_progress_bar_config(disable=True)  # drawing a bar would count as decoding time
+        overwrite, medium = self.args.overwrite, self.medium
+
+        def write(index: int, row: Any) -> None:
+            write_atomically(self.files[index], medium.fast_file(row, self.args), overwrite=overwrite)
+
+        rows = compare(self.pipe, sampler, self.jobs, self.given, plan=plan, done=write)
+        medium.write_reports(rows, reports, _facts(self.document), self.args)
+        self.document["comparison"] = [
+            {
+                "prompt": row.prompt,
+                "seed": seed,
+                "file": str(path),
+                "plain_calls": row.plain_calls,
+                "calls": row.fast_calls,
+                f"{medium.unit}s_per_call": len(row.commit_call) / row.fast_calls,
+                "plain_seconds": row.plain_seconds,
+                "seconds": row.fast_seconds,
+                "identical": row.identical,
+                "output_law": row.output_law,
+            }
+            for row, (_, seed), path in zip(rows, self.jobs, self.files, strict=True)
+        ]
+        write_atomically(reports[-1], json.dumps(self.document, indent=2) + "\n", overwrite=overwrite)
+        print(_comparison_table(rows, medium.unit))
+        print(f"wrote {', '.join(map(str, reports))} and {len(self.files)} {medium.samples}")
+        return _verdict(rows, medium)
+
+
+def _verdict(rows: Sequence[Any], medium: Medium) -> int:
+    """Say whether samples are those of plain decoding; 1 where that was promised and is not so."""
+    if all(row.identical for row in rows):
+        print(medium.identical)
+    elif any(row.promised and not row.identical for row in rows):
+        message = f"this sampler promises the plain {medium.promised}, and did not give them"
+        print(f"visual-spec: error: {message}", file=sys.stderr)
+        return 1
+    else:
+        laws = "; ".join(dict.fromkeys(row.output_law for row in rows))
+        same = sum(row.identical for row in rows)
+        some = f"{same} of {len(rows)} {medium.samples} are those of plain decoding" if same else ""
+        print(f"{some or 'Not what plain decoding draws with these seeds'}. The output is: {laws}.")
+    return 0
+
+
+def _comparison_table(rows: Sequence[Any], unit: str) -> str:
+    header = ["prompt", "calls", f"{unit}s/call", "seconds", "speed-up", "identical"]
+    lines = []
+    for row in rows:
+        count = len(row.commit_call)
+        lines.append(
+            [
+                row.prompt,
+                f"{row.plain_calls} -> {row.fast_calls}",
+                f"{count / row.plain_calls:.2f} -> {count / row.fast_calls:.2f}",
+                f"{row.plain_seconds:.2f} -> {row.fast_seconds:.2f}",
+                f"{row.speed_up:.2f}x",
+                "yes" if row.identical else "no",
+            ]
+        )
+    return plain_table(header, lines)
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def _medium(args: argparse.Namespace) -> Medium:
+    """The medium of the model that is named.
+
+    Raises:
+        ValueError: an unknown model, or options of another medium.
+    """
+    if args.music:
+        name = "audio"
+    elif args.model == "shapes":
+        name = "image"  # known without reading anything
+    else:
+        from visual_spec.pipelines.loading import read_facts
+
+        name = read_facts(args.model).medium
+    if name != "audio" and (args.seconds is not None or args.extend_stride is not None):
+        raise ValueError(f"--seconds and --extend-stride are of music, and {args.model} draws pictures.")
+    if name != "audio" and args.format is not None:
+        raise ValueError(
+            f"--format {args.format} is of music, and {args.model} draws pictures, which are PNG files."
+        )
+    return MEDIA[name]
+
+
+def _asked_sampler(args: argparse.Namespace) -> tuple[str, Any, Any] | None:
+    """Name, sampler and plan that the options name; None where they name none."""
+    return None if args.sampler is None else _read_sampler(args, args.sampler)
+
+
+def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
+    from visual_spec.pipelines.sampler_text import make_row, parse_sampler
+
+    name, settings = parse_sampler(text)
+    given = _given(args, SAMPLER_SETTINGS)
+    if args.sampler is not None and (twice := sorted(settings.keys() & given.keys())):
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in twice)
+        raise ValueError(
+            f"{flags} given beside --sampler {text}, which sets that too; leave one of them out."
+        )
+    return (name, *make_row(name, **(settings | given)))
+
+
+def _fast_sampler(args: argparse.Namespace, pipe: Any) -> tuple[str, Any, Any]:
+    """The fast sampler of a pipeline: as it was saved, where it was and the options change nothing about it."""
+    name, sampler, plan = _read_sampler(args, pipe.fast_sampler)
+    saved = type(pipe.sampler) is type(sampler) and not _given(args, SAMPLER_SETTINGS)
+    return name, pipe.sampler if saved else sampler, plan
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def _lengths(args: argparse.Namespace) -> dict[str, Any]:
+    lengths = {"audio_length_in_s": args.seconds, "extend_stride_in_s": args.extend_stride}
+    return {name: value for name, value in lengths.items() if value is not None}
+
+
+def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None:
+    from visual_spec.pipelines.loading import read_facts
+    from visual_spec.samplers.core.law import TokenLaw
+
+    TokenLaw(**law)  # refuses values out of range
+    if args.music and read_facts(args.model).medium != "audio":
+        raise ValueError(f"{args.model} draws pictures; leave --music out.")
+
+
+def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any) -> None:
+    """Refuse, before any work, what the pipeline has no use of."""
+    if args.guidance_until is not None and pipe.unit == "scales":
+        raise ValueError(
+            "--guidance-until counts the tokens of a next-token model; this one decodes scale by scale, and its "
+            "guidance grows from scale to scale. Leave it out."
+        )
+    if args.compare and not pipe.comparable:
+        raise ValueError(
+            f"{args.model} has one way to decode; there is no plain decoding to compare it with. Leave --compare out."
+        )
+    before, pipe.sampler = pipe.sampler, sampler
+    try:
+        pipe.check_sampler()
+        with plan.on(pipe):
+            pipe.check_inputs(args.prompts, **(_lengths(args) if pipe.medium == "audio" else {}))
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        pipe.sampler = before
+
+
+def _load(args: argparse.Namespace) -> Any:
+    import torch
+    from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
+
+    from visual_spec.eval.machine import choose_device
+    from visual_spec.pipelines.loading import load_drafter, load_pipeline
+
+    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    place = {"device": choose_device(args.device)}
+    if args.dtype is not None:
+        place["dtype"] = getattr(torch, args.dtype)
+    pipe = load_pipeline(args.model).to(**place)
+    if args.drafter is not None:
+        pipe.drafter = load_drafter(args.drafter).to(**place)
+    return pipe
+
+
+def _facts(document: dict[str, Any]) -> dict[str, Any]:
+    """What the page says about the run: the scalars of the document, and the sampler's settings."""
+    facts = {name: value for name, value in document.items() if not isinstance(value, (dict, list))}
+    settings = document["sampler"]
+    return {**facts, "sampler": ", ".join(f"{name}={value}" for name, value in settings.items())}
+
+
+def _slug(prompt: str, otherwise: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].strip("-") or otherwise
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def _picture(output: Any, index: int, args: argparse.Namespace) -> bytes:
+    from visual_spec.eval.report.drawing import png_bytes
+
+    return png_bytes(output.images[index])
+
+
+def _fast_picture(row: Any, args: argparse.Namespace) -> bytes:
+    from visual_spec.eval.report.drawing import png_bytes
+
+    return png_bytes(row.fast_image)
+
+
+def _picture_reports(
+    rows: list[Any], files: list[Path], facts: dict[str, Any], args: argparse.Namespace
+) -> None:
+    from visual_spec.eval.report.drawing import png_bytes
+    from visual_spec.eval.report.pages import contact_sheet, write_html
+
+    sheet, page, _ = files
+    write_atomically(sheet, png_bytes(contact_sheet(rows)), overwrite=args.overwrite)
+    write_html(rows, page, facts=facts, overwrite=args.overwrite)
+
+
+# -- music -------------------------------------------------------------------------------------------------------------
+
+
+def _sound_suffix(args: argparse.Namespace) -> str:
+    """The format that was asked for; refuses one whose writer is missing."""
+    from visual_spec.pipelines.audio_files import audio_bytes
+
+    args.format = args.format or "wav"
+    audio_bytes([0.0], 8000, args.format)
+    return args.format
+
+
+def _clip(output: Any, index: int, args: argparse.Namespace) -> bytes:
+    from visual_spec.pipelines.audio_files import audio_bytes
+
+    return audio_bytes(output.audios[index], output.sampling_rate, args.format)
+
+
+def _fast_clip(row: Any, args: argparse.Namespace) -> bytes:
+    from visual_spec.pipelines.audio_files import audio_bytes
+
+    return audio_bytes(row.fast_audio, row.sampling_rate, args.format)
+
+
+def _music_reports(
+    rows: list[Any], files: list[Path], facts: dict[str, Any], args: argparse.Namespace
+) -> None:
+    from visual_spec.eval.report.music_pages import write_music_page
+
+    write_music_page(rows, files[0], facts=facts, overwrite=args.overwrite)
+
+
+MEDIA = {
+    "image": Medium(
+        samples="pictures",
+        key="images",
+        nameless="picture",
+        unit="token",
+        suffix=lambda args: "png",
+        reports=("png", "html", "json"),
+        identical="Every picture is the same, pixel for pixel.",
+        promised="tokens",
+        file=_picture,
+        fast_file=_fast_picture,
+        write_reports=_picture_reports,
+    ),
+    "audio": Medium(
+        samples="clips",
+        key="clips",
+        nameless="tune",
+        unit="column",
+        suffix=_sound_suffix,
+        reports=("html", "json"),
+        identical="Every clip is the same, code for code and sample for sample.",
+        promised="codes",
+        file=_clip,
+        fast_file=_fast_clip,
+        write_reports=_music_reports,
+    ),
+}

@@ -1,0 +1,39 @@
+"""Launching of kernels: whether Triton is available, and how tensors are passed to it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+# Untyped: to a type checker a kernel is a function that cannot be called.
+triton: Any
+try:
+    triton = import_module("triton")
+except ModuleNotFoundError:  # CPU-only builds of PyTorch have no Triton and need none
+    triton = None
+# Before Triton 3.3 (PyTorch 2.7), kernels take no tuples.
+if triton is not None and not hasattr(triton.language, "tuple"):
+    triton = None
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Return whether a kernel can run on the tensor's device."""
+    return triton is not None and tensor.device.type == "cuda"
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Return whether NumPy can read the tensor: it is on the CPU, and not a compiler's fake tensor."""
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, Parameter)
+
+
+def compiled(kernel: Any) -> bool:
+    """Return False for a kernel of Triton's interpreter, which tracers need not see."""
+    return triton is not None and isinstance(kernel, triton.JITFunction)
+
+
+def rows_of_numbers(values: Tensor) -> Tensor:
+    """Return the values with adjacent numbers of a row adjacent in memory."""
+    return values if values.stride(-1) == 1 else values.contiguous()

@@ -1,0 +1,386 @@
+"""Key and value caches of a decode: static by slot, windowed with a sink, evicting, compressed.
+
+All of them hold keys and values [R, H, S, D] per layer, R rows (2B when guided), H heads, S places. They know the
+position of every key: an operation that writes, drops or reorders keys does the same to their values and positions.
+
+* `StaticCache` is allocated once and written by slot. The position of a key is its slot.
+* `WindowCache` is also allocated once. It holds the first positions, the sink, and the last ones.
+* `EvictingCache` grows by appended keys and is cut to a budget: the keys with the largest scores stay.
+* `models.next_scale.scale_cache.CompressedCache` is an evicting cache with the scores and budgets of ScaleKV.
+
+A model uses static and windowed caches in the same way: `causal` sets where the next forward writes and returns the
+mask, `update` writes the keys and values of a layer and returns those that the layer reads. Rejected drafts are written
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Return whether values can be read without stalling a device. If not, shapes must cover the worst case."""
+    return tensor.device.type == "cpu"
+
+
+def seen_up_to(slots: Tensor, num_slots: int) -> Tensor:
+    """Return the mask of a window, bool [R, W, S]: a query sees all slots up to its own, for `slots` long [R, W].
+
+    S is `num_slots`. On the host it is only as large as the call needs: reading the maximum needs no synchronisation
+    there, and spares the unused tail.
+    """
+    size = int(slots.max()) + 1 if on_host(slots) else num_slots
+    return torch.arange(size, device=slots.device) <= slots[..., None]
+
+
+def seen_in_tree(slots: Tensor, visible: Tensor, num_slots: int) -> Tensor:
+    """Return the mask of a tree, bool [R, N, num_slots + M]: the slots before the root's, and the `visible` nodes.
+
+    Args:
+        slots: long [R, N], the root's slot first.
+        visible: bool [R, N, M].
+    """
+    earlier = torch.arange(num_slots, device=slots.device) < slots[:, :1, None]  # [R, 1, S]
+    return torch.cat([earlier.expand(-1, visible.shape[1], -1), visible], -1)
+
+
+def seen_in_order(slots: Tensor, seen: Tensor, scratch: int) -> Tensor:
+    """The mask of queries in any order, bool [R, W, S + scratch]: slots `seen` [R, W, S], and their own [R, W]."""
+    return F.pad(seen, (0, scratch)).scatter(2, slots[..., None], True)
+
+
+# -- allocated once --------------------------------------------------------------------------------------------------
+
+
+def _nowhere() -> Tensor:
+    return torch.empty(0, dtype=torch.long)
+
+
+@dataclass
+class Places:
+    """The places that the next forward writes, long [R, W] with their rows [R, 1], and how many places it reads."""
+
+    rows: Tensor = field(default_factory=_nowhere)
+    slots: Tensor = field(default_factory=_nowhere)
+    size: int = 0
+
+    def set(self, slots: Tensor, size: int) -> None:
+        """Make the next forward write at slots [R, W], all different in a row, and read the first `size` slots."""
+        self.rows = torch.arange(len(slots), device=slots.device)[:, None]
+        self.slots, self.size = slots, size
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the index of the places on a device: layers of one model may be on several devices."""
+        if self.slots.device == device:
+            return self.rows, self.slots
+        return self.rows.to(device), self.slots.to(device)
+
+
+class StaticCache:
+    """Slots that are allocated once, written by slot and masked by position.
+
+    Writing a slot again undoes it, and rows advance at their own pace. Nothing is copied from call to call: layers read
+    views.
+
+    Args:
+        keys, values: [layers, R, H, S, D].
+        places: where the next forward writes; shared by caches that hold one layer each.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, places: Places | None = None) -> None:
+        self.keys, self.values = keys, values
+        self.places = Places() if places is None else places
+
+    @classmethod
+    def allocate(cls, like: Tensor, shape: Sequence[int], places: Places | None = None) -> Self:
+        """Return an empty cache of shape [layers, R, H, S, D], with the device and dtype of `like`."""
+        # Zeros, not empty: masked places still enter the product with the values, and 0 * nan is nan.
+        return cls(like.new_zeros(shape), like.new_zeros(shape), places)
+
+    @property
+    def num_slots(self) -> int:
+        """S, the number of slots."""
+        return self.keys.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def at(self, slots: Tensor, size: int) -> None:
+        """Make the next forward write at slots [R, W], all different in a row, and read the first `size` slots."""
+        self.places.set(slots, size)
+
+    def causal(self, slots: Tensor) -> Tensor:
+        """Make the next forward write at slots [R, W]. Returns the mask, bool [R, W, size]: up to the own slot."""
+        seen = seen_up_to(slots, self.num_slots)
+        self.at(slots, seen.shape[-1])
+        return seen
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values [R, W, H, D] of a layer. Returns all that the layer reads: views [R, H, size, D]."""
+        held_keys, held_values = self.keys[layer], self.values[layer]
+        at, size = self.places.on(held_keys.device), self.places.size
+        held_keys.transpose(1, 2)[at] = keys
+        held_values.transpose(1, 2)[at] = values
+        return held_keys[:, :, :size], held_values[:, :, :size]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the contents of slots `sources` [R, D] to slots `targets` [R, D], in all layers."""
+        device = self.keys.device
+        rows = torch.arange(len(sources), device=device)[:, None]
+        sources, targets = sources.to(device), targets.to(device)
+        for held in (self.keys, self.values):
+            by_slot = held.transpose(2, 3)  # [layers, R, S, H, D]
+            by_slot[:, rows, targets] = by_slot[:, rows, sources]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the rows long [N], in this order."""
+        rows = rows.to(self.keys.device)
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+    def buffers(self) -> list[Tensor]:
+        """Return what calls read and write in place; see `DecodeState.buffers`."""
+        return [self.keys, self.values]
+
+
+class WindowCache:
+    """The first `sink` positions and the last `window` ones, in memory that does not grow (StreamingLLM, Xiao et al.
+    2024, section 3.2).
+
+    The places after the sink are a ring: position p is at sink + (p - sink) mod (S - sink), so nothing moves when the
+    window does. The ring has room for `width` - 1 more positions than the window: drafts that run ahead overwrite only
+    what no query sees any more, and a rejected draft is written again. Each place stores its position, -1 while it is
+    empty. A query at p sees the sink and the positions above p - `window`, up to p.
+
+    A prompt belongs to the front of the sink. Keys may be rotated before they are stored, or when they are read: by
+    `positions`, or by others that the model derives from them, such as those of a sink that follows the window.
+
+    Args:
+        held: a cache of sink + window + width - 1 places (`WindowCache.allocate`).
+        sink: leading positions that are always seen, 0 or more.
+        window: positions up to its own that a query sees, 1 or more.
+
+    Attributes:
+        positions: long [R, S], the position of the key at each place, the same in all layers; -1 for an empty place.
+
+    Raises:
+        ValueError: the sink is below 0, the window is below 1, or there are fewer places than both together.
+    """
+
+    def __init__(self, held: StaticCache, sink: int, window: int) -> None:
+        if sink < 0 or window < 1 or held.num_slots < sink + window:
+            raise ValueError(
+                f"sink={sink} and window={window} in {held.num_slots} places; pass a sink of at least 0, a window of "
+                "at least 1, and places for both."
+            )
+        self.held, self.sink, self.window = held, sink, window
+        rows = held.keys.shape[1]
+        self.positions = torch.full((rows, held.num_slots), -1, device=held.keys.device)
+
+    @classmethod
+    def allocate(
+        cls,
+        like: Tensor,
+        *,
+        layers: int,
+        rows: int,
+        heads: int,
+        head_dim: int,
+        sink: int,
+        window: int,
+        width: int,
+    ) -> Self:
+        """Return an empty cache with the device and dtype of `like`, for calls of at most `width` positions.
+
+        Raises:
+            ValueError: as in the class; or the width is below 1.
+        """
+        if width < 1:
+            raise ValueError(f"width={width}; pass the positions of the widest call, at least 1.")
+        shape = (layers, rows, heads, sink + window + width - 1, head_dim)
+        return cls(StaticCache.allocate(like, shape), sink, window)
+
+    @property
+    def width(self) -> int:
+        """The most positions of one call."""
+        return self.held.num_slots - self.sink - self.window + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and positions."""
+        return self.held.nbytes + self.positions.nbytes
+
+    def causal(self, slots: Tensor) -> Tensor:
+        """Make the next forward write at positions [R, W], consecutive in a row. Returns the mask, bool [R, W, S].
+
+        The first position of a row must never go back from call to call: earlier positions may be overwritten.
+
+        Raises:
+            ValueError: there are more positions than the ring has room for.
+        """
+        if slots.shape[1] > self.width:
+            raise ValueError(
+                f"{slots.shape[1]} positions in one call of a cache made for {self.width}; feed them in parts."
+            )
+        ring = self.held.num_slots - self.sink
+        places = torch.where(slots < self.sink, slots, self.sink + (slots - self.sink) % ring)
+        self.positions.scatter_(1, places, slots)
+        self.held.at(places, self.held.num_slots)
+        held, own = self.positions[:, None], slots[..., None]
+        near = (held < self.sink) | (held > own - self.window)
+        return (held >= 0) & (held <= own) & near
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write and read as `StaticCache.update`; all S places are read."""
+        return self.held.update(layer, keys, values)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the rows long [N], in this order."""
+        self.held.select(rows)
+        self.positions = self.positions[rows.to(self.positions.device)]
+
+    def buffers(self) -> list[Tensor]:
+        """Return what calls read and write in place; see `DecodeState.buffers`."""
+        return [*self.held.buffers(), self.positions]
+
+
+# -- cut to a budget -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Keys and values of one layer with the position of each key. They always move together.
+
+    Attributes:
+        keys, values: [R, H, S, D].
+        positions: long [R, G, S, A]. G = H, or 1 if all heads hold the same keys. A axes (1 for a text, 3 for a clip:
+            frame, row, column). With positions, keys are stored *before* the rotary embedding and rotated when they are
+            read. Giving a key another position is then exact; rotating the stored key itself again and again drifts in
+            half precision. None: nothing needs positions.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and positions."""
+        return sum(part.nbytes for part in self.parts())
+
+    def parts(self) -> list[Tensor]:
+        """Return keys, values and, if there are any, positions."""
+        return [part for part in (self.keys, self.values, self.positions) if part is not None]
+
+    def joined(self, *new: KeyValues) -> KeyValues:
+        """Return a copy of these with new ones after them."""
+        parts = zip(self.parts(), *(one.parts() for one in new), strict=True)
+        return KeyValues(*(_joined(part) for part in parts))
+
+    def kept(self, places: Tensor) -> KeyValues:
+        """Return those at `places`, long [R, G, N], in this order; G = H, or 1 if all heads keep the same."""
+        return KeyValues(*(_gathered(part, places) for part in self.parts()))
+
+    def selected(self, rows: Tensor) -> KeyValues:
+        """Return those of the rows long [N]."""
+        return KeyValues(*(part[rows] for part in self.parts()))
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """Join `parts` [R, H or 1, ., D] one after the other."""
+    heads = max(part.shape[1] for part in parts)
+    return torch.cat([part.expand(-1, heads, -1, -1) for part in parts], 2)
+
+
+def _gathered(part: Tensor, places: Tensor) -> Tensor:
+    """Return `part` [R, H or 1, S, D] at `places` [R, H or 1, N]."""
+    heads = max(part.shape[1], places.shape[1])
+    index = places.expand(-1, heads, -1)[..., None].expand(-1, -1, -1, part.shape[3])
+    return part.expand(-1, heads, -1, -1).gather(2, index)
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` largest scores [..., S], long [..., count], ascending. Ties go to the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
+
+
+class EvictingCache:
+    """Layers that grow by appended keys and are cut to a budget. The rows of a batch advance together.
+
+    Only final keys are appended. Keys that may still change, such as those of a draft or of a block that is being
+    denoised, are `joined` for one call and never evicted.
+
+    Args:
+        num_layers: layers of the model; all are empty at first.
+
+    Attributes:
+        layers: the keys of each layer; None: none.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers: list[KeyValues | None] = [None] * num_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return sum(held.nbytes for held in self.layers if held is not None)
+
+    def joined(self, layer: int, new: KeyValues) -> KeyValues:
+        """Return the keys of a layer with new ones after them, without keeping the new ones."""
+        held = self.layers[layer]
+        return new if held is None else held.joined(new)
+
+    def append(self, layer: int, new: KeyValues) -> KeyValues:
+        """Append new keys to a layer. Returns all keys of the layer."""
+        held = self.layers[layer]
+        # The first keys are copied, too: they may be views of something larger.
+        self.layers[layer] = joined = new.joined() if held is None else held.joined(new)
+        return joined
+
+    def keep(self, layer: int, places: Tensor) -> None:
+        """Keep the keys of a layer at `places`, long [R, H or 1, N], in this order."""
+        held = self.layers[layer]
+        assert held is not None, f"layer {layer} holds nothing"
+        self.layers[layer] = held.kept(places)
+
+    def evict(self, layer: int, scores: Tensor, budget: int, *, sink: int = 0, recent: int = 0) -> None:
+        """Keep `budget` keys of a layer, in their order: the first `sink`, the last `recent`, and the keys between them
+        with the largest scores. Does nothing if the layer holds no more than `budget`.
+
+        Args:
+            scores: [R, H, S], or [R, 1, S] to keep the same keys in all heads. Ties go to the first.
+
+        Raises:
+            ValueError: the budget is below 1, or has no room for `sink` and `recent`.
+        """
+        if sink < 0 or recent < 0 or budget < max(1, sink + recent):
+            raise ValueError(
+                f"budget={budget}, sink={sink}, recent={recent}; pass a budget of at least 1 that has room for both."
+            )
+        count = scores.shape[-1]
+        if count <= budget:
+            return
+        pinned = torch.arange(count, device=scores.device)
+        pinned = (pinned < sink) | (pinned >= count - recent)
+        self.keep(layer, largest(scores.masked_fill(pinned, torch.inf), budget))
+
+    def drop(self, layer: int) -> None:
+        """Drop all keys of a layer."""
+        self.layers[layer] = None
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the rows long [N], in this order."""
+        self.layers = [None if held is None else held.selected(rows) for held in self.layers]
+
+    def buffers(self) -> list[Tensor]:
+        """All tensors held now. Shapes change from call to call, so such calls are not recorded as CUDA graphs."""
+        return [part for held in self.layers if held is not None for part in held.parts()]

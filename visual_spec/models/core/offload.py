@@ -1,0 +1,123 @@
+"""Weights that offloading keeps elsewhere, brought in for as long as a model works.
+
+The hooks of accelerate (`enable_model_cpu_offload`, `enable_sequential_cpu_offload`) and of diffusers
+(`enable_group_offload`, `enable_layerwise_casting`) bring in the weights of a module when its `forward` is called. A
+token model has more entry points (`prefill`, `decode_tokens`), and runs the parts of its blocks one by one. Its weights
+would then be on the meta device, or of any value, without an error. `at_hand` therefore runs the hooks itself.
+
+A decode calls its model hundreds of times, so weights are brought in once for all calls, and a whole model at a time:
+memory has to hold the model that works, as with `enable_model_cpu_offload`, but not the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from visual_spec.models.core.protocol import modules_of
+
+_LOADING = ("GroupOffloadingHook", "LayerwiseCastingHook")  # of diffusers: those that change weights
+_AT_HAND: set[int] = set()  # ids of the modules whose weights are there now
+
+
+@contextmanager
+def at_hand(*models: Any, leaves: bool = True) -> Iterator[None]:
+    """Within, the weights of these models are on their device and in their dtype, whatever offloads them.
+
+    Args:
+        models: modules, or adapters that hold some; None is skipped.
+        leaves: False leaves a module that accelerate offloads by itself to its own hook, and so in memory only while
+            its `forward` runs: for adapters that call each such module by its `forward`.
+    """
+    with ExitStack() as stack:
+        for model in models:
+            for root in [] if model is None else modules_of(model):
+                if id(root) in _AT_HAND:
+                    continue
+                for module in _hooked(root):
+                    stack.enter_context(_loaded(module, is_root=module is root, leaves=leaves))
+                if id(root) not in _AT_HAND:  # has no hook: calls need not look for hooks again
+                    _AT_HAND.add(id(root))
+                    stack.callback(_AT_HAND.discard, id(root))
+        yield
+
+
+def loads_weights(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark an entry point of a model: it runs with the weights `at_hand`."""
+    return _entry(method, leaves=True)
+
+
+def loads_groups(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark an entry point of an adapter that calls all leaf modules by their `forward`; see `at_hand`."""
+    return _entry(method, leaves=False)
+
+
+def _entry(method: Callable[..., Any], *, leaves: bool) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        roots = [root for root in modules_of(self) if id(root) not in _AT_HAND]
+        if not any(_hooked(root) for root in roots):
+            return method(self, *args, **kwargs)
+        with at_hand(*roots, leaves=leaves):
+            return method(self, *args, **kwargs)
+
+    return entry
+
+
+def _hooked(root: nn.Module) -> list[nn.Module]:
+    """The modules of a model that have hooks. Runs at every call of a model, so it is kept light."""
+    found, waiting = [], [root]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            own = module.__dict__
+            if "_hf_hook" in own or "_diffusers_hook" in own:
+                found.append(module)
+            waiting.extend(own["_modules"].values())
+    return found
+
+
+@contextmanager
+def _loaded(module: Any, *, is_root: bool, leaves: bool) -> Iterator[None]:
+    """Within, the weights that the hooks of one module look after are there, and its `forward` runs no hook."""
+    if id(module) in _AT_HAND:
+        yield
+        return
+    hooks = _diffusers_hooks(module)
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        offloads = any(getattr(one, "offload", False) is True for one in getattr(hook, "hooks", (hook,)))
+        if offloads and leaves:
+            hooks.append(hook)
+        elif is_root:
+            hook.pre_forward(module)  # moves the whole model, which stays until another one is needed
+    _AT_HAND.add(id(module))
+    forward = module.__dict__.pop("forward", None) if hooks else None
+    begun: list[Any] = []
+    try:
+        for one in reversed(hooks):  # the newest hook is the outermost
+            begun.append(one)
+            one.pre_forward(module)
+            stream = getattr(getattr(one, "group", None), "stream", None)
+            if stream is not None:
+                stream.synchronize()
+        yield
+    finally:
+        _AT_HAND.discard(id(module))
+        if forward is not None:
+            module.__dict__["forward"] = forward
+        for one in reversed(begun):
+            one.post_forward(module, None)
+
+
+def _diffusers_hooks(module: Any) -> list[Any]:
+    registry = getattr(module, "_diffusers_hook", None)
+    hooks = [] if registry is None else [registry.hooks[name] for name in registry._hook_order]
+    return [hook for hook in hooks if type(hook).__name__ in _LOADING]

@@ -1,0 +1,188 @@
+"""Checks of folders written by `save_pretrained`, made when they are loaded.
+
+diffusers fills in a missing weight at random or leaves it out, drops an unknown one, and casts any dtype, all without
+an error. A damaged folder would then draw wrong pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from diffusers.configuration_utils import ConfigMixin
+from diffusers.models.modeling_utils import ModelMixin
+from safetensors import safe_open
+from torch import Tensor
+
+from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite
+
+# Names of dtypes in safetensors files.
+_FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_OTHERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_OTHERS |= {
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
+
+# Settings that count parts of a model; each part has weights.
+_COUNTS = ("num_layers", "blocks_per_level")
+
+
+class SavedModel(ModelMixin, ConfigMixin):
+    """A diffusers model whose folder is checked when it is loaded.
+
+    Subclasses also list `ModelMixin` and `ConfigMixin` as bases: diffusers looks for them in the module of a class.
+
+    Attributes:
+        stored_as: dtypes in files that are accepted for floating ones of at least 16 bits, and cast on loading.
+    """
+
+    stored_as: ClassVar[tuple[torch.dtype, ...]] = ()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, **kwargs: Any) -> Self:
+        """Load as diffusers does, and check the folder.
+
+        Raises:
+            ValueError: the weights do not match the configuration, are not of a floating dtype, or are not finite; or
+                no model can be built from the configuration. The message names the folder and the keys.
+        """
+        folder = Path(pretrained_model_name_or_path or "") / (kwargs.get("subfolder") or "")
+        if pretrained_model_name_or_path is not None and folder.is_dir():
+            check_folder(folder, cls, kwargs.get("variant"))
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        values = {key: value for key, value in model.state_dict().items() if value.dtype in FLOATING}
+        check_finite(values, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
+        return cast(Self, loaded)  # or a pair, with output_loading_info
+
+
+def check_folder(folder: Path, model: type[SavedModel], variant: str | None = None) -> None:
+    """Refuse a folder whose weights are not those of the model that its config.json describes. Reads headers only.
+
+    Args:
+        folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
+            a format of diffusers, are not checked.
+        model: the class.
+        variant: as for `from_pretrained`.
+
+    Raises:
+        ValueError: a file is damaged; no model can be built from the configuration; or weights are missing, unexpected,
+            mis-shaped or of other dtypes.
+    """
+    config, weights = _read_config(folder), _read_headers(folder, variant)
+    if config is None or not weights or "quantization_config" in config:
+        return
+    for name in _COUNTS:
+        number = config.get(name, 0)
+        if isinstance(number, int) and number > len(weights):
+            raise ValueError(
+                f"{folder}/config.json says {name}={number}, and its weights are {len(weights)} in all."
+            )
+    try:
+        with torch.device("meta"):
+            expected: dict[str, Tensor] = model.from_config(config).state_dict()  # pyright: ignore
+    except Exception as error:  # constructors raise anything for values of a wrong kind
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{folder}/config.json makes no {model.__name__}: {reason}") from error
+    shapes = {key: tuple(value.shape) for key, value in expected.items()}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(
+            f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
+        )
+    _check_dtypes(folder, weights, expected, (*FLOATING, *model.stored_as))
+
+
+def check_transformers_model(folder: Path, model: Any, variant: str | None = None) -> None:
+    """Refuse a model of transformers that was loaded from a folder whose weights do not match it.
+
+    transformers fills in missing weights at random, and casts any dtype, at most with a warning.
+
+    Args:
+        folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
+            a format of transformers, are not checked.
+        model: a `PreTrainedModel`, as loaded.
+        variant: as for `from_pretrained`.
+
+    Raises:
+        ValueError: weights are missing, unexpected, mis-shaped, of other dtypes, or not finite.
+    """
+    weights = {_new_name(key): value for key, value in _read_headers(folder, variant, "model").items()}
+    if not weights or getattr(model.config, "quantization_config", None) is not None:
+        return
+    expected = model.state_dict()
+    held = {expected[key].data_ptr() for key in weights if key in expected}
+    tied = {key for key, value in expected.items() if key not in weights and value.data_ptr() in held}
+    shapes = {key: tuple(value.shape) for key, value in expected.items() if key not in tied}
+    if difference := Difference.between(weights, shapes):
+        raise ValueError(
+            f"{folder} does not hold the {type(model).__name__} of its config.json: {difference}; copy or download it "
+            "again."
+        )
+    _check_dtypes(folder, weights, expected, FLOATING)
+    check_finite({key: expected[key] for key in weights if expected[key].dtype in FLOATING}, str(folder))
+
+
+def _new_name(key: str) -> str:
+    """Return the present name of a key; older versions of PyTorch named weight norms differently."""
+    return re.sub(
+        r"weight_([gv])$", lambda part: f"parametrizations.weight.original{'gv'.index(part[1])}", key
+    )
+
+
+def _check_dtypes(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    castable: Sequence[torch.dtype],
+) -> None:
+    for key, found in weights.items():
+        wanted = expected[key].dtype
+        if found.dtype != wanted and not (wanted in FLOATING and found.dtype in castable):
+            raise ValueError(
+                f"{folder}: {key} is of {found.dtype}, where the model computes with floating weights of at least 16 "
+                "bits; nothing is cast without being asked. Copy or download it again."
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}); copy or download it again.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, not settings; copy or download it again.")
+    return config
+
+
+def _read_headers(
+    folder: Path, variant: str | None, stem: str = "diffusion_pytorch_model"
+) -> dict[str, Tensor]:
+    """Return the weights of a folder without their values, on the meta device."""
+    name = re.compile(rf"{stem}{re.escape('.' + variant) if variant else ''}(-\d+-of-\d+)?\.safetensors")
+    found: dict[str, Tensor] = {}
+    for path in sorted(path for path in folder.glob("*.safetensors") if name.fullmatch(path.name)):
+        if not path.is_file():
+            raise ValueError(f"{path} is no regular file.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    part = file.get_slice(key)
+                    dtype = {**_FLOATING, **_OTHERS}.get(part.get_dtype(), torch.complex128)
+                    found[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        except Exception as error:  # a damaged header can raise any error
+            reason = " ".join(str(error).split())[:160]
+            raise ValueError(
+                f"{path} is truncated or damaged ({reason}); copy or download it again."
+            ) from error
+    return found

@@ -1,0 +1,123 @@
+"""The parts that the tokenizers of VAR and Infinity share: a picture as token maps of growing size, on one canvas.
+
+Each tokenizer defines how a map is drawn, read and found (Tian et al. 2024, algorithms 1 and 2; Han et al. 2024).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import Side, area_of, shape_of
+from visual_spec.models.core.saved import SavedModel
+
+
+class MultiscaleTokenizer(SavedModel):
+    """A `ScaleTokenizer` that maps pictures to tokens `[B, L]`: the maps from coarse to fine, each in raster order.
+
+    A subclass sets `scales`, sides or (height, width) of the maps.
+    """
+
+    scales: Sequence[Side]
+    tokens_per_place: int
+    codebook_size: int
+    patch_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of a picture, all scales together."""
+        return sum(self.map_sizes)
+
+    @property
+    def map_sizes(self) -> list[int]:
+        """Number of tokens of each map."""
+        return [area_of(side) * self.tokens_per_place for side in self.scales]
+
+    @property
+    def picture_shape(self) -> tuple[int, int]:
+        """Height and width of the pictures in pixels."""
+        height, width = shape_of(self.scales[-1])
+        return height * self.patch_size, width * self.patch_size
+
+    # -- defined by each tokenizer ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the empty canvas `[B, D, h, w]`."""
+
+    @abstractmethod
+    def accumulate(self, canvas: Tensor, scale: int, tokens: Tensor) -> Tensor:
+        """Return the canvas after drawing the tokens `[B, n * n * T]` of a scale onto it."""
+
+    @abstractmethod
+    def next_map(self, canvas: Tensor, scale: int) -> Tensor:
+        """Return the model's input for a scale >= 1."""
+
+    @abstractmethod
+    def decode_canvas(self, canvas: Tensor) -> Tensor:
+        """Return pictures `[B, 3, H, W]` in [-1, 1] of a canvas."""
+
+    @abstractmethod
+    def encode_latents(self, images: Tensor) -> Tensor:
+        """Return the map `[B, D, h, w]` that the canvas should become, for pictures `[B, 3, H, W]` in [-1, 1]."""
+
+    @abstractmethod
+    def tokens_of(self, latents: Tensor) -> Sequence[Tensor]:
+        """Return the tokens of every scale, long `[B, n * n * T]`, of such a map."""
+
+    # -- pictures and tokens ------------------------------------------------------------------------------------------
+
+    def encode_tokens(self, images: Tensor) -> Tensor:
+        """Return tokens, long `[B, L]`, of pictures `[B, 3, H, W]` in [-1, 1].
+
+        Raises:
+            ValueError: the pictures do not have the size of the scales.
+        """
+        height, width = self.picture_shape
+        if images.ndim != 4 or tuple(images.shape[1:]) != (3, height, width):
+            raise ValueError(
+                f"pictures of shape {tuple(images.shape)} given; this tokenizer encodes [B, 3, {height}, {width}]; "
+                "resample them first."
+            )
+        return torch.cat(list(self.tokens_of(self.encode_latents(images))), 1)
+
+    def maps_of(self, tokens: Tensor) -> list[Tensor]:
+        """Return the model's inputs for scales 1, 2, ... of the pictures with tokens `[B, L]`: maps `[B, D, n, n]`."""
+        canvas, maps = self.begin(len(tokens), tokens.device), []
+        for scale, part in enumerate(self._split(tokens)[:-1]):
+            canvas = self.accumulate(canvas, scale, part)
+            maps.append(self.next_map(canvas, scale + 1))
+        return maps
+
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of tokens `[B, L]`.
+
+        Raises:
+            ValueError: the number of tokens is not that of the scales, or an id is outside the codebook.
+        """
+        parts = self._split(tokens)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.codebook_size:
+            raise ValueError(f"tokens from {low} to {high} given; allowed are 0 to {self.codebook_size - 1}.")
+        canvas = self.begin(len(tokens), tokens.device)
+        for scale, part in enumerate(parts):
+            canvas = self.accumulate(canvas, scale, part)
+        return self.decode_canvas(canvas)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the reconstruction `[B, 3, H, W]` of pictures `[B, 3, H, W]` in [-1, 1]."""
+        return self.decode_tokens(self.encode_tokens(images))
+
+    def _split(self, tokens: Tensor) -> Sequence[Tensor]:
+        if tokens.ndim != 2 or tokens.shape[1] != self.num_tokens:
+            places = f" of {self.tokens_per_place} tokens a place" if self.tokens_per_place > 1 else ""
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} given; scales {tuple(self.scales)}{places} have "
+                f"[B, {self.num_tokens}]."
+            )
+        return tokens.split(self.map_sizes, 1)

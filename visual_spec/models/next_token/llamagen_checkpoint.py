@@ -1,0 +1,289 @@
+"""Official LlamaGen checkpoint files: recognise them, check every key, build the model.
+
+The keys and shapes of a file determine its architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor
+
+from visual_spec.models.core.checkpoints import (
+    Checkpoint,
+    Difference,
+    Source,
+    fill,
+    read_checkpoint,
+    shapes_of,
+    some,
+)
+from visual_spec.models.next_token import llamagen, llamagen_vq
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
+
+IMAGE_SIZES = (256, 384, 512)
+CAPTION_LENGTH, CAPTION_DIM, NUM_CLASSES = 120, 2048, 1000
+
+# Keys that no model of ours has: computed from the grid, or a usage counter of training.
+_DROPPED = ("freqs_cis", "quantize.codebook_used")
+
+# Keys of other families' weights, and what to do with such files.
+_FOREIGN = {
+    ".self_attn.q_proj.": "a transformers language model, such as Janus, Chameleon or Emu3; load its folder with "
+    "transformers' from_pretrained",
+    "ada_lin": "VAR; load it with ScaleImagePipeline.from_official, or alone with load_var_checkpoint of "
+    "visual_spec.models.next_scale.var, or make a folder of it by `visual-spec convert`",
+    "diffloss.": "MAR; this reader takes LlamaGen only",
+    "SelfAttention": "T5; pass its folder as text_encoder",
+    "encoder.down.": "a VQGAN of taming-transformers; LlamaGen's tokenizers are vq_ds16_*.pt and vq_ds8_*.pt",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One known architecture: `model(**config)`, except the picture size, on which no weight depends.
+
+    Attributes:
+        name: name for display, e.g. "LlamaGen-XL, text-conditional".
+        model: `LlamaGenTransformer` or `VQModel`.
+        preset: its name in the table of the model's module.
+        config: constructor arguments.
+    """
+
+    name: str
+    model: type[LlamaGenTransformer] | type[VQModel]
+    preset: str
+    config: dict[str, Any]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every key. Uses no memory: the model is built on the meta device, with one layer for all."""
+        layers = self.config.get("num_layers", 1)
+        with torch.device("meta"):
+            model = self.model(**{**self.config, **({"num_layers": 1} if layers > 1 else {})})
+        shapes = shapes_of(model)
+        first = {key: shape for key, shape in shapes.items() if key.startswith("layers.0.")}
+        for layer in range(1, layers):
+            shapes |= {key.replace(".0.", f".{layer}.", 1): shape for key, shape in first.items()}
+        return shapes
+
+
+# -- recognising ------------------------------------------------------------------------------------------------------
+
+
+def known_architectures() -> list[Architecture]:
+    """Return the official architectures: every transformer preset for classes and captions, and the tokenizers."""
+    captions = dict(num_classes=None, caption_dim=CAPTION_DIM, prefix_length=CAPTION_LENGTH)
+    found = []
+    for preset in llamagen.PRESETS:
+        found.append(transformer_architecture(preset, num_classes=NUM_CLASSES))
+        found.append(transformer_architecture(preset, **captions))
+    return found + [tokenizer_architecture(preset) for preset in llamagen_vq.PRESETS]
+
+
+def transformer_architecture(preset: str, **changes: Any) -> Architecture:
+    """Return a transformer preset, class-conditional unless `caption_dim` is set."""
+    kind = "class-conditional" if changes.get("caption_dim") is None else "text-conditional"
+    config = {**llamagen.PRESETS[preset], **changes}
+    return Architecture(f"LlamaGen-{preset}, {kind}", LlamaGenTransformer, preset, config)
+
+
+def tokenizer_architecture(preset: str, **changes: Any) -> Architecture:
+    """Return a tokenizer preset."""
+    config = {**llamagen_vq.PRESETS[preset], **changes}
+    return Architecture(f"LlamaGen's tokenizer {preset}", VQModel, preset, config)
+
+
+def recognise(checkpoint: Checkpoint) -> Architecture:
+    """Return the architecture with exactly the keys and shapes of the file.
+
+    Raises:
+        ValueError: there is none; names the closest one and lists the missing, unexpected and mis-shaped keys.
+    """
+    weights = _used(checkpoint)
+    guesses = list(_guesses(weights))
+    for guess in guesses:
+        if not Difference.between(weights, guess.shapes()):
+            return guess
+    # Guesses first: if several are equally close, the guess made from the file says more.
+    rated = [(Difference.between(weights, a.shapes()), a) for a in guesses + known_architectures()]
+    difference, closest = max(rated, key=lambda pair: pair[0].similarity)
+    if any(key.startswith("quantize.quant_resi.") for key in weights):
+        raise ValueError(
+            f"{checkpoint.path} is VAR's multi-scale tokenizer; load it together with its transformer by "
+            "ScaleImagePipeline.from_official, or alone with load_var_vq_checkpoint of "
+            "visual_spec.models.next_scale.var_vq."
+        )
+    if difference.similarity[1] == 0:
+        about = next((text for mark, text in _FOREIGN.items() if mark in " ".join(weights)), None)
+        raise ValueError(
+            f"{checkpoint.path} holds another architecture{f' (it looks like {about})' if about else ''}: none of its "
+            f"{len(weights)} keys ({some(weights)}) is one of LlamaGen's or its tokenizers'."
+        )
+    hint = ""
+    if closest.model is LlamaGenTransformer and not guesses:
+        hint = (
+            " If the sizes are your own, build LlamaGenTransformer(...) and load the weights into it: "
+            "the number of heads cannot be read off them."
+        )
+    raise ValueError(
+        f"{checkpoint.path} is of no known architecture; the closest is {closest.name}, with {difference}.{hint}"
+    )
+
+
+def _used(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    return {key: value for key, value in checkpoint.weights.items() if key not in _DROPPED}
+
+
+def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
+    """Return presets of the file's size, with the file's vocabulary, classes and captions."""
+    tokens, codes = weights.get("tok_embeddings.weight"), weights.get("quantize.embedding.weight")
+    if tokens is not None and tokens.ndim == 2:
+        vocab_size, dim = tokens.shape
+        layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
+        classes = weights.get("cls_embedding.embedding_table.weight")
+        captions = weights.get("cls_embedding.uncond_embedding")
+        changes: dict[str, Any] = dict(vocab_size=vocab_size)
+        if captions is not None and captions.ndim == 2:
+            changes |= dict(num_classes=None, prefix_length=captions.shape[0], caption_dim=captions.shape[1])
+        elif classes is not None:
+            changes |= dict(num_classes=max(1, classes.shape[0] - 1))
+        for preset, size in llamagen.PRESETS.items():
+            if (size["num_layers"], size["dim"]) == (layers, dim):
+                yield transformer_architecture(preset, **changes)
+    elif codes is not None and codes.ndim == 2:
+        for preset in llamagen_vq.PRESETS:
+            yield tokenizer_architecture(preset, codebook_size=codes.shape[0], codebook_dim=codes.shape[1])
+
+
+def find_image_size(checkpoint: Checkpoint, patch_size: int, image_size: int | None = None) -> int:
+    """The picture side in pixels: as requested, else from the rotary table, the training run, or the file's name.
+
+    Args:
+        checkpoint: of a transformer.
+        patch_size: pixels per token side of its tokenizer.
+        image_size: the requested side.
+
+    Raises:
+        ValueError: no size is given or found, it is not a multiple of the patch, or the file contradicts it.
+    """
+    table, given = checkpoint.weights.get("freqs_cis"), checkpoint.arguments
+    sizes = "|".join(map(str, IMAGE_SIZES))
+    in_name = re.search(rf"(?<!\d)({sizes})(?!\d)", checkpoint.path.stem)
+    held = None
+    if table is not None:
+        prefix = checkpoint.weights.get("cls_embedding.uncond_embedding")
+        held = round((len(table) - (1 if prefix is None else len(prefix))) ** 0.5) * patch_size
+    elif "image_size" in given:
+        held = int(given["image_size"]) // int(given.get("downsample_size", 16)) * patch_size
+    if held is not None and image_size not in (None, held):
+        raise ValueError(
+            f"image_size={image_size} given, but {checkpoint.path} was trained for {held} pixels; pass {held}, or "
+            "leave image_size out."
+        )
+    size = image_size or held or (int(in_name[1]) if in_name else None)
+    if size is None:
+        raise ValueError(
+            f"{checkpoint.path} does not tell the size of its pictures; pass image_size "
+            f"({', '.join(map(str, IMAGE_SIZES))} for the official files, which have it in their names)."
+        )
+    if size < patch_size or size % patch_size:
+        raise ValueError(f"image_size={size}; pass a multiple of {patch_size}, the pixels per token side.")
+    return size
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def build(
+    checkpoint: Checkpoint, architecture: Architecture, *, dtype: torch.dtype | None = None, **changes: Any
+) -> Any:
+    """Return the model of a recognised file. Its weights stay mapped to the file unless `dtype` converts them.
+
+    Args:
+        dtype: dtype of the weights; None keeps that of the file.
+        changes: further constructor arguments: grid_size or image_size.
+    """
+    with torch.device("meta"):
+        model = architecture.model(**architecture.config, **changes)
+    return fill(model, _used(checkpoint), str(checkpoint.path), dtype=dtype)
+
+
+def load_transformer(
+    source: Source,
+    *,
+    image_size: int | None = None,
+    patch_size: int = 16,
+    dtype: torch.dtype | None = None,
+) -> LlamaGenTransformer:
+    """Return the transformer of an official file, e.g. `c2i_XL_384.pt` or `t2i_XL_stage2_512.pt`.
+
+    Args:
+        source: the file, or the result of `read_checkpoint`.
+        image_size: side of the pictures in pixels; None: see `find_image_size`.
+        patch_size: pixels per token side: 16, or 8 for a model over VQ-8 tokens.
+        dtype: dtype of the weights; None keeps that of the file.
+
+    Raises:
+        ValueError, OSError: as in `read_checkpoint`, `recognise` and `find_image_size`.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
+    architecture = _of_kind(checkpoint, LlamaGenTransformer)
+    side = find_image_size(checkpoint, patch_size, image_size) // patch_size
+    return build(checkpoint, architecture, dtype=dtype, grid_size=side)
+
+
+def load_tokenizer(source: Source, *, image_size: int = 256, dtype: torch.dtype | None = None) -> VQModel:
+    """Return the tokenizer of an official file, e.g. `vq_ds16_c2i.pt`.
+
+    Args:
+        source: the file, or the result of `read_checkpoint`.
+        image_size: side of the pictures that `decode_tokens` makes; no weight depends on it.
+        dtype: dtype of the weights; None keeps that of the file.
+
+    Raises:
+        ValueError, OSError: as in `read_checkpoint` and `recognise`.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
+    return build(checkpoint, _of_kind(checkpoint, VQModel), dtype=dtype, image_size=image_size)
+
+
+def load_pair(
+    transformer: Source,
+    vq_model: Source,
+    *,
+    image_size: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[LlamaGenTransformer, VQModel]:
+    """Return transformer and tokenizer of two official files, for pictures of one size. See `load_transformer`."""
+    tokenizer = load_tokenizer(vq_model, dtype=dtype)
+    patch = tokenizer.patch_size
+    model = load_transformer(transformer, image_size=image_size, patch_size=patch, dtype=dtype)
+    tokenizer.register_to_config(image_size=model.grid.width * patch)
+    return model, tokenizer
+
+
+def _of_kind(checkpoint: Checkpoint, model: type[ModelMixin]) -> Architecture:
+    architecture = recognise(checkpoint)
+    if architecture.model is not model:
+        wanted = "an image tokenizer" if model is VQModel else "a transformer"
+        raise ValueError(f"{checkpoint.path} is {architecture.name}; pass the file of {wanted} here.")
+    return architecture
+
+
+def official_defaults(model: LlamaGenTransformer) -> dict[str, Any]:
+    """Return the guidance scale and top-k of the official sampling code.
+
+    Text: scale 7.5 and top-k 1000. Classes: no top-k, and the scale of the published FID (README of LlamaGen): 2.0 for
+    B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published scale take that of the next smaller size.
+    """
+    if model.config["caption_dim"] is not None:
+        return {"default_guidance_scale": 7.5, "default_top_k": 1000}
+    dim = model.config["dim"]
+    scale = 2.0 if dim < 1280 else 1.75 if dim < 3200 else 1.65
+    return {"default_guidance_scale": scale, "default_top_k": 0}

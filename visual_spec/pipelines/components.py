@@ -1,0 +1,67 @@
+"""Where the classes live that a saved pipeline names. Plain data, no PyTorch.
+
+diffusers finds the class of a saved component in the module that model_index.json records, if that module was imported
+before and also holds the component's base class. So a pipeline would have to import everything that any saved pipeline
+may name, and a folder could not be loaded once a module moves. `resolved` therefore sends diffusers to this module,
+whose attributes are our classes by name, each imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from visual_spec.samplers import registry
+
+_MODELS = "visual_spec.models"
+COMPONENTS = {  # beside the samplers, which their registry names
+    "BitwiseVQModel": f"{_MODELS}.next_scale.infinity_vq",
+    "CaptionEncoder": f"{_MODELS}.text.caption_encoder",
+    "ColumnEagleDrafter": f"{_MODELS}.drafters.column_eagle",
+    "EagleDrafter": f"{_MODELS}.drafters.eagle",
+    "InfinityTransformer": f"{_MODELS}.next_scale.infinity",
+    "LlamaGenTransformer": f"{_MODELS}.next_token.llamagen",
+    "MultiscaleDrafter": f"{_MODELS}.drafters.mulo",
+    "MultiscaleVQModel": f"{_MODELS}.next_scale.var_vq",
+    "T5Features": f"{_MODELS}.text.t5_features",
+    "VARTransformer": f"{_MODELS}.next_scale.var",
+    "VQModel": f"{_MODELS}.next_token.llamagen_vq",
+}
+
+PIPELINES = {
+    "AudioPipeline": "visual_spec.pipelines.audio",
+    "ClassImagePipeline": "visual_spec.pipelines.class_image",
+    "ImagePipeline": "visual_spec.pipelines.image",
+    "InfinityPipeline": "visual_spec.pipelines.infinity",
+    "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
+}
+
+# By these diffusers tells how a component is loaded.
+_BASES = {
+    "ModelMixin": "diffusers.models.modeling_utils",
+    "SchedulerMixin": "diffusers.schedulers.scheduling_utils",
+}
+
+
+def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
+    """What model_index.json says, with our classes found by name, whatever module they lived in when it was saved."""
+    return {name: [__name__, value[1]] if _is_ours(value) else value for name, value in index.items()}
+
+
+def _is_ours(value: Any) -> bool:
+    pair = isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str)
+    return pair and value[0].startswith("visual_spec.") and value[1] in COMPONENTS | _samplers()
+
+
+def _samplers() -> dict[str, str]:
+    return {entry.class_name: entry.module for entry in registry.SAMPLERS}
+
+
+def __getattr__(name: str) -> Any:
+    homes = COMPONENTS | _samplers() | PIPELINES | _BASES
+    if name not in homes:
+        raise AttributeError(
+            f"{name!r} is no class that a saved pipeline names; those are {', '.join(homes)}"
+        )
+    return getattr(importlib.import_module(homes[name]), name)

@@ -1,0 +1,33 @@
+"""What a pipeline says about itself. Plain data, no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PipelineFacts:
+    """What those who draw, measure or compare need to know of a pipeline, loaded or saved.
+
+    Attributes:
+        medium: "image" or "audio".
+        unit: what a call commits, in the plural, as printed: "tokens", "columns" or "scales".
+        calls: the kinds of calls that its model answers (`visual_spec.models.core.calls`).
+        plain_sampler: its plain decoding, as on the command line.
+        fast_sampler: what `visual_spec.accelerate` sets when no sampler is named.
+        default_settings: the law's settings where none are given.
+        comparable: whether an accelerated decoding is compared with the plain one. Masked models and Infinity have one
+            way to decode.
+        stored_as: what keeps a sample: its token "ids", or the finished "canvas" where ids do not tell the picture.
+    """
+
+    medium: str
+    unit: str
+    calls: tuple[str, ...]
+    plain_sampler: str
+    fast_sampler: str
+    default_settings: Mapping[str, Any]
+    comparable: bool = True
+    stored_as: str = "ids"

@@ -1,0 +1,103 @@
+"""Folders that appear whole or not at all, and replace only what was written the same way before.
+
+What is written is listed in a manifest. A folder is replaced only if it holds exactly what its manifest says: anything
+else in it is someone's own.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "conversion.json"
+
+
+def check_replaceable(out: Path, overwrite: bool) -> None:
+    """Refuse a place where something is that may not be replaced.
+
+    Args:
+        out: where a folder is to be written.
+        overwrite: replace what `write_folder` wrote there before.
+
+    Raises:
+        FileExistsError: a link, a file, or a folder with something in it that is not to be overwritten, or that
+            `write_folder` did not write.
+    """
+    if out.is_symlink():
+        raise FileExistsError(
+            f"{out} is a link to {os.readlink(out)}; name the folder itself, or another one."
+        )
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise FileExistsError(f"{out} is a file; name a folder to write")
+    held = _sizes(out)
+    if not held:
+        return
+    if not overwrite:
+        raise FileExistsError(f"{out} exists and is not empty; choose another name or pass --overwrite")
+    listed = _read_manifest(out)
+    if listed is None:
+        raise FileExistsError(
+            f"{out} holds no {MANIFEST} of a conversion, so no conversion wrote it; it is not replaced. Choose another "
+            "name, or remove it yourself."
+        )
+    own = sorted(name for name, size in held.items() if listed.get(name) != size)
+    if own:
+        raise FileExistsError(
+            f"{out} holds {', '.join(own[:3])}{' and more' if len(own) > 3 else ''}, which was changed or added since "
+            "the conversion that wrote it; it is not replaced. Choose another name, or move these away."
+        )
+
+
+def write_folder(save: Callable[[Path], Any], out: Path) -> None:
+    """Have `save` fill a folder, list what it wrote, and put it at `out`, in place of what is there.
+
+    What is there stays until the new folder is complete; `check_replaceable` says what may be replaced.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        new, old = scratch / "new", scratch / "old"
+        new.mkdir()
+        save(new)
+        manifest = {"written_by": "visual-spec convert", "files": _sizes(new)}
+        (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        if out.exists():
+            out.rename(old)
+        try:
+            new.rename(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of all files in a folder by their path in it; -1 for what is no regular file."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            regular = path.is_file() and not path.is_symlink()
+            found[path.relative_to(folder).as_posix()] = path.stat().st_size if regular else -1
+    return found
+
+
+def _read_manifest(folder: Path) -> dict[str, int] | None:
+    """What a conversion lists; None where there is no such list."""
+    path = folder / MANIFEST
+    try:
+        written = json.loads(path.read_text()) if path.is_file() and not path.is_symlink() else None
+    except ValueError:
+        return None
+    if not isinstance(written, dict) or written.get("written_by") != "visual-spec convert":
+        return None
+    files = written.get("files")
+    if not isinstance(files, dict):
+        return None
+    return {**files, MANIFEST: path.stat().st_size}

@@ -1,0 +1,124 @@
+"""Samplers as text: `name` or `name:setting=value,...`, read, made and written."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.samplers.registry import by_name, sampler_class
+
+_MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand
+# The settings of relaxed acceptance, which a sampler may take as one mapping.
+_RELAXATION = ("group_size", "probability_gap", "code_distance", "delta", "factor", "neighbours", "bounded")
+
+
+def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
+    """Read `name` or `name:setting=value,...`, such as `speculative-jacobi:window=32,acceptance=identical`.
+
+    Values are whole numbers, decimal numbers, `true`, `false`, `none`, words, or several of these divided by `/`
+    (`4/2/2`; a list of one: `4/`). What names a model, `drafter` and `refiner`, is taken as it stands.
+
+    Returns:
+        The name and the settings. Neither is looked at: `make_sampler` does that.
+
+    Raises:
+        ValueError: text of another form, or a setting twice.
+    """
+    name, colon, rest = text.strip().partition(":")
+    settings: dict[str, Any] = {}
+    for part in rest.split(",") if colon else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            raise ValueError(f"{part!r} in sampler {text!r}; write name:setting=value,setting=value")
+        if key in settings:
+            raise ValueError(f"sampler {text!r} sets {key} twice")
+        settings[key] = value if key in _MODELS else _value(value)
+    return name.strip(), settings
+
+
+def write_sampler(name: str, settings: Mapping[str, Any]) -> str:
+    """The text that `parse_sampler` reads as this name and these settings; a mapping is written setting by setting."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= value if isinstance(value, Mapping) else {key: value}
+    pairs = ",".join(f"{key}={_text(value)}" for key, value in flat.items())
+    return f"{name}:{pairs}" if pairs else name
+
+
+def saved_sampler(name: str, config: Mapping[str, Any]) -> str:
+    """The text of a sampler with a saved configuration: what differs from the defaults of its class."""
+    usual = sampler_class(by_name(name))().config
+    changed = {
+        key: config[key]
+        for key, value in usual.items()
+        if not key.startswith("_") and config.get(key, value) != value
+    }
+    return write_sampler(name, changed)
+
+
+def make_sampler(name: str, **settings: Any) -> Any:
+    """The sampler of a name, as the command line calls it.
+
+    Raises:
+        ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
+    """
+    _check_settings(name, settings)
+    kind = sampler_class(by_name(name))
+    return kind(**_gathered(kind, settings))
+
+
+def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
+    """The sampler of a name, and what else its text may say: for `scale-wise`, who draws which scales (`ScalePlan`).
+
+    Raises:
+        ValueError: as `make_sampler` and `ScalePlan`.
+    """
+    plans = ScalePlan.names() if name == "scale-wise" else []
+    _check_settings(name, settings, also=plans)
+    plan = ScalePlan.take(settings) if plans else ScalePlan()
+    return make_sampler(name, **settings), plan
+
+
+def _gathered(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as the class takes them: those of relaxed acceptance in one mapping, where it takes one."""
+    if "relaxation" not in inspect.signature(kind).parameters:
+        return dict(settings)
+    numbers = {key: value for key, value in settings.items() if key in _RELAXATION}
+    others = {key: value for key, value in settings.items() if key not in _RELAXATION}
+    if numbers:
+        others["relaxation"] = {**(others.get("relaxation") or {}), **numbers}
+    return others
+
+
+def _check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
+    kind = sampler_class(by_name(name))
+    known = {*also, *(key for key in kind().config if not key.startswith("_"))}
+    if "relaxation" in known:
+        known |= set(_RELAXATION)
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        allowed = f"it takes {', '.join(sorted(known))}" if known else "it has none"
+        raise ValueError(f"the {name} sampler has no setting {', '.join(unknown)}; {allowed}.")
+
+
+def _value(text: str) -> Any:
+    if "/" in text:
+        return [_value(part) for part in text.split("/") if part]
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        # A list of one ends in the stroke that divides longer ones.
+        return "/".join(map(_text, value)) + ("/" if len(value) == 1 else "")
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

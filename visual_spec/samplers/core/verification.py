@@ -1,0 +1,354 @@
+"""Verification of drafts: which are kept, what replaces the first refused one, and what the next call may test.
+
+    identical   keep a draft if it is the token that the slot's own noise draws from the target law.
+    exact       keep a draft x with probability min(1, target(x) / draft(x)), and replace the first refused one from
+                (target - draft)+, normalised (Leviathan et al. 2023, algorithm 1).
+    relaxed     as exact, with the probability of a relaxed rule (`relaxed`).
+
+Every sampler that tests chains of drafts calls `verify`: one chain a sample, several (rows of a picture), or chains of
+columns, whose K tokens stand or fall together. `verify_siblings` tests several drafts of one slot in turn. On a GPU one
+kernel does everything after the model, if the rule allows; samplers need not know. `verify_window` is the same test for
+a serving engine: plain tensors, and no state between calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visual_spec.kernels.draw import draw
+from visual_spec.kernels.launch import on_gpu
+from visual_spec.kernels.verify import verify as verify_kernel
+from visual_spec.samplers.core.acceptance import (
+    EXACT,
+    AcceptanceRule,
+    accepted_prefix,
+    exact_acceptance,
+    residual,
+)
+from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.drafts import Draft, rows_of
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
+from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
+from visual_spec.samplers.core.trace import DivergenceMeter
+
+_EVERY_SLOT = 2**62  # the grid is unknown, so no slot counts as past it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a call for its drafts.
+
+    Attributes:
+        tokens: long [B, N]. Kept drafts, then the replacement of the first refused one. Each later position of a chain
+            holds a draft of its slot. Under acceptance "identical" that is the token that the slot's noise draws; if
+            `coupled`, a draw from the target law that rarely differs from the draft; otherwise the draft unchanged.
+        kept: long [B], drafts (columns) before the first refusal; [B, chains] for several chains.
+        laws: [B, N, V] log-probabilities of the target; None if a kernel did not need them.
+        drawn: long [B, N], a draw from the target law at every position, if a kernel made one; else None.
+    """
+
+    tokens: Tensor
+    kept: Tensor
+    laws: Tensor | None
+    drawn: Tensor | None = None
+
+
+def verify(
+    law: CheckedLaw,
+    noise: CounterNoise,
+    logits: Tensor,
+    slots: Tensor,
+    draft: Draft,
+    guided: bool,
+    *,
+    rule: AcceptanceRule = EXACT,
+    round: int | Tensor = 0,
+    coupled: bool = False,
+    redraw: tuple[int, int | Tensor] | None = None,
+    meter: DivergenceMeter | None = None,
+    needs_laws: bool = False,
+) -> Verdict:
+    """Test the drafts of a window: one chain a sample.
+
+    Args:
+        logits: [R, N, V], which predict `slots`, long [B, N].
+        draft: a draft for each of these slots, except the last.
+        rule: `IDENTICAL`, `EXACT`, or a relaxed one.
+        round: round of the test and the replacement.
+        coupled: also keep or replace the drafts after the refusal, for the next call (SCD / MC-SJD).
+        redraw: stream and round of the noise with which the sampler will draw its next drafts from the laws. A kernel
+            makes these draws on the way (`Verdict.drawn`).
+        meter: counts the mass that a lossy rule moves.
+        needs_laws: the sampler needs `Verdict.laws` whatever the rule.
+    """
+    if fits(logits) and rule.identical and not needs_laws:
+        tokens = draw_tokens(law, noise, logits, slots, guided)
+        return Verdict(tokens, accepted_prefix(tokens == draft.tokens), None)
+    if fits(logits) and rule is EXACT:
+        return _verify_by_kernel(law, noise, logits, slots, draft, guided, round, redraw)
+    target = law(logits, slots, guided)  # [B, N, V]
+    return verify_laws(
+        target,
+        noise,
+        slots,
+        draft,
+        rule=rule,
+        round=round,
+        coupled=coupled,
+        meter=meter,
+        inside=slots < law.num_tokens,
+    )
+
+
+def verify_laws(
+    target: Tensor,
+    noise: CounterNoise,
+    slots: Tensor,
+    draft: Draft,
+    *,
+    rule: AcceptanceRule,
+    round: int | Tensor,
+    coupled: bool = False,
+    meter: DivergenceMeter | None = None,
+    inside: Tensor | None = None,
+    chains: int = 1,
+    group: int = 1,
+) -> Verdict:
+    """As `verify`, with known target laws. N = chains * positions * group.
+
+    Args:
+        target: [B, N, V] log-probabilities.
+        slots: long [B, N], the counter slots of the noise.
+        draft: the drafts; the last position of every chain has none.
+        inside: bool [B, N], the entries that the meter may count.
+        chains: number of chains, tested independently.
+        group: tokens per position (codebooks of a column), kept or refused together. In the first refused position the
+            tokens that pass their own tests stay, and the others are replaced.
+    """
+    drafts = draft.tokens
+    if rule.identical:
+        tokens = noise.categorical(target, slots, TOKEN)
+        kept, _ = _first_refusals(tokens == drafts, chains, group)
+        return Verdict(tokens, kept, target)
+    assert draft.label is not None
+    there, at = drafts >= 0, drafts.clamp(min=0)
+    label = draft.label.dense(drafts)  # [B, N, V], -inf where there is no draft
+    # The rule's value for a missing draft is undefined, perhaps nan.
+    probability = rule.probability(target, label, at).masked_fill(~there, 0)
+    accept = keep = noise.bernoulli(probability, slots, ACCEPT, round)
+    kept, ahead = _first_refusals(accept, chains, group)  # ahead: positions up to the first refused one
+    if meter is not None:
+        exact = exact_acceptance(target, label, at).masked_fill(~there, 0)
+        meter.add(probability, exact, ahead & there if inside is None else ahead & there & inside)
+        if coupled:
+            # A draft for the next call is labelled with the target law and must follow it, so the exact rule decides
+            # here.
+            keep = torch.where(ahead, accept, noise.bernoulli(exact, slots, RESIDUAL, round))
+    if coupled:
+        # Keep-or-replace is itself a draw from the target law, and agrees with the draft as often as possible.
+        refused = ahead & ~_before(kept, drafts.shape[1], group)
+        left = residual(rule.refused_target(target, drafts.masked_fill(~refused, -1)), label)
+        return Verdict(
+            torch.where(keep, drafts, noise.categorical(left, slots, RESIDUAL, round)), kept, target
+        )
+    where = _positions(kept, drafts.shape[1], group)  # long [B, chains * group], the first refused position
+    left = rule.refused_target(rows_of(target, where), drafts.gather(1, where))
+    left = residual(left, rows_of(label, where))
+    replacement = noise.categorical(left, slots.gather(1, where), RESIDUAL, round)
+    replacement = torch.where(accept.gather(1, where), drafts.gather(1, where), replacement)
+    return Verdict(at.scatter(1, where, replacement), kept, target)
+
+
+def verify_siblings(
+    target: Tensor,
+    siblings: Tensor,
+    labels: Tensor | None,
+    noise: CounterNoise,
+    slots: Tensor,
+    *,
+    rule: AcceptanceRule,
+    round: int | Tensor,
+    there: Tensor | None = None,
+    independent: bool = False,
+    meter: DivergenceMeter | None = None,
+    drawn: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Test the siblings of one slot in turn. Returns the kept one, and the law of the replacement if none is kept.
+
+    Args:
+        target: [B, V] log-probabilities.
+        siblings: long [B, K].
+        labels: [B, K, V], the law of each sibling given those before it; not needed under acceptance "identical".
+        slots: long [B, 1].
+        there: bool [B, K], false for a missing sibling.
+        independent: test by K-SEQ; the siblings are independent draws from one law. Else by recursive rejection.
+        meter: counts the mass that a lossy rule moves.
+        drawn: whether the siblings were drawn; false if they are a function of earlier tokens.
+
+    Returns:
+        kept: long [B], the index of the kept sibling, K for none.
+        left: [B, V], the law to draw from if none is kept, with noise `final_noise(rule, round)`.
+    """
+    count = siblings.shape[1]
+    if rule.identical:
+        same = siblings == noise.categorical(target[:, None], slots, TOKEN)  # [B, K]
+        same = same if there is None else same & there
+        return torch.where(same.any(1), same.long().argmax(1), count), target
+    assert labels is not None
+    if independent:
+        return k_seq(target, siblings, labels[:, 0], noise, slots, round)
+    probability, left = sibling_tests(target, siblings, labels, there, rule)
+    if meter is not None:
+        moved = moved_mass(target, siblings, labels if drawn else None, probability, left, there)
+        tested = torch.ones_like(slots, dtype=torch.bool) if there is None else there.any(1, keepdim=True)
+        meter.count(moved[:, None], tested)
+    return first_kept(probability, noise, slots, round), left
+
+
+def final_noise(rule: AcceptanceRule, round: int | Tensor) -> tuple[int, int | Tensor]:
+    """Return stream and round of the noise that draws the token after the kept drafts."""
+    return (TOKEN, 0) if rule.identical else (RESIDUAL, round)
+
+
+# -- serving ---------------------------------------------------------------------------------------------------------
+
+
+def verify_window(
+    logits: Tensor,
+    drafts: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    law: TokenLaw,
+    *,
+    pairs: Tensor | None = None,
+    num_drafts: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Test the drafts of a window and draft the next one; made for the sampler hook of a serving engine.
+
+    It takes and returns plain tensors and keeps nothing between calls: requests may join, leave, and move to other
+    rows. Acceptance is "identical": a draft is kept if it is the token that its slot's own noise draws. So each request
+    gets the tokens of `AutoregressiveSampler` for its key, whatever its drafts were, and drafts need no labels. The
+    drafts are those of `SpeculativeJacobiSampler(acceptance="identical", initial_draft="last_law")`.
+
+    A request that has committed n tokens feeds its newest token and its W - 1 drafts, at slots n - 1 to n + W - 2. The
+    logits after them predict slots n to n + W - 1. It then commits the first `num_sampled` of `sampled`, and continues
+    at slot n + num_sampled. The caller must drop tokens past the end of the picture.
+
+    Args:
+        logits: [R, W, V], raw.
+        drafts: long [B, W - 1], for all slots but the last; -1 where there is no draft.
+        keys: int64 [B], one key a request (`draw_keys`).
+        slots: long [B, W], the slots that the logits predict.
+        law: how logits become the distribution a token is drawn from.
+        pairs: long [B, 2], the conditional and the unconditional row of `logits` for each request. None: R = B, row b
+            belongs to request b, and there is no guidance.
+        num_drafts: D, drafts to make for the next call; None: W - 1. The prediction of a prefill is a window of W = 1.
+
+    Returns:
+        sampled: long [B, W], the token that each slot's noise draws. The first `num_sampled` are final.
+        num_sampled: long [B], 1 to W: the kept drafts and one more token.
+        num_rejected: long [B], W - num_sampled: how many of the fed positions the cache must drop.
+        next_drafts: long [B, D], for the following slots: the tokens drawn after the refusal, then draws from the law
+            of the window's last slot. A caller that knows the picture may replace the latter, from index
+            W - num_sampled on, by better drafts (`copied_tokens`).
+
+    Raises:
+        ValueError: the law has guidance but there are no `pairs`, so that unguided logits would be taken for guided
+            ones. The values of logits are not checked, because this would stall the device.
+    """
+    guided = pairs is not None
+    if law.guided and not guided:
+        raise ValueError(
+            f"guidance_scale={law.guidance_scale} needs the conditional and the unconditional row of every request; "
+            "pass pairs [B, 2], or a law with guidance_scale=1."
+        )
+    if guided:
+        logits = logits.index_select(0, pairs.t().flatten())  # [2B, W, V], the conditional rows first
+    batch_size, width = slots.shape
+    count = width - 1 if num_drafts is None else num_drafts
+    noise, checked = CounterNoise(keys, slots.device), CheckedLaw(law, _EVERY_SLOT, deferred=True)
+    sampled = draw_tokens(checked, noise, logits, slots, guided)  # [B, W]
+    kept = accepted_prefix(sampled[:, :-1] == drafts)
+    last = law(logits[:, -1:], guided, slots[:, -1:])  # [B, 1, V]
+    behind = slots[:, -1:] + torch.arange(1, count + 1, device=slots.device)  # [B, D]
+    further = noise.categorical(last.expand(-1, count, -1), behind, TOKEN)
+    at = kept[:, None] + torch.arange(1, count + 1, device=slots.device)  # [B, D], at most W - 1 + D
+    return sampled, kept + 1, width - 1 - kept, torch.cat([sampled, further], 1).gather(1, at)
+
+
+# -- positions -------------------------------------------------------------------------------------------------------
+
+
+def _first_refusals(accept: Tensor, chains: int, group: int) -> tuple[Tensor, Tensor]:
+    """Return the kept positions of each chain, long [B] or [B, chains]; and bool [B, N], up to the first refusal."""
+    kept = accepted_prefix(accept.view(len(accept), chains, -1, group).all(-1))  # [B, chains]
+    ahead = _before(kept + 1, accept.shape[1], group)
+    return (kept[:, 0] if chains == 1 else kept), ahead
+
+
+def _before(count: Tensor, size: int, group: int) -> Tensor:
+    """Mark the first `count` positions of every chain: long [B] or [B, chains] to bool [B, size]."""
+    count = count.view(len(count), -1)
+    position = torch.arange(size // count.shape[1] // group, device=count.device)
+    return (position < count[..., None])[..., None].expand(-1, -1, -1, group).flatten(1)
+
+
+def _positions(kept: Tensor, size: int, group: int) -> Tensor:
+    """Return the entries of the first refused position of every chain: long [B, chains * group]."""
+    kept = kept.view(len(kept), -1)  # [B, chains]
+    first = torch.arange(0, size, size // kept.shape[1], device=kept.device) + kept * group
+    return (first[..., None] + torch.arange(group, device=kept.device)).flatten(1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def fits(logits: Tensor) -> bool:
+    """Return whether the kernels, which compute in float32, take these logits."""
+    return on_gpu(logits) and logits.dtype != torch.float64
+
+
+def draw_tokens(
+    law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, stream: int = TOKEN
+) -> Tensor:
+    """Return `noise.categorical(law(logits, slots, guided), slots, stream)`, by one kernel if it fits: long [B, N]."""
+    if not fits(logits):
+        return noise.categorical(law(logits, slots, guided), slots, stream)
+    tokens, finite = draw(logits, noise.keys, slots, law.law.numbers(guided, logits.shape[-1]), stream=stream)
+    law.remember(~finite, slots)
+    return tokens
+
+
+def _verify_by_kernel(
+    law: CheckedLaw,
+    noise: CounterNoise,
+    logits: Tensor,
+    slots: Tensor,
+    draft: Draft,
+    guided: bool,
+    round: int | Tensor,
+    redraw: tuple[int, int | Tensor] | None,
+) -> Verdict:
+    """Verify by the exact rule in one kernel. It replaces every refused draft, so `coupled` makes no difference."""
+    assert draft.label is not None
+    stream, draw_round = redraw or (None, 0)
+    laws, accept, tokens, drawn, finite = verify_kernel(
+        logits,
+        draft.tokens.clamp(min=0),
+        draft.label.laws.float(),  # a drafter may compute in float64
+        draft.label.rows,
+        noise.keys,
+        slots,
+        law.law.numbers(guided, logits.shape[-1]),
+        round=round,
+        accept_stream=ACCEPT,
+        residual_stream=RESIDUAL,
+        draw_stream=stream,
+        draw_round=draw_round,
+    )
+    law.remember(~finite, slots)
+    return Verdict(tokens, accepted_prefix(accept), laws, None if stream is None else drawn)
