@@ -23,6 +23,7 @@ from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar import HEADS, check_sizes
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.saved import SavedModel
 
 
 @dataclass
@@ -61,7 +62,7 @@ class CausalState:
         return [self.keys, self.values]
 
 
-class CausalLatentTransformer(ModelMixin, ConfigMixin):
+class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A next-token model of continuous tokens on a square grid.
 
     Slots count tokens in the order of decoding; `places` says where on the grid they stand. What is fed at a slot is
@@ -83,6 +84,8 @@ class CausalLatentTransformer(ModelMixin, ConfigMixin):
 
     _repeated_blocks = ["Block"]
     _no_split_modules = ["Block"]
+
+    stored_as = (torch.float8_e4m3fn,)  # by `scripts/train_mar.py --eight-bits`
 
     @register_to_config
     def __init__(

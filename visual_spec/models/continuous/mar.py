@@ -24,6 +24,7 @@ from visual_spec.models.continuous.blocks import Block, check_labels, embed_labe
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.saved import SavedModel
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"dim": 768, "num_layers": 12, "num_heads": 12, "head_width": 1024, "head_depth": 6},
@@ -64,7 +65,7 @@ class MARState:
         return [self.classes]
 
 
-class MARTransformer(ModelMixin, ConfigMixin):
+class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
     """A masked model of continuous tokens on a square grid. The defaults are MAR-B's.
 
     Args:
@@ -83,6 +84,8 @@ class MARTransformer(ModelMixin, ConfigMixin):
 
     _repeated_blocks = ["Block"]
     _no_split_modules = ["Block"]
+
+    stored_as = (torch.float8_e4m3fn,)  # by `scripts/train_mar.py --eight-bits`
 
     @register_to_config
     def __init__(
