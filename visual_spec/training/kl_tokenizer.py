@@ -119,7 +119,7 @@ def train_kl_tokenizer(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=1e-4
     )
     descend = Descent([optimiser], settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
+    checkpoint = Checkpoint(out / "resume.pt", every, asdict(settings), model=model, descend=descend)
     model.train()
     for step in range(checkpoint.resume(), settings.steps):
         # One generator per step, so that a resumed run sees what it would have seen.

@@ -151,7 +151,9 @@ def train_latents(
     )
     optimisers = muon_and_adamw(trunk, model.parameters(), settings.learning_rate, settings.weight_decay)
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(out / "resume.pt", every, model=model, descend=descend)
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=[tokenizer], model=model, descend=descend
+    )
     schedule: Any = model.schedule(1000)
     model.train()
     for step in range(checkpoint.resume(), settings.steps):

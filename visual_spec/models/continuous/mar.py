@@ -10,10 +10,9 @@ those that were known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -193,17 +192,6 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
         for block in self.decoder_blocks:
             hidden = block(hidden)
         return self.decoder_norm(hidden)[:, buffer:] + self.diffusion_pos_embed_learned
-
-    # -- weights -------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_official(
-        cls, source: str | Path | Mapping[str, Tensor], *, dtype: torch.dtype | None = None
-    ) -> MARTransformer:
-        """The model of an official file or state dict; see `mar_checkpoint.load_mar_checkpoint`."""
-        from visual_spec.models.continuous.mar_checkpoint import load_mar_checkpoint
-
-        return load_mar_checkpoint(source, dtype=dtype)
 
 
 def check_sizes(dim: int, num_heads: int, head_kind: str) -> None:
