@@ -104,11 +104,12 @@ def read_checkpoint(path: str | os.PathLike) -> Checkpoint:
     return unpack_checkpoint(path, read_content(path))
 
 
-def read_content(path: Path, keep: str = '{"model": c["model"]}') -> Any:
+def read_content(path: Path, keep: str = '{"model": c["model"]}', *, namespaces: bool = True) -> Any:
     """Return the content of a file without running any code in it.
 
     Args:
         keep: Python expression for the part of the content `c` to save again, shown if the file needs pickle.
+        namespaces: also read the argparse.Namespace of a training run, which is plain attributes.
 
     Raises:
         FileNotFoundError, IsADirectoryError, ValueError: as in `read_checkpoint`, but any content is accepted.
@@ -130,7 +131,7 @@ def read_content(path: Path, keep: str = '{"model": c["model"]}') -> Any:
     if path.suffix == ".safetensors" or start[8:9] == b"{":
         return _load_safetensors(path)
     if start.startswith((b"PK\x03\x04", b"\x80")):
-        return _load_torch(path, start.startswith(b"PK"), keep)
+        return _load_torch(path, start.startswith(b"PK"), keep, [argparse.Namespace] if namespaces else [])
     raise ValueError(
         f"{path} is no checkpoint: it begins with {start[:12]!r}, and neither torch.save nor safetensors writes "
         "that. Pass an official .pt or .pth file; if this one was downloaded, look at it: it may be a web page."
@@ -145,10 +146,10 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is truncated or damaged ({reason}); copy or download it again.") from error
 
 
-def _load_torch(path: Path, mapped: bool, keep: str) -> Any:
+def _load_torch(path: Path, mapped: bool, keep: str, known: list[Any]) -> Any:
     try:
         # Training runs save their argparse.Namespace beside the weights: plain attributes, no code.
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals(known):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     # Reading a damaged file can raise anything: IndexError, struct.error, TypeError, MemoryError ...
     except Exception as error:

@@ -1,0 +1,270 @@
+"""Official files of MAR and KL-16: every key is accounted for, and KL-16 computes what latent diffusion's names say."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.continuous.tiny import tiny_mar
+from visual_spec.models.continuous.mar import MARTransformer
+from visual_spec.models.continuous.mar_checkpoint import (
+    KL16,
+    kl16_key,
+    load_kl16_checkpoint,
+    load_mar_checkpoint,
+)
+
+# -- MAR --------------------------------------------------------------------------------------------------------------
+
+
+def test_averaged_weights_are_read_with_their_sizes(tmp_path):
+    model = tiny_mar()
+    other = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
+    path = tmp_path / "checkpoint-last.pth"
+    torch.save({"model": other, "model_ema": model.state_dict(), "epoch": 3}, path)
+    found = load_mar_checkpoint(path, num_heads=2)
+    assert all(found.config[name] == size for name, size in model.config.items() if name[0] != "_")
+    for key, value in model.state_dict().items():
+        assert torch.equal(found.state_dict()[key], value)
+    half = load_mar_checkpoint(model.state_dict(), num_heads=2, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and not half.training
+
+
+@pytest.mark.parametrize("preset", ["B", "L", "H"])
+def test_official_sizes_are_recognised(preset):
+    from visual_spec.models.continuous.mar import PRESETS
+    from visual_spec.models.continuous.mar_checkpoint import _read_config
+
+    with torch.device("meta"):
+        size: Any = PRESETS[preset]
+        model = MARTransformer(**size)
+    config = _read_config(model.state_dict(), "x", None)
+    assert {name: model.config[name] for name in config} == config
+
+
+def test_a_file_with_a_training_run_is_refused_and_never_unpickled(tmp_path):
+    path = tmp_path / "checkpoint-last.pth"
+    torch.save({"model_ema": tiny_mar().state_dict(), "args": argparse.Namespace(model="mar_base")}, path)
+    with pytest.raises(ValueError, match='argparse.Namespace.*pickle.*"model_ema": c."model_ema"'):
+        load_mar_checkpoint(path, num_heads=2)
+
+
+class Trap:
+    """What pickle would run on loading."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Trap, "ran", True)
+
+
+def test_nothing_in_a_file_runs(tmp_path):
+    path = tmp_path / "checkpoint-last.pth"
+    torch.save({"model_ema": tiny_mar().state_dict(), "args": Trap()}, path)
+    with pytest.raises(ValueError, match="refused"):
+        load_mar_checkpoint(path, num_heads=2)
+    assert not Trap.ran
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda w: w.pop("mask_token"), "1 missing: mask_token"),
+        (lambda w: w.update(extra=torch.zeros(1)), "1 unexpected: extra"),
+        (lambda w: w.update(mask_token=torch.zeros(16)), r"1 of another shape: mask_token \[16\]"),
+        (lambda w: w.pop("z_proj.weight"), "no MAR: it lacks z_proj.weight.*model_ema"),
+    ],
+)
+def test_keys_that_differ_are_listed(change, told):
+    weights = dict(tiny_mar().state_dict())
+    change(weights)
+    with pytest.raises(ValueError, match=told):
+        load_mar_checkpoint(weights, num_heads=2)
+
+
+def test_what_cannot_be_read_off_the_weights_is_asked_for(tmp_path):
+    with pytest.raises(ValueError, match="num_heads"):
+        load_mar_checkpoint(tiny_mar().state_dict())
+    torch.save({"epoch": 3}, tmp_path / "odd.pth")
+    with pytest.raises(ValueError, match="keep the key 'model_ema'"):
+        load_mar_checkpoint(tmp_path / "odd.pth")
+
+
+# -- KL-16 ------------------------------------------------------------------------------------------------------------
+
+
+def ldm_shapes(base: int, multipliers: tuple[int, ...], latents: int, attention_at: int) -> dict[str, tuple]:
+    """Keys and shapes of latent diffusion's autoencoder, written down from its description."""
+    shapes: dict[str, tuple] = {}
+
+    def conv(name: str, inward: int, outward: int, size: int = 3) -> None:
+        shapes.update({f"{name}.weight": (outward, inward, size, size), f"{name}.bias": (outward,)})
+
+    def normed(name: str, width: int) -> None:
+        shapes.update({f"{name}.weight": (width,), f"{name}.bias": (width,)})
+
+    def block(name: str, inward: int, outward: int) -> None:
+        normed(f"{name}.norm1", inward)
+        conv(f"{name}.conv1", inward, outward)
+        normed(f"{name}.norm2", outward)
+        conv(f"{name}.conv2", outward, outward)
+        if inward != outward:
+            conv(f"{name}.nin_shortcut", inward, outward, 1)
+
+    def attention(name: str, width: int) -> None:
+        normed(f"{name}.norm", width)
+        for part in ("q", "k", "v", "proj_out"):
+            conv(f"{name}.{part}", width, width, 1)
+
+    def middle(name: str, width: int) -> None:
+        block(f"{name}.block_1", width, width)
+        attention(f"{name}.attn_1", width)
+        block(f"{name}.block_2", width, width)
+
+    widths = [base * m for m in multipliers]
+    last = len(widths) - 1
+    conv("encoder.conv_in", 3, base)
+    for level, width in enumerate(widths):
+        for i in (0, 1):
+            block(f"encoder.down.{level}.block.{i}", widths[max(0, level - 1)] if i == 0 else width, width)
+            if level == attention_at:
+                attention(f"encoder.down.{level}.attn.{i}", width)
+        if level < last:
+            conv(f"encoder.down.{level}.downsample.conv", width, width)
+    middle("encoder.mid", widths[-1])
+    normed("encoder.norm_out", widths[-1])
+    conv("encoder.conv_out", widths[-1], 2 * latents)
+    conv("quant_conv", 2 * latents, 2 * latents, 1)
+    conv("post_quant_conv", latents, latents, 1)
+    conv("decoder.conv_in", latents, widths[-1])
+    middle("decoder.mid", widths[-1])
+    for level in reversed(range(last + 1)):
+        for i in (0, 1, 2):
+            above = widths[min(last, level + 1)]
+            block(f"decoder.up.{level}.block.{i}", above if i == 0 else widths[level], widths[level])
+        if level:
+            conv(f"decoder.up.{level}.upsample.conv", widths[level], widths[level])
+    normed("decoder.norm_out", base)
+    conv("decoder.conv_out", base, 3)
+    return shapes
+
+
+class Straight:
+    """Latent diffusion's autoencoder from weights by its own names."""
+
+    def __init__(self, weights: dict[str, Tensor], levels: int) -> None:
+        self.w, self.levels = weights, levels
+
+    def conv(self, name: str, x: Tensor, **options: Any) -> Tensor:
+        weight = self.w[f"{name}.weight"]
+        return F.conv2d(x, weight, self.w[f"{name}.bias"], padding=weight.shape[-1] // 2, **options)
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return F.group_norm(x, 32, self.w[f"{name}.weight"], self.w[f"{name}.bias"], eps=1e-6)
+
+    def block(self, name: str, x: Tensor) -> Tensor:
+        hidden = self.conv(f"{name}.conv1", F.silu(self.norm(f"{name}.norm1", x)))
+        hidden = self.conv(f"{name}.conv2", F.silu(self.norm(f"{name}.norm2", hidden)))
+        return hidden + (
+            self.conv(f"{name}.nin_shortcut", x) if f"{name}.nin_shortcut.weight" in self.w else x
+        )
+
+    def attention(self, name: str, x: Tensor) -> Tensor:
+        hidden = self.norm(f"{name}.norm", x)
+        q, k, v = (self.conv(f"{name}.{part}", hidden).flatten(2) for part in "qkv")  # [B, C, N]
+        weights = (torch.einsum("bci,bcj->bij", q, k) / math.sqrt(x.shape[1])).softmax(-1)
+        mixed = torch.einsum("bij,bcj->bci", weights, v).unflatten(2, x.shape[2:])
+        return x + self.conv(f"{name}.proj_out", mixed)
+
+    def middle(self, name: str, x: Tensor) -> Tensor:
+        x = self.attention(f"{name}.attn_1", self.block(f"{name}.block_1", x))
+        return self.block(f"{name}.block_2", x)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.conv("encoder.conv_in", x)
+        for level in range(self.levels):
+            for i in (0, 1):
+                x = self.block(f"encoder.down.{level}.block.{i}", x)
+                if f"encoder.down.{level}.attn.{i}.q.weight" in self.w:
+                    x = self.attention(f"encoder.down.{level}.attn.{i}", x)
+            name = f"encoder.down.{level}.downsample.conv"
+            if level < self.levels - 1:  # padded on the right and below only
+                x = F.conv2d(
+                    F.pad(x, (0, 1, 0, 1)), self.w[f"{name}.weight"], self.w[f"{name}.bias"], stride=2
+                )
+        x = self.middle("encoder.mid", x)
+        x = self.conv("encoder.conv_out", F.silu(self.norm("encoder.norm_out", x)))
+        return self.conv("quant_conv", x)
+
+    def decode(self, z: Tensor) -> Tensor:
+        x = self.middle("decoder.mid", self.conv("decoder.conv_in", self.conv("post_quant_conv", z)))
+        for level in reversed(range(self.levels)):
+            for i in (0, 1, 2):
+                x = self.block(f"decoder.up.{level}.block.{i}", x)
+            if level:
+                x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
+                x = self.conv(f"decoder.up.{level}.upsample.conv", x)
+        return self.conv("decoder.conv_out", F.silu(self.norm("decoder.norm_out", x)))
+
+
+def random_weights(shapes: dict[str, tuple]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        key: torch.randn(shape, generator=generator) / max(1.0, math.prod(shape[1:])) ** 0.5
+        + (1.0 if "norm" in key and key.endswith("weight") else 0.0)
+        for key, shape in shapes.items()
+    }
+
+
+@torch.no_grad()
+def test_kl16_computes_what_latent_diffusion_does():
+    weights = random_weights(ldm_shapes(32, (1, 1, 2, 2, 4), 16, attention_at=4))
+    given = {**weights, "loss.logvar": torch.zeros(1)}  # of training, and left out
+    model = load_kl16_checkpoint(given, block_out_channels=(32, 32, 64, 64, 128), sample_size=32)
+    straight = Straight(weights, 5)
+    pictures = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    encoded: Any = model.encode(pictures)
+    moments = straight.encode(pictures)
+    torch.testing.assert_close(encoded.latent_dist.mean, moments[:, :16], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(encoded.latent_dist.logvar, moments[:, 16:], rtol=1e-4, atol=1e-4)
+    latents: Any = torch.randn(2, 16, 2, 2, generator=torch.Generator().manual_seed(2))
+    decoded: Any = model.decode(latents)
+    torch.testing.assert_close(decoded.sample, straight.decode(latents), rtol=1e-4, atol=1e-4)
+
+
+def test_kl16_at_its_true_size():
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    shapes = ldm_shapes(128, (1, 1, 2, 2, 4), 16, attention_at=4)
+    with torch.device("meta"):
+        model = AutoencoderKL(**KL16)
+    found = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert {kl16_key(key) for key in shapes} == set(found)
+    for key, shape in shapes.items():
+        matrix = ".attentions." in kl16_key(key) and ".to_" in kl16_key(key)
+        assert found[kl16_key(key)] == (shape[:2] if matrix and len(shape) == 4 else shape)
+    assert shapes["quant_conv.weight"] == (32, 32, 1, 1) and shapes["post_quant_conv.weight"] == (
+        16,
+        16,
+        1,
+        1,
+    )
+    assert sum(math.prod(shape) for shape in shapes.values()) / 1e6 == pytest.approx(66, abs=1)
+    assert model.config["scaling_factor"] == 0.2325
+
+
+def test_kl16_keys_that_differ_are_listed(tmp_path):
+    weights = random_weights(ldm_shapes(32, (1, 1, 2, 2, 4), 16, attention_at=4))
+    weights.pop("decoder.up.4.block.2.conv2.bias")
+    weights["decoder.up.0.attn.0.q.weight"] = torch.zeros(1)
+    torch.save({"model": weights}, tmp_path / "kl16.ckpt")
+    with pytest.raises(
+        ValueError, match=r"1 missing: decoder.up_blocks.0.resnets.2.conv2.bias; 1 unexpected.*attentions"
+    ):
+        load_kl16_checkpoint(tmp_path / "kl16.ckpt", block_out_channels=(32, 32, 64, 64, 128))

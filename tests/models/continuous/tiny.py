@@ -1,0 +1,31 @@
+"""Models of continuous tokens that are real but tiny and random: 4 x 4 tokens of 3 numbers, 5 classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.mar import MARTransformer
+
+SIZES: dict[str, Any] = dict(
+    grid_size=4, token_dim=3, dim=16, num_layers=2, num_heads=2, head_width=12, head_depth=2, num_classes=5
+)
+
+
+def tiny_mar(**changes: Any) -> MARTransformer:
+    return _random(MARTransformer(**{**SIZES, "buffer_size": 3, **changes}))
+
+
+def tiny_causal(**changes: Any) -> CausalLatentTransformer:
+    return _random(CausalLatentTransformer(**{**SIZES, "prefix_length": 2, **changes}))
+
+
+def _random(model: Any) -> Any:
+    """Every weight differs from every other one, so that none can stand in for another."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()

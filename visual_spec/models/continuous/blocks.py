@@ -1,0 +1,96 @@
+"""The layer of MAR's encoder and decoder, which the causal model has as well: that of a vision transformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with biases."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [R, H, W, D] of `x [R, W, dim]`."""
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return query, key, value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """`query [R, H, W, D]` over `key, value [R, H, S, D]` under a bool mask [R or 1, 1, W or 1, S], or all."""
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two layers with an exact GELU between them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """Self-attention and an MLP of four times the width, normalised before each."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, heads)
+        self.mlp = Mlp(dim, 4 * dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`x [R, W, dim]`, each place attending to those that a bool mask [R or 1, 1, W or 1, W] shows, or to all."""
+        x = x + self.attn.attend(*self.attn.project(self.norm1(x)), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+def check_labels(condition: Any, batch_size: int, classes: int) -> None:
+    """Refuse what is no label for each sample, or None: no class.
+
+    Raises:
+        TypeError: no whole numbers.
+        ValueError: another number of labels than `batch_size`, or one that is none of the classes.
+    """
+    if condition is None:
+        return
+    if not isinstance(condition, Tensor) or condition.is_floating_point() or condition.is_complex():
+        raise TypeError(
+            f"{type(condition).__name__} given; this model takes class labels, long [B], or None."
+        )
+    if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+        raise ValueError(
+            f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}."
+        )
+
+
+def embed_labels(
+    table: nn.Embedding,
+    null: Tensor,
+    condition: Tensor | None,
+    batch_size: int,
+    *,
+    guided: bool = False,
+    dropped: Tensor | None = None,
+) -> Tensor:
+    """Embeddings [R, dim] of labels [B], or of no class where there are none; when guided, the null class's behind.
+
+    Args:
+        null: [1, dim], of no class.
+        dropped: bool [B], rows that get the null class (training for guidance).
+    """
+    nothing = null.expand(batch_size, -1)
+    embedded = nothing if condition is None else table(condition)
+    if dropped is not None:
+        embedded = torch.where(dropped[:, None], nothing, embedded)
+    return torch.cat([embedded, nothing]) if guided else embedded

@@ -1,0 +1,206 @@
+"""MAR: a masked autoencoder over continuous tokens, and a diffusion head (Li et al. 2024, sections 3.3 and 3.4).
+
+One class serves the embedded sizes and the official checkpoints; parameter names are the official keys. An encoder
+reads the tokens that are known, behind some places that hold the class; a decoder reads its output, with a learned
+vector in place of each hidden token, and gives every slot the condition z from which the head draws its token.
+
+The model is bidirectional, so nothing can be cached from call to call, and the tokens of one call are independent given
+those that were known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.continuous.blocks import Block, check_labels, embed_labels
+from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
+from visual_spec.models.continuous.head import DiffusionHead
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.saved import SavedModel
+
+PRESETS: dict[str, dict[str, int]] = {
+    "B": {"dim": 768, "num_layers": 12, "num_heads": 12, "head_width": 1024, "head_depth": 6},
+    "L": {"dim": 1024, "num_layers": 16, "num_heads": 16, "head_width": 1280, "head_depth": 8},
+    "H": {"dim": 1280, "num_layers": 20, "num_heads": 16, "head_width": 1536, "head_depth": 12},
+}
+
+# Of each kind of head: how many numbers it returns for each number of a token, and what makes its chain.
+HEADS: dict[str, tuple[int, Callable[[int], DiffusionSchedule | FlowSchedule]]] = {
+    "noise": (2, DiffusionSchedule),  # the official one
+    "velocity": (2, partial(DiffusionSchedule, velocity=True)),
+    "flow": (1, FlowSchedule),
+}
+
+
+@dataclass
+class MARState:
+    """What one batch is conditioned on.
+
+    Attributes:
+        classes: [R, dim]; R = B, or 2B when guided: the conditional rows, then the unconditional ones.
+        guided: whether the unconditional rows are there.
+    """
+
+    classes: Tensor
+    guided: bool
+
+    def rows(self, samples: Tensor) -> Tensor:
+        """The rows of some samples, long [N]; when guided, their unconditional ones come behind."""
+        return torch.cat([samples, samples + len(self.classes) // 2]) if self.guided else samples
+
+    def select(self, samples: Tensor) -> None:
+        """Keep only some samples, long [N], in this order. One that is named twice is held twice."""
+        self.classes = self.classes[self.rows(samples)]
+
+    def buffers(self) -> list[Tensor]:
+        """What calls read in place."""
+        return [self.classes]
+
+
+class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
+    """A masked model of continuous tokens on a square grid. The defaults are MAR-B's.
+
+    Args:
+        grid_size: tokens per side.
+        token_dim: numbers of a token, d.
+        dim, num_heads: width and attention heads of encoder and decoder.
+        num_layers: of the encoder, and as many of the decoder. `PRESETS` lists the official sizes.
+        head_width, head_depth: of the diffusion head.
+        num_classes: rows of the class table.
+        buffer_size: places that hold the class.
+        head_kind: one of `HEADS`.
+
+    Raises:
+        ValueError: a width that the heads do not divide, or an unknown kind of head.
+    """
+
+    _repeated_blocks = ["Block"]
+    _no_split_modules = ["Block"]
+
+    stored_as = (torch.float8_e4m3fn,)  # by `scripts/train_mar.py --eight-bits`
+
+    @register_to_config
+    def __init__(
+        self,
+        grid_size: int = 16,
+        token_dim: int = 16,
+        dim: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        head_width: int = 1024,
+        head_depth: int = 6,
+        num_classes: int = 1000,
+        buffer_size: int = 64,
+        head_kind: str = "noise",
+    ):
+        super().__init__()
+        check_sizes(dim, num_heads, head_kind)
+        self.grid = TokenGrid(grid_size, grid_size)
+        self.token_dim = token_dim
+        places = buffer_size + self.grid.num_tokens
+        self.class_emb = nn.Embedding(num_classes, dim)
+        self.fake_latent = nn.Parameter(torch.zeros(1, dim))
+        self.z_proj, self.z_proj_ln = nn.Linear(token_dim, dim), nn.LayerNorm(dim, eps=1e-6)
+        self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, places, dim))
+        self.encoder_blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_layers))
+        self.encoder_norm = nn.LayerNorm(dim, eps=1e-6)
+        self.decoder_embed = nn.Linear(dim, dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, places, dim))
+        self.decoder_blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_layers))
+        self.decoder_norm = nn.LayerNorm(dim, eps=1e-6)
+        self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, self.grid.num_tokens, dim))
+        outputs = HEADS[head_kind][0] * token_dim
+        # Nested as the official keys are.
+        self.diffloss = nn.ModuleDict({"net": DiffusionHead(token_dim, dim, head_width, head_depth, outputs)})
+
+    @property
+    def head(self) -> DiffusionHead:
+        """What draws a token from its condition."""
+        return self.diffloss["net"]  # pyright: ignore[reportReturnType]
+
+    def schedule(self, num_steps: int) -> DiffusionSchedule | FlowSchedule:
+        """The chain that this model's head steers, of so many levels, where the model is."""
+        return HEADS[self.config["head_kind"]][1](num_steps).to(self.device)
+
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare(self, condition: Tensor | None, *, batch_size: int, guided: bool) -> MARState:
+        """Embed the classes.
+
+        Args:
+            condition: labels, long [B], or None: no class.
+            guided: also hold unconditional rows.
+
+        Raises:
+            TypeError, ValueError: as `check_labels`.
+        """
+        check_labels(condition, batch_size, self.config["num_classes"])
+        return MARState(
+            embed_labels(self.class_emb, self.fake_latent, condition, batch_size, guided=guided), guided
+        )
+
+    @torch.no_grad()
+    def forward(self, state: MARState, tokens: Tensor, known: Tensor, room: int | None = None) -> Tensor:
+        """Conditions z [R, L, dim] of every slot, given the tokens that are known; of those, they mean nothing.
+
+        Args:
+            tokens: [B, L, d]; what stands at hidden slots is not read.
+            known: bool [B, L]. Rows may know different numbers of tokens.
+            room: the largest of these numbers, where the caller knows it; else it is read, which waits for a GPU.
+        """
+        if state.guided:
+            tokens, known = tokens.repeat(2, 1, 1), known.repeat(2, 1)
+        return self.conditions(state.classes, tokens, known, room)
+
+    def conditions(self, classes: Tensor, tokens: Tensor, known: Tensor, room: int | None = None) -> Tensor:
+        """The same for embedded classes [R, dim], tokens [R, L, d] and known [R, L], with gradients."""
+        buffer, count = self.config["buffer_size"], known.sum(-1)  # [R]
+        room = int(count.max()) if room is None else room
+        # The known tokens' places, in rows of equal length; shorter rows are filled up with places nobody looks at.
+        order = (~known).to(torch.uint8).argsort(dim=-1, stable=True)[:, :room]  # [R, room]
+        used = torch.arange(room, device=known.device) < count[:, None]
+        rows = torch.arange(len(known), device=known.device)[:, None]
+
+        placed = torch.cat(
+            [torch.arange(buffer, device=known.device).expand(len(known), -1), buffer + order], 1
+        )
+        # Zeros, not what stands there: nobody looks at it, but it still enters products, and 0 * nan is nan.
+        read = torch.where(used[..., None], tokens[rows, order], 0.0)
+        # [R, buffer + room, dim]
+        hidden = torch.cat([classes[:, None].expand(-1, buffer, -1), self.z_proj(read)], 1)
+        hidden = self.z_proj_ln(hidden + self.encoder_pos_embed_learned[0, placed])
+        seen = torch.cat([used.new_ones(len(used), buffer), used], 1)
+        mask = None if room == 0 else seen[:, None, None]  # [R, 1, 1, buffer + room]
+        for block in self.encoder_blocks:
+            hidden = block(hidden, mask)
+        hidden = self.decoder_embed(self.encoder_norm(hidden))
+
+        hidden = torch.where(seen[..., None], hidden, self.mask_token.to(hidden.dtype))
+        places = self.mask_token.to(hidden.dtype).repeat(len(known), buffer + known.shape[1], 1)
+        hidden = (
+            places.scatter(1, placed[..., None].expand_as(hidden), hidden) + self.decoder_pos_embed_learned
+        )
+        for block in self.decoder_blocks:
+            hidden = block(hidden)
+        return self.decoder_norm(hidden)[:, buffer:] + self.diffusion_pos_embed_learned
+
+
+def check_sizes(dim: int, num_heads: int, head_kind: str) -> None:
+    """Refuse sizes that make no model.
+
+    Raises:
+        ValueError: a width that the heads do not divide, or an unknown kind of head.
+    """
+    if dim % num_heads:
+        raise ValueError(f"dim={dim} and num_heads={num_heads} given; the heads must divide the width.")
+    if head_kind not in HEADS:
+        raise ValueError(f"head_kind={head_kind!r}; pass one of {', '.join(HEADS)}.")
