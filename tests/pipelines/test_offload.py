@@ -1,9 +1,12 @@
 """Every entry point of a model works under the hooks of accelerate and of diffusers. All between CPU, disk and CPU."""
 
+from typing import Any
+
 import pytest
 import torch
 from accelerate import cpu_offload
-from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
+from diffusers.hooks.group_offloading import apply_group_offloading
+from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 
 from tests.tiny_pipelines import KINDS
 from visual_spec.models.core.offload import at_hand
@@ -12,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def by_group(model, folder, kind):
-    options = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+    options: Any = {"num_blocks_per_group": 1} if kind == "block_level" else {}
     apply_group_offloading(
         model, CPU, CPU, offload_type=kind, offload_to_disk_path=str(folder / type(model).__name__), **options
     )

@@ -296,7 +296,8 @@ def test_emu3_generate_is_accelerated_or_says_that_it_is_not():
         assert model.last_trace is None
         drawn = model.generate(**inputs, do_sample=False)
         assert torch.equal(drawn[:, : count + 18], want)
-        assert model.last_trace.commit_call.shape == (3, 15)
+        trace: Any = model.last_trace
+        assert trace.commit_call.shape == (3, 15)
         assert torch.equal(model.generate(**text, max_new_tokens=4, do_sample=False), words)
     finally:
         restore(model)

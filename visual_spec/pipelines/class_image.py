@@ -166,7 +166,7 @@ class ClassImagePipeline(TokenImagePipeline):
 
         All other arguments, and the errors, are those of `ImagePipeline.__call__`.
         """
-        labels = one_of(labels=labels, class_labels=class_labels)
+        asked: Labels = one_of(labels=labels, class_labels=class_labels)
         if num_images_per_label is None and num_images_per_prompt is None:
             num_images_per_label = 1
         each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
@@ -174,7 +174,7 @@ class ClassImagePipeline(TokenImagePipeline):
             guidance_scale, top_k, temperature=temperature, top_p=top_p, guidance_until=guidance_until
         )
         self.check_inputs(
-            labels,
+            asked,
             height=height,
             width=width,
             num_images_per_label=each,
@@ -182,7 +182,7 @@ class ClassImagePipeline(TokenImagePipeline):
             output_type=output_type,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
-        condition = self.encode_prompt(labels, num_images_per_prompt=each)
+        condition = self.encode_prompt(asked, num_images_per_prompt=each)
         return self._draw(
             condition,
             len(condition),

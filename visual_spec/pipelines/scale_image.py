@@ -514,13 +514,13 @@ class ScaleImagePipeline(VisualPipeline):
             ValueError, TypeError: a request that cannot be served; refused before any computation.
             FloatingPointError: logits that are not finite; names the slot.
         """
-        labels = one_of(labels=labels, class_labels=class_labels)
+        asked: Labels = one_of(labels=labels, class_labels=class_labels)
         if num_images_per_label is None and num_images_per_prompt is None:
             num_images_per_label = 1
         each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
         law = self.make_law(guidance_scale, top_k, top_p, temperature)
         self.check_inputs(
-            labels,
+            asked,
             height=height,
             width=width,
             num_images_per_label=each,
@@ -529,7 +529,7 @@ class ScaleImagePipeline(VisualPipeline):
             output_type=output_type,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
-        condition = self.encode_prompt(labels, num_images_per_prompt=each)
+        condition = self.encode_prompt(asked, num_images_per_prompt=each)
         asked = callback_on_step_end_tensor_inputs
         names = self._callback_tensor_inputs if asked is None else asked
         sizes = [side * side for side in self.vq_model.scales]
