@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.samplers.core.acceptance import (
-    accepted_prefix,
-    exact_acceptance,
-    identical_acceptance,
-    residual,
-)
+from visual_spec.samplers.core.acceptance import IDENTICAL, accepted_prefix, exact_acceptance, residual
+from visual_spec.samplers.core.drafts import Draft
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise
+from visual_spec.samplers.core.verification import verify_laws
 
 
 def pairs(vocab_size: int, count: int = 300) -> tuple[Tensor, Tensor]:
@@ -113,11 +112,16 @@ def test_float32_laws_keep_their_dtype():
 
 
 @pytest.mark.parametrize("vocab_size", [2, 7])
-def test_identical_acceptance_commits_the_target_law_whatever_the_draft(vocab_size):
-    """The committed token is the candidate: accepted it equals the draft, refused it replaces it."""
-    for draft, candidate in torch.cartesian_prod(torch.arange(vocab_size), torch.arange(vocab_size)):
-        accept = identical_acceptance(candidate[None, None], draft[None, None])
-        assert torch.where(accept, draft, candidate).item() == candidate
+def test_identical_acceptance_commits_what_the_slots_own_noise_draws_whatever_the_draft(vocab_size):
+    """Every draft in turn, at one slot: it is kept where it is that token, and the token stands in either case."""
+    drafts = F.pad(torch.arange(vocab_size)[:, None], (0, 1), value=-1)  # [B, 2], the last position has none
+    noise = CounterNoise(torch.full((vocab_size,), 5), "cpu")  # the same sample in every row
+    slots = torch.tensor([[3, 4]]).expand(vocab_size, -1)
+    target = torch.randn(1, 2, vocab_size, dtype=torch.float64).log_softmax(-1).expand(vocab_size, -1, -1)
+    drawn = noise.categorical(target, slots, TOKEN)
+    verdict = verify_laws(target, noise, slots, Draft(drafts, None, "all"), rule=IDENTICAL, round=1)
+    assert torch.equal(verdict.tokens, drawn)
+    assert torch.equal(verdict.kept, (drafts[:, 0] == drawn[:, 0]).long()) and verdict.kept.sum() == 1
 
 
 def test_accepted_prefix_counts_up_to_the_first_refusal():

@@ -30,15 +30,6 @@ def exact_acceptance(target: Tensor, draft_law: Tensor, drafts: Tensor) -> Tenso
     return (target.gather(-1, at) - draft_law.gather(-1, at)).exp_().clamp_(max=1).squeeze(-1)
 
 
-def identical_acceptance(candidates: Tensor, drafts: Tensor) -> Tensor:
-    """Return whether each draft is the token that the slot's own noise draws from the target law: BoolTensor [B, N].
-
-    The committed token is `candidates` in either case. So the output is that of autoregressive sampling with the same
-    noise, whatever the drafts were.
-    """
-    return candidates == drafts
-
-
 def residual(target: Tensor, draft_law: Tensor) -> Tensor:
     """Return the law that replaces a refused draft, (target - draft)+ normalised: [B, N, V] log-probabilities.
 
