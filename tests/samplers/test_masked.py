@@ -437,8 +437,6 @@ def test_hybrid_refuses_a_beginning_that_does_not_fit():
         (dict(score="halton", choice_temperature=1.0), "choice_temperature=1.0 with score='halton'"),
         (dict(entropy_bound=-0.1), "entropy_bound=-0.1; pass a finite number of at least 0"),
         (dict(last_temperature=2.0), "last_temperature=2.0; pass a finite number"),
-        (dict(entropy_bound=0.1, temperature="falling"), "temperature='falling' with an entropy_bound"),
-        (dict(entropy_bound=0.1, span=3), "span=3 with an entropy_bound"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):

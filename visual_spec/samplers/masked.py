@@ -150,7 +150,8 @@ class MaskedSampler(Sampler):
         least_guidance: at least 1, which means no guidance.
         entropy_bound: None keeps what the schedule says. A number lets each step keep as many of the surest tokens as
             this bound on their entropy allows (`masking.beyond_entropy_bound`), until all are kept or the last of
-            `steps`, which keeps the rest. For models of one codebook, with constant temperature and guidance.
+            `steps`, which keeps the rest. What changes from step to step follows `schedule` as without a bound. For
+            models of one codebook.
         filtered_score: score draws by the law they were drawn from. False: by that law before top-k and top-p.
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
 
@@ -220,8 +221,6 @@ class MaskedSampler(Sampler):
                 f"choice_temperature={choice_temperature} with score={score!r}, an order that no noise should change; "
                 "pass choice_temperature=0."
             )
-        if entropy_bound is not None:
-            _refuse_what_needs_a_schedule(temperature, guidance, choice_temperature, span)
 
     def prefill(
         self, model: MaskedModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
@@ -293,6 +292,7 @@ class MaskedSampler(Sampler):
             stays = least_sure(score, stage.hidden, stage.counts[step + 1])  # [B, U]
         else:
             assert entropy is not None
+            entropy = spans.score(entropy, drawing, "sum")  # [B, U]
             stays = beyond_entropy_bound(score, entropy, stage.hidden, bound)
         kept = drawing & spans.spread(stage.hidden & ~stays)
         state.entry_call[..., codebook].masked_fill_(kept, state.round)
@@ -375,18 +375,7 @@ class MaskedSampler(Sampler):
         return share * sure + (1 - share) * other.exp()
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        if not (hasattr(model, "mask_id") and hasattr(model, "prepare")):
-            raise ValueError(
-                f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
-                "AutoregressiveSampler or ColumnAutoregressiveSampler."
-            )
-        check_batch_size(batch_size)
-        check_allowed(law, model.vocab_size)
-        if law.guidance_until is not None:
-            raise ValueError(
-                f"guidance_until={law.guidance_until}, but masked decoding knows no order of slots; pass "
-                "guidance_until=None, and guidance='falling' or 'rising' to the sampler."
-            )
+        check_masked_model(model, law, batch_size)
         steps, grid, span = self.config.steps, model.grid, self.config.span
         if not isinstance(steps, int) and len(steps) != grid.codebooks:
             raise ValueError(
@@ -419,22 +408,25 @@ class MaskedSampler(Sampler):
         return [count if some else 0 for count, some in zip(counts, unknown, strict=True)]
 
 
-def _refuse_what_needs_a_schedule(
-    temperature: str, guidance: str, choice_temperature: float, span: int
-) -> None:
-    """Raises ValueError for settings that follow the steps: under an entropy bound their number is not known."""
-    settings = {
-        "temperature": (temperature, "constant"),
-        "guidance": (guidance, "constant"),
-        "choice_temperature": (choice_temperature, 0.0),
-        "span": (span, 1),
-    }
-    for name, (given, allowed) in settings.items():
-        if given != allowed:
-            raise ValueError(
-                f"{name}={given!r} with an entropy_bound, under which the number of steps is not known; pass "
-                f"{name}={allowed!r}, or entropy_bound=None."
-            )
+def check_masked_model(model: Any, law: TokenLaw, batch_size: int) -> None:
+    """Refuse, before any compute, a request that no sampler of masked models can decode.
+
+    Raises:
+        ValueError: a model that hides no tokens, a batch size below 1, ids beyond the vocabulary, or guidance up to a
+            slot.
+    """
+    if not (hasattr(model, "mask_id") and hasattr(model, "prepare")):
+        raise ValueError(
+            f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
+            "AutoregressiveSampler or ColumnAutoregressiveSampler."
+        )
+    check_batch_size(batch_size)
+    check_allowed(law, model.vocab_size)
+    if law.guidance_until is not None:
+        raise ValueError(
+            f"guidance_until={law.guidance_until}, but masked decoding knows no order of slots; pass "
+            "guidance_until=None, and guidance='falling' or 'rising' to the sampler."
+        )
 
 
 def _check_given(model: MaskedModel, given: Tensor, batch_size: int) -> None:

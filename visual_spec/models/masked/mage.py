@@ -40,6 +40,13 @@ _UNUSED = (
 )
 
 
+class MageState(MaskedState):
+    """Nothing: the model draws without a condition."""
+
+    def select(self, samples: Tensor) -> None:
+        pass
+
+
 class TokenEmbeddings(nn.Module):
     """Embeddings of tokens and places, summed and normalised."""
 
@@ -130,7 +137,7 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
                 f"{'a condition' if condition is not None else 'guidance'} given, but MAGE draws pictures of no class; "
                 "pass condition=None and guidance_scale=1."
             )
-        return MaskedState(guided=False, device=self.token_emb.word_embeddings.weight.device)
+        return MageState(guided=False, device=self.token_emb.word_embeddings.weight.device)
 
     @loads_weights
     @torch.no_grad()

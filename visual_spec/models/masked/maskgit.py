@@ -56,6 +56,11 @@ class MaskedImageState(MaskedState):
     words: Tensor
     mask: Tensor
 
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples, len(self.mask))
+        self.modulations, self.words = self.modulations[:, rows], self.words[:, :, rows]
+        self.head_modulation, self.mask = self.head_modulation[rows], self.mask[rows]
+
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """`x [R, W, dim]` with gain 1 + `scale [R, dim]` and bias `shift [R, dim]`."""
