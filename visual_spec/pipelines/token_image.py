@@ -133,8 +133,12 @@ class TokenImagePipeline(VisualPipeline):
         return_dict: bool,
         callback: Callable[[Any, int, int, dict], Any] | None,
         callback_tensors: Sequence[str] | None,
+        **given: Any,
     ) -> ImagePipelineOutput:
-        """Decode `batch_size` pictures, with a progress bar, and turn them into pixels."""
+        """Decode `batch_size` pictures, with a progress bar, and turn them into pixels.
+
+        `given`: what the sampler takes beside, other than `sampler_parts`.
+        """
         asked = self._callback_tensor_inputs if callback_tensors is None else callback_tensors
 
         def listen(step: int, lengths: torch.Tensor) -> None:
@@ -144,7 +148,7 @@ class TokenImagePipeline(VisualPipeline):
 
         num_tokens = self._num_timesteps = self.transformer.grid.num_tokens
         self._guidance_scale = law.guidance_scale
-        parts = self.sampler_parts()
+        parts = self.sampler_parts() | given
         models = self.transformer, parts.get("drafter")
         with at_hand(*models), self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
             listener = listen if callback is not None else None
