@@ -539,8 +539,8 @@ class ScaleImagePipeline(VisualPipeline):
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
         condition = self.encode_prompt(asked, num_images_per_prompt=each)
-        asked = callback_on_step_end_tensor_inputs
-        names = self._callback_tensor_inputs if asked is None else asked
+        wanted = callback_on_step_end_tensor_inputs
+        names = self._callback_tensor_inputs if wanted is None else wanted
         sizes = [side * side for side in self.vq_model.scales]
         self._guidance_scale, self._num_timesteps = law.guidance_scale, len(sizes)
         models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)
