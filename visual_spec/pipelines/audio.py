@@ -145,7 +145,7 @@ class AudioPipeline(VisualPipeline):
         Args:
             model: a `MusicgenForConditionalGeneration`, mono or stereo; it is not changed.
             tokenizer: of its text encoder, or the processor that holds it.
-            sampler: default `ColumnJacobiSampler()`: the codes of plain sampling, in fewer calls.
+            sampler: default `ColumnAutoregressiveSampler()`, plain decoding.
             settings: of the class, in place of the published ones.
 
         Raises:
@@ -153,7 +153,7 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        chosen = sampler or make_sampler("column-jacobi")
+        chosen = sampler or make_sampler("columns")
         return cls(model, None, None, chosen, tokenizer, **published | settings)
 
     @classmethod
@@ -226,14 +226,18 @@ class AudioPipeline(VisualPipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler."""
+        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler.
+
+        A model of columns decodes plainly by default: no sampler of the same law has been faster by the clock
+        (docs/RESULTS.md, "Music").
+        """
         masked = bool(settings.get("masked"))
         return PipelineFacts(
             medium="audio",
             unit="columns",
             calls=(MASKED,) if masked else (COLUMNS,),
             plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
-            fast_sampler="masked" if masked else "column-jacobi",
+            fast_sampler="masked" if masked else "columns",
             default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
             comparable=not masked,
         )
