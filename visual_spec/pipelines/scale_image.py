@@ -246,7 +246,8 @@ class ScaleImagePipeline(VisualPipeline):
     ) -> tuple[ScaleBudget, ScaleBudget | None]:
         """Budgets of transformer and refiner for a share of the full cache, found by drawing a picture of each label.
 
-        Changes nothing: `pipe.compress(*pipe.calibrate(range(10), 0.1))`.
+        The first scales are drawn at their own temperature (`warm_temperature`), as in a call. Changes nothing:
+        `pipe.compress(*pipe.calibrate(range(10), 0.1))`.
 
         Args:
             labels: as for `__call__`; about ten do.
@@ -266,7 +267,7 @@ class ScaleImagePipeline(VisualPipeline):
                     model,
                     self.vq_model,
                     condition,
-                    sampler=self.sampler,
+                    sampler=self.warmed(self.sampler),
                     law=laws[model],
                     share=share,
                     batch_size=len(condition),
@@ -403,6 +404,14 @@ class ScaleImagePipeline(VisualPipeline):
                 warmed.append(replace(stage, scales=range(end, stop)))
         return warmed
 
+    def warmed(self, sampler: Callable[..., Any]) -> Callable[..., Any]:
+        """A sampler of single models that draws the first scales at their own temperature, as this pipeline does."""
+
+        def draw(model: Any, *args: Any, **settings: Any) -> Any:
+            return sampler(self._warmed([Stage(model, range(len(model.scales)))]), *args, **settings)
+
+        return draw
+
     def _small(self) -> Any:
         small: Any = self.refiner
         if self.refiner_budget is not None:
@@ -530,8 +539,8 @@ class ScaleImagePipeline(VisualPipeline):
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
         condition = self.encode_prompt(asked, num_images_per_prompt=each)
-        asked = callback_on_step_end_tensor_inputs
-        names = self._callback_tensor_inputs if asked is None else asked
+        wanted = callback_on_step_end_tensor_inputs
+        names = self._callback_tensor_inputs if wanted is None else wanted
         sizes = [side * side for side in self.vq_model.scales]
         self._guidance_scale, self._num_timesteps = law.guidance_scale, len(sizes)
         models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)

@@ -154,6 +154,9 @@ class MaskedSampler(Sampler):
             models of one codebook.
         filtered_score: score draws by the law they were drawn from. False: by that law before top-k and top-p.
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
+        greedy: take the likeliest tokens, and score them by the law with its temperature, which decides about their
+            order where it falls (MAGNeT's code with use_sampling=False). A law of temperature 0 takes the same tokens,
+            and scores them at temperature 1.
 
     A call takes
         given: long [B, L, K] (or [B, L] for one codebook), known tokens; the mask id marks tokens to decode. None: no
@@ -191,6 +194,7 @@ class MaskedSampler(Sampler):
         rescorer_share: float = 0.5,
         last_temperature: float = 0.7,
         entropy_bound: float | None = None,
+        greedy: bool = False,
     ) -> None:
         for name, value, known in [
             ("schedule", schedule, SCHEDULES),
@@ -280,6 +284,7 @@ class MaskedSampler(Sampler):
             score=self.config.score if stage.order is None and left else None,
             filtered=self.config.filtered_score,
             entropies=bound is not None,
+            greedy=self.config.greedy,
         )
         tokens = state.tokens[..., codebook]  # a view
         tokens.copy_(torch.where(drawing, drawn, tokens))
