@@ -133,11 +133,13 @@ def _add_convert(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help="a transformer (of Infinity 8B its folder), its tokenizer, or both in any order; of VAR also a smaller "
-        "transformer, for CoDe",
+        "transformer, for CoDe; or the folder of a MusicGen of audiocraft",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(
-        "--text-encoder", metavar="DIR", help="folder or Hub id of flan-t5-xl, to be copied too"
+        "--text-encoder",
+        metavar="DIR",
+        help="folder or Hub id of flan-t5-xl, to be copied too; of MusicGen its T5 (t5-base)",
     )
     convert.add_argument(
         "--image-size",
