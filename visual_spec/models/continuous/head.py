@@ -100,6 +100,21 @@ class DiffusionHead(nn.Module):
             hidden = block(hidden, *parts[3 * index : 3 * index + 3])
         return self.final_layer(hidden, *parts[-2:])
 
+    def step_weights(self) -> list[Tensor] | None:
+        """What `kernels.head_step` reads: weights and biases of the input projection, of each block (norm, first and
+        second product), and of the last layer; None where layers were replaced or hooked, and must be called.
+        """
+        layers: list[Any] = [self.input_proj]
+        for block in self.res_blocks:
+            layers += [block.in_ln, block.mlp[0], block.mlp[2]]  # pyright: ignore
+        layers.append(self.final_layer.linear)
+        plain = all(
+            type(layer) in (nn.Linear, nn.LayerNorm)
+            and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
+            for layer in layers
+        )
+        return [weight for layer in layers for weight in (layer.weight, layer.bias)] if plain else None
+
     def forward(self, x: Tensor, times: Tensor, z: Tensor) -> Tensor:
         """The same in one call: points `x [N, d]` at times [N], or one for all, with conditions `z [N, dim]`."""
         return self.denoise(x, self._modulate(self.time_embed(times) + self.cond_embed(z)))
