@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from visual_spec.kernels.head_step import head_step, head_step_reference
 )
 def test_definition(settings):
     here = case(4, 3, 24, 2, **settings)
-    near = dict(rtol=5e-2, atol=5e-2) if "dtype" in settings else dict(rtol=1e-5, atol=1e-5)
+    near: dict[str, Any] = dict(rtol=5e-2, atol=5e-2) if "dtype" in settings else dict(rtol=1e-5, atol=1e-5)
     for function in (head_step_reference, head_step):
         for found, expected in zip(function(*here.arguments), here.expected, strict=True):
             torch.testing.assert_close(found, expected.float(), **near)
