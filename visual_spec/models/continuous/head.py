@@ -130,14 +130,3 @@ class DiffusionHead(nn.Module):
         for layer in [*self.res_blocks, self.final_layer]:
             nn.init.zeros_(layer.adaLN_modulation[1].weight)  # pyright: ignore
         nn.init.zeros_(self.final_layer.linear.weight)
-
-
-def guided(output: Tensor, scale: float | Tensor, token_dim: int) -> Tensor:
-    """Classifier-free guidance of a head's output `[2 N, outputs]`, conditional rows first: `[N, outputs]`.
-
-    The prediction is u + scale (c - u); what is behind it (the share of variance) is the conditional row's.
-    """
-    conditional, unconditional = output.chunk(2)
-    prediction, rest = conditional[:, :token_dim], conditional[:, token_dim:]
-    other = unconditional[:, :token_dim]
-    return torch.cat([other + scale * (prediction - other), rest], -1)
