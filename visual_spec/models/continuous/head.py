@@ -79,10 +79,15 @@ class DiffusionHead(nn.Module):
         self.res_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
         self.final_layer = FinalLayer(width, outputs)
 
+    @property
+    def modulation_size(self) -> int:
+        """M: shift, scale and gate of each block, then shift and scale of the last layer."""
+        return self.width * (3 * len(self.res_blocks) + 2)
+
     def modulations(self, z: Tensor, times: Tensor) -> Tensor:
         """All that `denoise` needs beside the point: [T, N, M], for conditions `z [N, dim]` at times [T].
 
-        M is width * (3 * depth + 2): shift, scale and gate of each block, then shift and scale of the last layer.
+        M is `modulation_size`.
         """
         return self._modulate(self.time_embed(times)[:, None] + self.cond_embed(z))
 

@@ -1,170 +1,105 @@
 """The plain chains of the tokens of a call: where a decode of continuous tokens spends most of its time.
 
 What does not change from level to level is computed before the loop: the modulations of all levels in one product each
-layer, all noise in one launch, and the laws of the levels as numbers. Left over are levels, each one `head_step`, or
-the head and a few operations where the kernel cannot run. On CUDA the whole is recorded as a graph, one for each number
-of tokens that a call draws; nothing in it waits for the host or is copied from it.
+layer, all noise in one launch, and the laws of the levels as a table. Left over are levels, each one `head_step`, or
+the head and a few operations where its kernels cannot run. Nothing waits for the host or is copied from it, so the
+whole is recorded as part of a call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visual_spec.kernels.head_step import head_step, law_step, takes
-from visual_spec.samplers.core.graph import recorded, wants_graph
+from visual_spec.models.core.latents import LatentModel, Schedule
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
 
 # Bytes of the modulations that are computed at once; longer chains are computed in stretches of levels.
 _AT_ONCE = 2**28
 
 
-@dataclass
-class HeadCall:
-    """What one call reads and writes, as large as the widest call of the decode.
-
-    Attributes:
-        width: N, tokens that the call draws for each sample.
-        z: [R, widest, dim], conditions of the tokens; R = 2B when guided, the conditional rows first.
-        scales: [B, widest], of guidance.
-        places: long [B, widest], whose noise the tokens are drawn with.
-        tokens: [B, widest, d], what is drawn.
-    """
-
-    width: int
-    z: Tensor
-    scales: Tensor
-    places: Tensor
-    tokens: Tensor
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tells `recorded` the device."""
-        return self.places
-
-
 class HeadLoop:
-    """Draws the tokens of calls by the chains of one head.
+    """Draws tokens by the chains of one head.
 
     Args:
-        model: has a `head` and a `token_dim` (`visual_spec.models.core.latents`).
-        schedule: of the chain.
+        model: whose head it is.
+        schedules: of the chains, which differ in their number of levels.
         temperature: multiplies the noise of the steps; of a deterministic chain, its start.
         final_noise: standard deviation of the noise of the last level.
         guided: whether conditions hold unconditional rows.
-        widest: the most tokens that a call draws for a sample.
-        graph: as samplers take it: True, False or "auto".
-        stream: of the noise.
-
-    Raises:
-        ValueError: a graph where none can be recorded.
     """
 
     def __init__(
         self,
-        model: Any,
-        schedule: Any,
+        model: LatentModel,
+        schedules: Iterable[Schedule],
         *,
         temperature: float = 1.0,
         final_noise: float = 0.0,
         guided: bool = False,
-        widest: int = 1,
-        graph: bool | str = "auto",
-        stream: int = CHAIN,
     ) -> None:
-        self.model, self.schedule, self.guided, self.widest, self.stream = model, schedule, guided, widest, stream
-        self.strict, self.records = graph is True, wants_graph(graph, model)
-        self.start = temperature if schedule.deterministic else 1.0
-        laws = schedule.laws()  # float64 [T, 5]
-        laws[0, 2:] = laws.new_tensor([0.0, 0.0, final_noise])
-        laws[:, 4] *= temperature
-        # Tables on the device, before the first call.
-        self.laws = {
-            dtype: laws.to(schedule.times.device, dtype) for dtype in (torch.float32, torch.float64)
-        }
-        self.levels = torch.arange(len(laws) + 1, device=schedule.times.device)
-        self.key = (
-            *("head", len(laws), guided, widest, stream, self.start),
-            *laws.flatten().tolist(),  # all that a graph keeps of the chain
-        )
-        self._fixed: HeadCall | None = None
-        self._advance: Any = None
+        self.model, self.temperature, self.guided = model, temperature, guided
+        # By the number of levels, all tables on the device before the first call.
+        self.schedules = {schedule.num_steps: schedule for schedule in schedules}
+        self.laws: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.rounds: dict[int, Tensor] = {}
+        for count, schedule in self.schedules.items():
+            laws, device = schedule.laws.clone(), schedule.times.device
+            laws[0, 2:] = torch.tensor([0.0, 0.0, final_noise])
+            laws[:, 4] *= temperature
+            for dtype in (torch.float32, torch.float64):
+                self.laws[count, dtype] = laws.to(device, dtype)
+            self.rounds[count] = torch.arange(count + 1, device=device)
 
-    @torch.no_grad()
-    def __call__(self, z: Tensor, scales: Tensor, noise: CounterNoise, places: Tensor) -> Tensor:
+    def __call__(
+        self, z: Tensor, scales: Tensor, noise: CounterNoise, places: Tensor, levels: int, stream: int = CHAIN
+    ) -> Tensor:
         """Tokens [B, N, d], in at least float32, of conditions `z [R, N, dim]`.
 
         Args:
-            scales: [B, N].
-            places: long [B, N].
+            scales: [B, N], of guidance.
+            places: long [B, N], whose noise of `stream` the tokens are drawn with.
+            levels: T, of the chains.
         """
-        if not self.records:
-            return self.chains(z, scales, noise, places)
-        width = places.shape[1]
-        call = self._fixed or self._begin(z, scales, noise, places)
-        call.width = width
-        call.z[:, :width], call.scales[:, :width], call.places[:, :width] = z, scales, places
-        self._advance()
-        return call.tokens[:, :width].clone()  # the next call writes there
-
-    def chains(self, z: Tensor, scales: Tensor, noise: CounterNoise, places: Tensor) -> Tensor:
-        """The same, one operation after the other."""
+        head: Any = self.model.head
         dtype = torch.promote_types(z.dtype, torch.float32)
-        laws, (size, width), dim = self.laws[dtype], places.shape, self.model.token_dim
-        count = len(self.levels)
-        each = places.repeat_interleave(count, 1)  # [B, N (T + 1)]
-        drawn = noise.normal(each, dim, self.stream, self.levels.repeat(width).expand_as(each), dtype)
-        drawn = drawn.view(size * width, count, dim).transpose(0, 1).contiguous()  # [T + 1, B N, d]
-        x, flat = drawn[-1] * self.start, z.flatten(0, 1)
+        schedule, laws = self.schedules[levels], self.laws[levels, dtype]
+        flat = z.flatten(0, 1)
         guidance = scales.flatten().to(dtype) if self.guided else None
-        head = self.model.head
-        weights = head.step_weights() if hasattr(head, "step_weights") else None
+        drawn = self._noise(noise, places, levels, stream, dtype)  # [T + 1, B N, d]
+        x = drawn[-1] * self.temperature if schedule.deterministic else drawn[-1]
+        weights: Any = head.step_weights() if hasattr(head, "step_weights") else None
         fused = weights is not None and takes(x, len(flat), weights)
-        top, stretch = len(laws), self._stretch(flat)
+        top = levels
         while top:
-            first = max(0, top - stretch)
-            modulations = head.modulations(flat, self.schedule.times[first:top])  # [levels, R N, M]
+            first = max(0, top - self._at_once(flat))
+            modulations = head.modulations(flat, schedule.times[first:top])  # [levels, R N, M]
             for level in reversed(range(first, top)):
-                here, law, step = modulations[level - first], laws[level], drawn[level]
+                here = modulations[level - first]
                 if fused:
-                    x = head_step(x, here, weights, guidance, law, step)[0]
+                    x, _, _ = head_step(x, here, weights, guidance, laws[level], drawn[level])
                     continue
                 points = x.to(here.dtype)
                 output = head.denoise(torch.cat([points, points]) if self.guided else points, here)
-                x = law_step(x, output.to(dtype), guidance, law, step)[0]
+                x, _, _ = law_step(x, output.to(dtype), guidance, laws[level], drawn[level])
             top = first
-        return x.view(size, width, dim)
+        return x.view(*places.shape, x.shape[-1])
 
-    def _stretch(self, flat: Tensor) -> int:
-        """Levels whose modulations are computed at once."""
-        head = self.model.head
-        numbers = getattr(head, "modulation_size", flat.shape[-1])
-        return max(1, _AT_ONCE // max(1, len(flat) * numbers * flat.element_size()))
+    def _noise(
+        self, noise: CounterNoise, places: Tensor, levels: int, stream: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The noise of all levels, [T + 1, B N, d]; at T the start."""
+        count = levels + 1
+        each = places.repeat_interleave(count, 1)  # [B, N (T + 1)]
+        rounds = self.rounds[levels].repeat(places.shape[1]).expand_as(each)
+        drawn = noise.normal(each, self.model.token_dim, stream, rounds, dtype)
+        return drawn.reshape(-1, count, drawn.shape[-1]).transpose(0, 1).contiguous()
 
-    def _begin(self, z: Tensor, scales: Tensor, noise: CounterNoise, places: Tensor) -> HeadCall:
-        """The call at the addresses of a recording."""
-
-        def widened(value: Tensor) -> Tensor:
-            return value.new_zeros(len(value), self.widest, *value.shape[2:])
-
-        dtype = torch.promote_types(z.dtype, torch.float32)
-        tokens = z.new_zeros(len(places), self.widest, self.model.token_dim, dtype=dtype)
-        call = HeadCall(places.shape[1], widened(z), widened(scales), widened(places), tokens)
-
-        def step(call: HeadCall, _: Any, noise: CounterNoise) -> None:
-            width = call.width
-            z, scales, places = call.z[:, :width], call.scales[:, :width], call.places[:, :width]
-            call.tokens[:, :width] = self.chains(z, scales, noise, places)
-
-        # The sampler's own clock times the call.
-        silent: Any = SimpleNamespace(lap=lambda *_: None)
-        parts: Any = (call, SimpleNamespace(), CounterNoise(noise.keys, noise.keys.device))
-        (self._fixed, *_), self._advance = recorded(  # pyright: ignore
-            self.model, self.key, step, parts, silent, strict=self.strict
-        )
-        assert self._fixed is not None
-        return self._fixed
+    def _at_once(self, flat: Tensor) -> int:
+        """Levels whose modulations are computed at once, of conditions [R N, dim]."""
+        numbers = getattr(self.model.head, "modulation_size", flat.shape[-1])
+        return max(1, _AT_ONCE // (max(1, len(flat)) * numbers * flat.element_size()))
