@@ -94,8 +94,11 @@ class Chains:
 
     def output(self, x: Tensor, level: int) -> Tensor:
         """The head's output [..., B, N, outputs] at points [..., B, N, d] of one level."""
+        return self.output_with(x, self._modulations(level))
+
+    def output_with(self, x: Tensor, modulations: Tensor) -> Tensor:
+        """The same with modulations that broadcast to [..., R N, M]."""
         self.calls[0] += 1
-        modulations = self._modulations(level)  # [R N, M]
         flat = x.flatten(-3, -2).to(modulations.dtype)
         if self.law.guided:
             flat = torch.cat([flat, flat], -2)

@@ -27,16 +27,16 @@ class Window:
     """The slots that one call of the target scores: N drafts, and the slot behind them.
 
     Attributes:
-        target: chains of the N + 1 slots, given all drafts before each.
-        draft: chains of the N drafts, as the drafter steers them.
+        target: chains of the N + 1 slots, given all drafts before each; behind them those of columns to be redrafted.
+        draft: chains of the N drafts, as the drafter steers them, for rules that need them.
         log: the record of the drafts.
         noise: of the samples.
-        places: long [B, N + 1].
-        tested: bool [B, N], slots on the grid.
+        places: long [B, N + 1 (+ redrafted columns)].
+        tested: bool [B, N], drafts that are tested: those of slots on the grid.
     """
 
     target: Chains
-    draft: Chains
+    draft: Chains | None
     log: ChainLog
     noise: CounterNoise
     places: Tensor
@@ -45,7 +45,7 @@ class Window:
     @property
     def drafts(self) -> Tensor:
         """Places of the drafts, long [B, N]."""
-        return self.places[:, :-1]
+        return self.places[:, : self.log.points.shape[1]]
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Verdict:
             behind if all are kept.
         kept: bool [B, N].
         moved: [B, N], for a lossy rule that knows it: the estimate of `DivergenceMeter`.
-        log: of the tokens that were drawn as chains of the target, where the rule keeps it.
+        log: of tokens that were drawn as chains of the target: of all slots ("aligned"), or of redrafted columns.
     """
 
     tokens: Tensor
@@ -94,21 +94,33 @@ class ChainRule(Rule):
     kept if the chains end at one point (De Bortoli et al. 2025, algorithm 3, along two heads)."""
 
     def verify(self, window: Window) -> Verdict:
-        """See `Rule`."""
+        """See `Rule`. Columns to be redrafted walk along, with the noise of drafts."""
         target, log, noise = window.target, window.log, window.noise
         count = window.drafts.shape[1]
-        behind = window.places[:, count:]
-        x = torch.cat([log.points[:, :, -1], target.start(noise, window.places)[:, count:]], 1)
-        kept = torch.zeros_like(window.tested)
+        own, redrafted = window.places[:, : count + 1], window.places[:, count + 1 :]
+        # What is not tested, and the slot behind, walk alone.
+        free = torch.cat([~window.tested, torch.ones_like(window.tested[:, :1])], 1)[..., None]
+        x = target.start(noise, window.places)[:, : count + 1]
+        x = torch.where(free, x, _padded(log.points[:, :, -1]))
+        again = [target.start(noise, window.places, DRAFT)[:, count + 1 :]]
+        laws, kept = [], torch.zeros_like(window.tested)
         for level in reversed(range(target.law.levels)):
-            mean, sigma = target.kernel(x, level)
-            own = mean[:, :count], sigma[:, :count]
+            mean, sigma = target.kernel(torch.cat([x, again[-1]], 1), level)
             points, kept = couple(
-                log.points[:, :, level], log.law(level), own, noise, window.drafts, level, window.tested
+                log.points[:, :, level],
+                log.law(level),
+                (mean[:, :count], sigma[:, :count]),
+                noise,
+                window.drafts,
+                level,
+                window.tested,
             )
-            free = drawn((mean[:, count:], sigma[:, count:]), noise, behind, level, CHAIN)
-            x = torch.cat([points, free], 1)
-        return Verdict(x, kept)
+            alone = drawn((mean[:, : count + 1], sigma[:, : count + 1]), noise, own, level, CHAIN)
+            x = torch.where(free, alone, _padded(points))
+            laws.append((mean[:, count + 1 :], sigma[:, count + 1 :]))
+            again.append(drawn(laws[-1], noise, redrafted, level, DRAFT))
+        means, sigmas = (torch.stack(parts[::-1], 2) for parts in zip(*laws, strict=True))
+        return Verdict(x, kept & window.tested, log=ChainLog(torch.stack(again[::-1], 2), means, sigmas))
 
 
 class WholeRule(Rule):
@@ -188,10 +200,10 @@ class OdeRule(WholeRule):
     def ratio(self, window: Window) -> tuple[Tensor, Tensor]:
         """See `WholeRule`."""
         count = window.drafts.shape[1]
+        assert window.draft is not None
         tokens, draft = pushed(window.draft, window.log.points[:, :, -1])
-        padded = torch.cat([tokens, torch.zeros_like(tokens[:, :1])], 1)
         tested = torch.cat([window.tested, torch.zeros_like(window.tested[:, :1])], 1)
-        target = pulled(window.target, padded, tested)[:, :count]
+        target = pulled(window.target, _padded(tokens), tested)[:, :count]
         return target - draft, window.target.walk(window.noise, window.places)[:, count:]
 
     def propose(
@@ -278,6 +290,7 @@ class CspdReleaseRule(Rule):
     def verify(self, window: Window) -> Verdict:
         """See `Rule`. `window.log.tokens` are the means of the last level."""
         noise, draft = window.noise, window.log
+        assert window.draft is not None
         log = window.target.log(noise, window.places, CHAIN)
         count, wide = window.drafts.shape[1], self.temperature
         # The widths that the heads give to the last level, whatever is added there.
@@ -328,3 +341,8 @@ def _last_residual(mean: Tensor, sigma: Tensor, other: Tensor, other_sigma: Tens
         return points, keep_probability(ratio)
 
     return propose
+
+
+def _padded(columns: Tensor) -> Tensor:
+    """Columns [B, N, d] and one of zeros."""
+    return torch.cat([columns, torch.zeros_like(columns[:, :1])], 1)
