@@ -285,6 +285,13 @@ class Sampler(SchedulerMixin, ConfigMixin):
         noise = CounterNoise(keys, device)
         return Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
 
+    def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
+        """Return `advance`, with the state's `width` set before each call where calls differ in it."""
+        if self.config.get("window") != AUTO:
+            return advance
+        policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
+        return adaptive(advance, state, policy, run.num_tokens)
+
     @torch.no_grad()
     def __call__(
         self,
@@ -348,9 +355,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
                 strict=graph is True,
             )
             state, run.law, run.noise = fixed
-        if self.config.get("window") == AUTO:
-            policy = WindowPolicy.of(model, (batch_size, law.guided, str(run.device)))
-            advance = adaptive(advance, state, policy, run.num_tokens)
+        advance = self.paced(advance, run, state)
         return decode(self, run, state, advance, callback, shrinks=not recording)
 
 
@@ -430,7 +435,7 @@ class ActiveSamples:
     def can_shrink(self) -> bool:
         """Whether all parts of the state can `select` samples."""
         return all(
-            part is None or isinstance(part, Tensor | int) or _selects(part)
+            part is None or isinstance(part, Tensor | int | tuple) or _selects(part)
             for part in self._parts().values()
         )
 
