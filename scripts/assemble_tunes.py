@@ -20,7 +20,7 @@ from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.training.loop import write_json
 
@@ -58,7 +58,7 @@ def main() -> None:
         transformer=MusicgenForCausalLM.from_pretrained(source / "transformer"),
         codec=EncodecModel.from_pretrained(arguments.codec),
         text_encoder=CaptionEncoder.from_pretrained(source / "text_encoder"),
-        sampler=MaskedSampler(**MASKED) if masked else ColumnJacobiSampler(),
+        sampler=MaskedSampler(**MASKED) if masked else ColumnAutoregressiveSampler(),
         masked=masked,
         default_guidance_scale=arguments.guidance_scale,
         default_temperature=arguments.temperature,

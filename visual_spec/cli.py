@@ -81,6 +81,11 @@ def _add_generate(commands: Any) -> None:
 
     music = generate.add_argument_group("music")
     music.add_argument("--music", action="store_true", help="as --model tunes, where no model is named")
+    music.add_argument(
+        "--masked",
+        metavar="MODEL",
+        help="with --compare: a masked model of the same codec, which is compared with --model",
+    )
     music.add_argument("--seconds", type=float, metavar="S", help="length (default: that of the training)")
     music.add_argument(
         "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"

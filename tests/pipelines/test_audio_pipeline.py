@@ -66,7 +66,7 @@ def test_output_types(pipe):
 def test_accelerated_music_is_the_plain_music(pipe, guidance_scale):
     settings: Any = dict(num_waveforms_per_prompt=3, guidance_scale=guidance_scale)
     plain = pipe(PROMPT, generator=seeded(1, 2, 3), **settings)
-    assert visual_spec.accelerate(pipe) is pipe and isinstance(pipe.sampler, ColumnJacobiSampler)
+    assert visual_spec.accelerate(pipe, "column-jacobi") is pipe
     fast = pipe(PROMPT, generator=seeded(1, 2, 3), **settings)
     assert fast.codes.equal(plain.codes) and np.array_equal(fast.audios, plain.audios)
     assert (fast.trace.target_calls < plain.trace.target_calls).all()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import visual_spec
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE, held_out_prompts
 from visual_spec.data.tunes_parser import score
 from visual_spec.pipelines.audio import AudioPipeline
@@ -26,6 +27,13 @@ def load() -> AudioPipeline:
 
 def seeded(*seeds: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_music_decodes_plainly_by_default():
+    """No sampler of the same codes is faster here (docs/RESULTS.md): a default that costs time helps nobody."""
+    pipe = load()
+    assert type(pipe.sampler) is ColumnAutoregressiveSampler and pipe.fast_sampler == pipe.plain_sampler
+    assert type(visual_spec.accelerate(pipe).sampler) is ColumnAutoregressiveSampler
 
 
 def test_accelerated_music_is_the_plain_music():

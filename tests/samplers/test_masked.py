@@ -22,8 +22,16 @@ from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedMod
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masking import Spans, halton_order, hidden_counts, hidden_shares, least_sure
+from visual_spec.samplers.core.masking import (
+    Spans,
+    draw_and_score,
+    halton_order,
+    hidden_counts,
+    hidden_shares,
+    least_sure,
+)
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.masked import PRESETS, MaskedSampler, MaskedTrace
 from visual_spec.samplers.masked_hybrid import hybrid_decode
@@ -135,6 +143,7 @@ def plain_magnet(
     prompt: Tensor,
     rescorer: MusicgenColumnModel | None = None,
     share: float = 0.5,
+    greedy: bool = False,
 ) -> Tensor:
     """MAGNeT's loop over one clip with spans of 3: codes [K, T]. prompt: [K, P]."""
     noise, books, frames = CounterNoise(key, "cpu"), model.num_codebooks, model.grid.width
@@ -162,7 +171,8 @@ def plain_magnet(
             for t in hidden:
                 log_law = nucleus(plain[t], law.top_p).log()[None, None]
                 slot = torch.tensor([[t * books + stage]])
-                codes[stage, t] = noise.categorical(log_law, slot, TOKEN, step)[0, 0]
+                drawn = noise.categorical(log_law, slot, TOKEN, step)[0, 0]
+                codes[stage, t] = logits[t].argmax() if greedy else drawn
             probability = plain.gather(1, codes[stage][:, None])[:, 0]
             if rescorer is not None:
                 other = rescorer.teacher_forced(codes[None], condition)[0, stage].softmax(-1)
@@ -176,13 +186,15 @@ LAW = TokenLaw(guidance_scale=4.0, temperature=2.0, top_p=0.9)
 STEPS = [5, 3, 2, 1]
 
 
+@pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("prompt_frames", [0, 4])
 @pytest.mark.parametrize("rescored", [False, True])
-def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescored):
+def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescored, greedy):
     model = magnet()
     rescorer = MusicgenColumnModel(musicgen(), FRAMES) if rescored else None
     prompt = torch.randint(0, CODES, (3, 4, prompt_frames), generator=torch.Generator().manual_seed(4))
-    sampler = MaskedSampler(STEPS, **MAGNET, rescorer_share=0.6)  # pyright: ignore[reportArgumentType]
+    settings: Any = dict(MAGNET, rescorer_share=0.6, greedy=greedy)
+    sampler = MaskedSampler(STEPS, **settings)
     result = sampler(
         model,
         text(),
@@ -205,8 +217,37 @@ def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescore
             prompt=prompt[row],
             rescorer=rescorer,
             share=0.6,
+            greedy=greedy,
         )
         assert torch.equal(model.codes(result.tokens)[row], wanted)
+
+
+def test_greedy_clips_are_ranked_at_the_temperature_of_the_step():
+    """At a high temperature tokens rank in another order than at temperature 1."""
+    model, condition = magnet(), text()
+
+    def codes(law: TokenLaw, greedy: bool) -> Tensor:
+        settings: Any = dict(MAGNET, greedy=greedy)
+        return MaskedSampler(STEPS, **settings)(model, condition, law=law, batch_size=3).tokens
+
+    warm = codes(TokenLaw(guidance_scale=4.0, temperature=20.0), True)
+    assert torch.equal(warm, codes(TokenLaw(guidance_scale=4.0, temperature=20.0, top_p=0.5), True))
+    assert not torch.equal(warm, codes(TokenLaw(guidance_scale=4.0, temperature=0.0), False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_greedy_draws_are_scored_by_the_law(dtype):
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3)).to(dtype)
+    slots = torch.arange(3).expand(1, -1)
+    law = CheckedLaw(TokenLaw(guidance_scale=3.0, temperature=2.5), 3)
+    noise = CounterNoise(torch.tensor([5]), "cpu")
+    drawn, score = draw_and_score(
+        law, noise, logits, slots, slots, 0, score="log_probability", filtered=False, greedy=True
+    )
+    guided = logits[1] + 3 * (logits[0] - logits[1])
+    assert drawn[0].tolist() == guided.argmax(-1).tolist()
+    assert score is not None
+    assert (score[0] - (guided / 2.5).log_softmax(-1).amax(-1)).abs().max() < 1e-5
 
 
 def test_rescoring_ranks_by_both_models():

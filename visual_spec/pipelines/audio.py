@@ -149,7 +149,7 @@ class AudioPipeline(VisualPipeline):
         Args:
             model: a `MusicgenForConditionalGeneration`, mono or stereo; it is not changed.
             tokenizer: of its text encoder, or the processor that holds it.
-            sampler: default `ColumnJacobiSampler()`: the codes of plain sampling, in fewer calls.
+            sampler: default `ColumnAutoregressiveSampler()`, plain decoding.
             settings: of the class, in place of the published ones.
 
         Raises:
@@ -157,7 +157,7 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        chosen = sampler or make_sampler("column-jacobi")
+        chosen = sampler or make_sampler("columns")
         return cls(model, None, None, chosen, tokenizer, **published | settings)
 
     @classmethod
@@ -168,18 +168,20 @@ class AudioPipeline(VisualPipeline):
         tokenizer: Any,
         *,
         codec: EncodecModel | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = torch.float32,
         **settings: Any,
     ) -> Self:
         """A pipeline around an official MAGNeT checkpoint, with the steps, span and law it was published with.
 
         It cannot be saved: what projects the text has no place in a folder of transformers. Keep the official files.
+        Audiocraft's `use_sampling=False` is the setting `greedy` of `MaskedSampler`.
 
         Args:
             source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
             text_encoder, tokenizer: the T5 that the checkpoint names (`t5-base` for music), as transformers loads it.
             codec: in place of the folder's.
-            dtype: of the transformer; None keeps that of the file.
+            dtype: of the transformer, which is loaded onto the CPU, where audiocraft computes in float32. Pass
+                torch.float16 for a GPU; None keeps that of the file, float16 of official ones.
             settings: of the class, in place of the published ones.
 
         Raises:
@@ -207,14 +209,18 @@ class AudioPipeline(VisualPipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler."""
+        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler.
+
+        A model of columns decodes plainly by default: no sampler of the same law has been faster by the clock
+        (docs/RESULTS.md, "Music").
+        """
         masked = bool(settings.get("masked"))
         return PipelineFacts(
             medium="audio",
             unit="columns",
             calls=(MASKED,) if masked else (COLUMNS,),
             plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
-            fast_sampler="masked" if masked else "column-jacobi",
+            fast_sampler="masked" if masked else "columns",
             default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
             comparable=not masked,
         )
@@ -361,7 +367,14 @@ class AudioPipeline(VisualPipeline):
         """
         limit = self.config["max_audio_length_in_s"]
         length = limit if audio_length_in_s is None else audio_length_in_s
-        return plan_windows(length, extend_stride_in_s, given_frames, limit=limit, frame_rate=self.frame_rate)
+        return plan_windows(
+            length,
+            extend_stride_in_s,
+            given_frames,
+            limit=limit,
+            frame_rate=self.frame_rate,
+            span=self.sampler.config["span"] if self._fills_in else 1,
+        )
 
     def encode_prompt(
         self,
@@ -438,7 +451,8 @@ class AudioPipeline(VisualPipeline):
         Args:
             prompt: one prompt or a list.
             negative_prompt: what guidance leads away from, in place of no text; one for all prompts, or one for each.
-            audio_length_in_s: rounded to whole frames; None: the length that the model was trained on.
+            audio_length_in_s: rounded to whole frames; None: the length that the model was trained on. A masked model
+                whose sampler decodes spans of frames plays whole spans: of 10 s at 50 Hz in spans of 3, 498 frames.
             extend_stride_in_s: for longer clips: the window of the trained length moves by so many seconds, and what
                 is left in it of the music so far is what the model goes on from. The memory of the decoding is that
                 of one window.

@@ -111,7 +111,13 @@ class WatchedModel(MusicgenColumnModel):
 
 
 def plan_windows(
-    length: float, stride: float | None, given_frames: int = 0, *, limit: float, frame_rate: float
+    length: float,
+    stride: float | None,
+    given_frames: int = 0,
+    *,
+    limit: float,
+    frame_rate: float,
+    span: int = 1,
 ) -> list[tuple[int, int]]:
     """The windows that a clip is decoded in: frames that are kept from before, and frames that are new.
 
@@ -121,18 +127,21 @@ def plan_windows(
         given_frames: of the clip to go on from.
         limit: seconds of a window, the length that the model was trained on.
         frame_rate: frames per second.
+        span: frames that are decoded together. Every window is one of whole spans, and what is left of the length is
+            dropped before the windows are planned: of 500 frames in spans of 3, 498 are decoded, as in audiocraft.
 
     Raises:
         ValueError: a length of zero, or beyond the limit without a stride; a stride out of its range; a clip to go on
             from that fills the length.
     """
-    longest = round(limit * frame_rate)
-    if not (math.isfinite(length) and round(length * frame_rate) >= 1):
+    longest = round(limit * frame_rate) // span * span
+    if not (math.isfinite(length) and round(length * frame_rate) >= span):
+        least = "one frame" if span == 1 else f"one span of {span} frames,"
         raise ValueError(
-            f"audio_length_in_s={length}; pass at least one frame of {1 / frame_rate:g} s, and at most {limit:g} s, or "
-            "more of them with extend_stride_in_s."
+            f"audio_length_in_s={length}; pass at least {least} of {span / frame_rate:g} s, and at most {limit:g} s, "
+            "or more of them with extend_stride_in_s."
         )
-    total = round(length * frame_rate)
+    total = round(length * frame_rate) // span * span
     if given_frames >= total:
         raise ValueError(
             f"audio of {given_frames / frame_rate:g} s leaves nothing to play of audio_length_in_s={length:g}, which "
@@ -159,6 +168,7 @@ def plan_windows(
     while place < total:
         kept = min(place, keep)
         new = min(longest - kept, total - place)
+        kept += -(kept + new) % span
         windows.append((kept, new))
         place += new
     return windows

@@ -18,7 +18,7 @@ from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, lo
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.pipelines.infinity import InfinityPipeline
+from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 _OF_AUDIOCRAFT = (
@@ -49,7 +49,8 @@ def convert(
             it can be given at loading, or prompts as embeddings.
         image_size: side of the pictures in pixels; None: what the file or its name says. A transformer by itself is
             taken for one over VQ-16 tokens. Of VAR only its tokenizer, where it stands alone, needs to be told: 256 if
-            it is not. No file of Infinity says it: 1024 if it is not given.
+            it is not. Of Infinity the name of the transformer says it (`size_by_name`); its tokenizer, alone, is made
+            for 1024.
         dtype: of the weights written; None keeps that of each file.
         overwrite: replace what an earlier conversion wrote at `out`.
 
@@ -145,17 +146,20 @@ def _assemble_infinity(
             )
     known = {path(source): "Infinity" for source in models}
     known |= {path(source): "Infinity's tokenizer" for source in tokenizers}
-    size = 1024 if image_size is None else image_size
     if models and tokenizers:
         return InfinityPipeline.from_official(
-            models[0], tokenizers[0], text_encoder, size=size, dtype=dtype
+            models[0], tokenizers[0], text_encoder, size=image_size, dtype=dtype
         ), known
     if text_encoder is not None:
         raise ValueError(
             "a text encoder belongs into a pipeline; pass Infinity's transformer and its tokenizer."
         )
-    load: Any = load_infinity_checkpoint if models else load_infinity_vq_checkpoint
-    return load((models or tokenizers)[0], scales=scales_for(size), dtype=dtype), known
+    if tokenizers:
+        # One tokenizer serves all sizes.
+        scales = scales_for(1024 if image_size is None else image_size)
+        return load_infinity_vq_checkpoint(tokenizers[0], scales=scales, dtype=dtype), known
+    scales = scales_for(infinity_size(models[0]) if image_size is None else image_size)
+    return load_infinity_checkpoint(models[0], scales=scales, dtype=dtype), known
 
 
 def _is_var(checkpoint: Checkpoint) -> bool:

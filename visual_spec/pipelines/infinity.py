@@ -8,12 +8,12 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from visual_spec.models.core.calls import SCALES
-from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
-from visual_spec.models.next_scale.infinity_scales import scales_for
+from visual_spec.models.next_scale.infinity_scales import SIZES, scales_for, size_by_name
 from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
@@ -99,27 +99,30 @@ class InfinityPipeline(VisualPipeline):
         vq_model: Any,
         text_encoder: str | os.PathLike | T5Features | None = None,
         *,
-        size: int = 1024,
+        size: int | None = None,
         ratio: float = 1.0,
         dtype: torch.dtype | None = None,
         sampler: ScaleWiseSampler | None = None,
         feature_cache: str | os.PathLike | None = None,
     ) -> Self:
-        """A pipeline around official files, with the guidance 4 and the temperature of their published pictures.
+        """A pipeline around official files, with the guidance and temperature of their published pictures: 4 and 0.5 of
+        the 2B, 3 and 1 of the 8B, whose tokenizer joins places to patches.
 
         Args:
             transformer: e.g. `infinity_2b_reg.pth`, or the folder `infinity_8b_weights`.
             vq_model: e.g. `infinity_vae_d32reg.pth` (2B), or `infinity_vae_d56_f8_14_patchify.pth` (8B).
             text_encoder: folder or Hub id of flan-t5-xl, or loaded `T5Features`. None: pass `prompt_embeds` to draw.
             size, ratio: of the pictures: about as many pixels as `size` squared, and height / width; see `scales_for`.
+                No weight depends on them, but a model is trained for one size. None: what the name of the transformer's
+                file says, see `size_by_name`.
             dtype: of all weights; None keeps that of each file (float32 for the text encoder).
             sampler: default `ScaleWiseSampler(ramp=False)`.
             feature_cache: folder that keeps the features of every caption, see `T5Features`.
 
         Raises:
-            ValueError, OSError: a file that is none of these; says what it is.
+            ValueError, OSError: a file that is none of these (says what it is), or one whose name tells no size.
         """
-        scales = scales_for(size, ratio)
+        scales = scales_for(infinity_size(transformer) if size is None else size, ratio)
         model = load_infinity_checkpoint(transformer, scales=scales, dtype=dtype)
         tokenizer = load_infinity_vq_checkpoint(vq_model, scales=scales, dtype=dtype)
         if isinstance(text_encoder, (str, os.PathLike)):
@@ -130,10 +133,15 @@ class InfinityPipeline(VisualPipeline):
                 cache_folder=feature_cache,
                 clean=False,
             )
-        # The 8B, of patches, is drawn warmer.
-        temperature = 1.0 if tokenizer.config["patchify"] else 0.5
-        sampler = sampler or ScaleWiseSampler(ramp=False)
-        return cls(model, tokenizer, text_encoder, sampler, default_temperature=temperature)
+        guidance, temperature = (3.0, 1.0) if tokenizer.config["patchify"] else (4.0, 0.5)
+        return cls(
+            model,
+            tokenizer,
+            text_encoder,
+            sampler or ScaleWiseSampler(ramp=False),
+            default_guidance_scale=guidance,
+            default_temperature=temperature,
+        )
 
     # -- what it is made of ------------------------------------------------------------------------------------------
 
@@ -389,3 +397,20 @@ class InfinityPipeline(VisualPipeline):
         if not return_dict:
             return images, result.tokens, result.trace  # type: ignore[return-value]
         return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
+
+
+def infinity_size(transformer: Source) -> int:
+    """The side of the pictures that an official transformer was trained on, by the name of its file.
+
+    Raises:
+        ValueError: the name does not tell it.
+    """
+    path = transformer.path if isinstance(transformer, Checkpoint) else transformer
+    size = size_by_name(path)
+    if size is None:
+        raise ValueError(
+            f"the name of {path} does not tell the size of the pictures that it was trained on, and its weights do not "
+            f"depend on it; pass size (image_size to convert, --image-size on the command line), one of {[*SIZES]}, or "
+            "give it its official name, such as infinity_2b_reg.pth or infinity_8b_512x512_weights."
+        )
+    return size

@@ -248,7 +248,8 @@ class ScaleImagePipeline(VisualPipeline):
     ) -> tuple[ScaleBudget, ScaleBudget | None]:
         """Budgets of transformer and refiner for a share of the full cache, found by drawing a picture of each label.
 
-        Changes nothing: `pipe.compress(*pipe.calibrate(range(10), 0.1))`.
+        The first scales are drawn at their own temperature (`warm_temperature`), as in a call. Changes nothing:
+        `pipe.compress(*pipe.calibrate(range(10), 0.1))`.
 
         Args:
             labels: as for `__call__`; about ten do.
@@ -268,7 +269,7 @@ class ScaleImagePipeline(VisualPipeline):
                     model,
                     self.vq_model,
                     condition,
-                    sampler=self.sampler,
+                    sampler=self.warmed(self.sampler),
                     law=laws[model],
                     share=share,
                     batch_size=len(condition),
@@ -404,6 +405,14 @@ class ScaleImagePipeline(VisualPipeline):
             if end < stop:
                 warmed.append(replace(stage, scales=range(end, stop)))
         return warmed
+
+    def warmed(self, sampler: Callable[..., Any]) -> Callable[..., Any]:
+        """A sampler of single models that draws the first scales at their own temperature, as this pipeline does."""
+
+        def draw(model: Any, *args: Any, **settings: Any) -> Any:
+            return sampler(self._warmed([Stage(model, range(len(model.scales)))]), *args, **settings)
+
+        return draw
 
     def _small(self) -> Any:
         small: Any = self.refiner

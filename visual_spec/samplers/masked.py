@@ -146,6 +146,9 @@ class MaskedSampler(Sampler):
         least_guidance: at least 1, which means no guidance.
         filtered_score: score draws by the law they were drawn from. False: by that law before top-k and top-p.
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
+        greedy: take the likeliest tokens, and score them by the law with its temperature, which decides about their
+            order where it falls (MAGNeT's code with use_sampling=False). A law of temperature 0 takes the same tokens,
+            and scores them at temperature 1.
 
     A call takes
         given: long [B, L, K] (or [B, L] for one codebook), known tokens; the mask id marks tokens to decode. None: no
@@ -181,6 +184,7 @@ class MaskedSampler(Sampler):
         least_guidance: float = 1.0,
         filtered_score: bool = False,
         rescorer_share: float = 0.5,
+        greedy: bool = False,
     ) -> None:
         for name, value, known in [
             ("schedule", schedule, SCHEDULES),
@@ -263,6 +267,7 @@ class MaskedSampler(Sampler):
             # The last step keeps all draws, whatever their score.
             score=self.config.score if stage.order is None and left else None,
             filtered=self.config.filtered_score,
+            greedy=self.config.greedy,
         )
         tokens = state.tokens[..., codebook]  # a view
         tokens.copy_(torch.where(drawing, drawn, tokens))

@@ -5,9 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
-from visual_spec.eval.report.drawing import RUN_COLOURS
+from visual_spec.eval.report.drawing import MAP_GROUND, RUN_COLOURS
 from visual_spec.eval.report.music_pages import (
     AudioRow,
+    entry_strip,
     mel_picture,
     music_picture,
     run_strip,
@@ -76,6 +77,18 @@ def test_the_page_holds_players_pictures_and_figures(tmp_path):
         write_music_page([row()], path)
     with pytest.raises(ValueError, match="no rows"):
         write_music_page([], tmp_path / "none.html")
+
+
+def test_a_filled_in_clip_has_a_row_for_each_codebook_in_the_colours_of_its_calls(tmp_path):
+    entry = torch.tensor([[0, 2], [1, 2], [0, 3], [-1, 7]])  # [S, K]
+    strip = entry_strip(entry, 400, 10)
+    light = [colour for colour, _ in RUN_COLOURS]
+    found = [[strip.getpixel((100 * column + 50, 10 * book + 5)) for column in range(4)] for book in range(2)]
+    assert found == [[light[0], light[1], light[0], MAP_GROUND], [light[2], light[2], light[3], light[1]]]
+    filled = row(entry_call=entry, commit_call=entry.amax(-1), identical=False, output_law="a law of its own")
+    page = write_music_page([filled], tmp_path / "page.html").read_text()
+    assert "a law of its own" in page and "fills in hidden codes" in page
+    assert "paid" not in page.split("<main>")[1] and "codes differ" not in page
 
 
 def test_the_picture_is_as_wide_as_the_page():

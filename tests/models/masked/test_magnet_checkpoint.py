@@ -282,11 +282,30 @@ def test_every_third_of_a_packed_matrix_counts(tmp_path, part):
 
 def test_settings_of_the_file(tmp_path):
     settings = load_magnet(write_language_model(tmp_path)).settings
-    assert (settings.duration, settings.frame_rate, settings.num_frames) == (2.0, 4, 8)
+    assert (settings.duration, settings.frame_rate, settings.num_frames) == (2.0, 4, 6)
     assert (settings.span, settings.reach, settings.steps) == (3, 2, (5, 3, 2))
     assert (settings.temperature, settings.top_p, settings.top_k) == (3.5, 0.8, 0)
     assert (settings.guidance_scale, settings.least_guidance) == (20.0, 1.0)
     assert (settings.text_encoder, settings.sampling_rate) == ("t5-large", 400)
+
+
+@pytest.mark.parametrize("duration, frames", [(10, 498), (30, 1500)])
+def test_clips_have_whole_spans(tmp_path, duration, frames):
+    official = changed(
+        changed(SETTINGS, "dataset.segment_duration", duration),
+        "transformer_lm.compression_model_framerate",
+        50,
+    )
+    assert load_magnet(write_language_model(tmp_path, official)).settings.num_frames == frames
+
+
+def test_top_k_counts_only_where_there_is_no_top_p(tmp_path):
+    settings = changed(SETTINGS, "generate.lm.top_k", 5)
+    loaded = load_magnet(write_language_model(tmp_path, settings)).settings
+    assert (loaded.top_k, loaded.top_p) == (0, 0.8)
+    settings = changed(settings, "generate.lm.top_p", 0.0)
+    loaded = load_magnet(write_language_model(tmp_path, settings)).settings
+    assert (loaded.top_k, loaded.top_p) == (5, 1.0)
 
 
 def test_settings_that_the_file_lacks(tmp_path):
@@ -307,8 +326,9 @@ def test_a_clip_from_files(tmp_path):
     weights = {name: value.half() for name, value in language_model_weights().items()}
     write(tmp_path, "state_dict.bin", weights, SETTINGS)
     write(tmp_path, "compression_state_dict.bin", codec_weights(), CODEC_SETTINGS)
-    assert load_magnet(tmp_path).model.dtype == torch.float16
-    loaded = load_magnet(tmp_path, dtype=torch.float32)
+    assert load_magnet(tmp_path, dtype=None).model.dtype == torch.float16
+    loaded = load_magnet(tmp_path)
+    assert loaded.model.dtype == torch.float32  # on a CPU, as in audiocraft
     settings = loaded.settings
     model = MagnetModel(loaded.model, settings.num_frames, reach=settings.reach, padding="zeros")
     sampler = MaskedSampler(
@@ -320,7 +340,7 @@ def test_a_clip_from_files(tmp_path):
     condition, _ = clips()
     result = sampler(model, condition, law=law, generator=seeded(0, 1), batch_size=2)
     waves = decode_codes(load_magnet_codec(tmp_path), model.codes(result.tokens))
-    assert waves.shape == (2, 1, 8 * 6) and waves.isfinite().all()
+    assert waves.shape == (2, 1, 6 * 6) and waves.isfinite().all()
 
 
 # -- the codec ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from visual_spec.eval.report.pages import ComparisonRow, ScaleComparisonRow
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.sampler_text import make_row, parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.samplers.masked import MaskedTrace
 
 
 def seeded_generators(seeds: Sequence[int]) -> list[torch.Generator]:
@@ -135,6 +136,7 @@ def _column_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> AudioRow:
         fast_audio=fast.audios[0],
         sampling_rate=fast.sampling_rate,
         identical=plain.codes.equal(fast.codes) and np.array_equal(plain.audios, fast.audios),
+        entry_call=fast.trace.entry_call[0] if isinstance(fast.trace, MaskedTrace) else None,
         **_figures(prompt, plain, fast),
     )
 

@@ -1,7 +1,8 @@
 """Plain and accelerated music side by side: what was decoded in which call, a mel picture, and a page with players.
 
 A *call* is one forward of the target model, and commits a run of columns: the drafts it accepted, then one that it drew
-itself. As in `report`, the last column of a run is what the call was *paid* for.
+itself. As in `report`, the last column of a run is what the call was *paid* for. A call of a masked model fills in
+codes anywhere in the clip.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from visual_spec.eval.report.drawing import (
     PAPER,
     RUN_COLOURS,
     draw_text,
+    hue_strip,
     legend_strip,
     png_bytes,
     text_width,
@@ -52,6 +54,7 @@ class AudioRow:
         identical: whether codes and samples of both are the same.
         promised: whether the sampler says so without a condition.
         output_law: what the sampler says it drew from, see `DecodeTrace`.
+        entry_call: of a clip that a masked model filled in: long [S, K], the call at which each code was kept.
     """
 
     prompt: str
@@ -66,6 +69,7 @@ class AudioRow:
     identical: bool
     promised: bool = False
     output_law: str = ""
+    entry_call: Tensor | None = None
 
     @property
     def columns_per_call(self) -> float:
@@ -113,12 +117,29 @@ def run_strip(commit_call: Tensor, width: int, height: int = 22) -> Image.Image:
     return strip
 
 
+def entry_strip(entry_call: Tensor, width: int, height: int = 11) -> Image.Image:
+    """Which call filled in which code, a row for each codebook, the first one on top.
+
+    Args:
+        entry_call: long [S, K], the call at which each code was kept; -1: it was given, and gets no colour.
+        height: of one row.
+    """
+    count, books = entry_call.shape
+    colours = np.array([MAP_GROUND, *(light for light, _ in RUN_COLOURS)], np.uint8)
+    numbers = torch.where(entry_call < 0, 0, 1 + entry_call % len(RUN_COLOURS)).T.numpy()
+    return Image.fromarray(colours[numbers]).resize((width, height * books), Image.Resampling.NEAREST)
+
+
 def music_picture(row: AudioRow) -> Image.Image:
     """Mel picture, seconds, and below it what cost a model call: 1000 pixels wide."""
-    mel_height, axis, strip_height = 220, 26, 22
-    paid = int(paid_slots(row.commit_call).sum())
-    legend = legend_strip(_WIDTH, paid, len(row.commit_call) - paid)
-    sheet = Image.new("RGB", (_WIDTH, mel_height + axis + strip_height + legend.height), PAPER)
+    mel_height, axis = 220, 26
+    if row.entry_call is None:
+        strip, paid = run_strip(row.commit_call, _WIDTH), int(paid_slots(row.commit_call).sum())
+        legend = legend_strip(_WIDTH, paid, len(row.commit_call) - paid)
+    else:
+        strip = entry_strip(row.entry_call, _WIDTH)
+        legend = hue_strip(_WIDTH, "one colour: one call (a row is a codebook, coarsest on top)")
+    sheet = Image.new("RGB", (_WIDTH, mel_height + axis + strip.height + legend.height), PAPER)
     sheet.paste(mel_picture(row.fast_audio, row.sampling_rate, _WIDTH, mel_height), (0, 0))
     draw, seconds = ImageDraw.Draw(sheet), row.fast_audio.shape[-1] / row.sampling_rate
     for tick in range(9):
@@ -126,8 +147,8 @@ def music_picture(row: AudioRow) -> Image.Image:
         draw.line((x, mel_height, x, mel_height + 4), fill=INK)
         wide = text_width(text, 13)
         draw_text(draw, (min(max(0, x - wide / 2), _WIDTH - wide), mel_height + 5), text, 13, MUTED)
-    sheet.paste(run_strip(row.commit_call, _WIDTH, strip_height), (0, mel_height + axis))
-    sheet.paste(legend, (0, mel_height + axis + strip_height))
+    sheet.paste(strip, (0, mel_height + axis))
+    sheet.paste(legend, (0, mel_height + axis + strip.height))
     return sheet
 
 
@@ -178,6 +199,7 @@ def write_music_page(
         sections=sections,
         totals=totals,
         colours=RUN_COLOURS[0],
+        filled_in=rows[0].entry_call is not None,
     )
     return write_atomically(path, page, overwrite=overwrite)
 

@@ -37,6 +37,7 @@ from visual_spec.models.masked.audiocraft_settings import (
     counts,
     flag,
     number,
+    positive,
     read_settings,
     shown,
     word,
@@ -89,8 +90,8 @@ class MagnetSettings:
 
     @property
     def num_frames(self) -> int:
-        """T, frames of a clip. Audiocraft drops the frames after the last whole span; here they are decoded as well."""
-        return round(self.duration * self.frame_rate)
+        """T, frames of a clip: those of whole spans, as in audiocraft. A clip of 10 s has 498 of 500."""
+        return round(self.duration * self.frame_rate) // self.span * self.span
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,17 @@ class MagnetCheckpoint:
 
 
 def load_magnet(
-    source: str | os.PathLike, *, dtype: torch.dtype | None = None, num_heads: int | None = None
+    source: str | os.PathLike,
+    *,
+    dtype: torch.dtype | None = torch.float32,
+    num_heads: int | None = None,
 ) -> MagnetCheckpoint:
     """Return the language model of an official checkpoint.
 
     Args:
         source: `state_dict.bin`, or the folder that holds it.
-        dtype: dtype of the weights; None keeps that of the file (float16 for official ones).
+        dtype: dtype of the weights: float32, because the model is loaded onto the CPU, where audiocraft computes in
+            float32. None keeps that of the file (float16 for official ones).
         num_heads: attention heads, for a file without settings; the weights do not determine them.
 
     Raises:
@@ -352,17 +357,19 @@ def _settings(config: TrainingSettings, num_codebooks: int) -> MagnetSettings:
     usual = [first] + [10] * (num_codebooks - 1)
     reach = config.of_kind(count, "transformer_lm.subcodes_context", 5)
     generate = "generate.lm"
+    top_k = config.of_kind(count, f"{generate}.top_k", 0)
+    top_p = config.of_kind(number, f"{generate}.top_p", 0.9)
     return MagnetSettings(
         duration=duration,
         frame_rate=config.of_kind(count, "transformer_lm.compression_model_framerate", 50),
         sampling_rate=config.of_kind(count, "sample_rate", 32_000),
         reach=None if reach < 0 else reach,
-        span=config.of_kind(count, "masking.span_len", 3),
+        span=config.of_kind(positive, "masking.span_len", 3),
         steps=tuple(config.of_kind(counts, f"{generate}.decoding_steps", usual)),
         temperature=config.of_kind(number, f"{generate}.temp", 3.0),
-        top_k=config.of_kind(count, f"{generate}.top_k", 0),
-        # Audiocraft's 0 means no top-p.
-        top_p=config.of_kind(number, f"{generate}.top_p", 0.9) or 1.0,
+        # Audiocraft's 0 means no top-p, and with top-p it uses no top-k.
+        top_k=0 if top_p else top_k,
+        top_p=top_p or 1.0,
         guidance_scale=config.of_kind(number, f"{generate}.max_cfg_coef", 10.0),
         least_guidance=config.of_kind(number, f"{generate}.min_cfg_coef", 1.0),
         text_encoder=config.of_kind(word, "conditioners.description.t5.name", "t5-base"),

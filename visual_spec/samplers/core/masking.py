@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.kernels.law import unfiltered_reference
+from visual_spec.kernels.law import law_reference, unfiltered_reference
 from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.checks import CheckedLaw
@@ -128,8 +128,10 @@ def draw_and_score(
     *,
     score: str | None,
     filtered: bool,
+    greedy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw a token at every position and score each draw. On a GPU one kernel does both, except for entropy scores.
+    """Draw a token at every position and score each draw. On a GPU one kernel does both, except for entropy scores and
+    where `greedy` is set.
 
     Args:
         logits: [R, L, V], R = 2B if the law is guided, else B.
@@ -139,13 +141,14 @@ def draw_and_score(
         score: one of `SCORES` that depends on the law; None for no scores.
         filtered: score by the law that the tokens are drawn from. False: by that law before top-k and top-p; greedy
             draws are scored by the law of temperature 1, because under their own law all have probability 1.
+        greedy: take the likeliest tokens, and score them by the law all the same.
 
     Returns:
         Tokens, long [B, L]; and scores [B, L], or None without a score.
     """
     guided = law.law.guided
     numbers = law.law.numbers(guided, logits.shape[-1])
-    if fits(logits) and score != "entropy":
+    if fits(logits) and score != "entropy" and not greedy:
         drawn, log_probs, log_kept, finite = masked_sample(
             logits, noise.keys, slots, numbers, stream=TOKEN, round=step
         )
@@ -153,7 +156,11 @@ def draw_and_score(
         sure = log_probs if filtered else log_probs + log_kept
         return drawn, None if score is None else sure if score == "log_probability" else sure.exp()
     target = law(logits, checked_slots, guided)  # [B, L, V]
-    drawn = noise.categorical(target, slots, TOKEN, step)
+    if greedy:
+        # By the logits themselves: a low temperature rounds the likeliest tokens to the same probability.
+        drawn = law_reference(logits, checked_slots, numbers._replace(temperature=0.0)).argmax(-1)
+    else:
+        drawn = noise.categorical(target, slots, TOKEN, step)
     if score is None:
         return drawn, None
     scored = target if filtered else unfiltered_reference(logits, checked_slots, numbers, target)
