@@ -459,26 +459,23 @@ class AudioPipeline(VisualPipeline):
             audio, sampling_rate: a clip to go on from, [N], [C, N] or [B, C, N], and its rate in Hz. It counts in
                 `audio_length_in_s`, and what comes out begins with it, as the codec renders it.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
-                the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
-            temperature, top_k, top_p: the law of a code (`visual_spec.samplers.core.law.TokenLaw`). None: the
-                model's own, `default_temperature` and so on.
+                the unconditional rows too, at 1 or below none.
+            temperature, top_k, top_p: the law of a code (`TokenLaw`). None: the model's own, `default_top_k` and so on.
             guidance_until: columns from this one on, of every window, are drawn without guidance.
             num_waveforms_per_prompt: clips of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
-                clip depends on its own generator only, not on the batch it is played in.
+                clip depends on its own generator only.
             prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words),
-                in place of `prompt`, as `encode_prompt` gives them; those of `negative_prompt` likewise.
-            output_type: "np", "pt", or "latent" for the codes [B, K, T].
-            return_dict: False returns the tuple (audios, sampling_rate, codes, trace).
+                in place of `prompt`, as `encode_prompt` gives them; likewise those of `negative_prompt`.
+            output_type, return_dict: "np", "pt", or "latent" for the codes [B, K, T]; False returns a tuple.
             stretch_in_s: codes become waves in stretches of so many seconds, streamed or not.
             callback_on_audio: called as (pipe, start, waves) for every stretch, as soon as its columns are committed:
                 `waves`, float32 [B, C, m] on the CPU, begins at sample `start`. All of them are `audios`, bit by bit.
                 A masked model knows no column before it knows its window.
             callback_on_step_end: called as (pipe, step, timestep, kwargs) after every target call: `step` is the
                 index of the call (0: the first prefill), `timestep` the number of columns that the slowest clip has.
-                It returns None, or `kwargs` as they are: columns that are committed cannot be changed. After
-                `pipe._interrupt = True` the call ends, and returns the leading frames that all clips have; a masked
-                model has none of a window that is not finished.
+                It returns None, or `kwargs` unchanged. After `pipe._interrupt = True` the call ends, with the leading
+                frames that all clips have; a masked model has none of an unfinished window.
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", columns committed [B].
 
         Raises:

@@ -1,7 +1,7 @@
 """Class to image scale by scale (VAR): label -> token maps, coarse to fine -> picture."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Self
