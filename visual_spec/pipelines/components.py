@@ -45,8 +45,13 @@ _BASES = {
 
 
 def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
-    """What model_index.json says, with our classes found by name, whatever module they lived in when it was saved."""
-    return {name: [__name__, value[1]] if _is_ours(value) else value for name, value in index.items()}
+    """What model_index.json says, with our classes found by name, whatever module they lived in when it was saved.
+
+    The class of the pipeline is its name alone; diffusers reads the pair ["pipeline", name].
+    """
+    found = {name: [__name__, value[1]] if _is_ours(value) else value for name, value in index.items()}
+    kind = index.get("_class_name")
+    return found | {"_class_name": kind[-1]} if isinstance(kind, list | tuple) and kind else found
 
 
 def _is_ours(value: Any) -> bool:

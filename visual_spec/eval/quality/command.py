@@ -6,8 +6,8 @@ plain decoding at a lower temperature: what a lossy sampler may gain in score, i
 measured alike, clips for pictures and true tunes for scenes; a masked model of the same codec stands beside the model
 of columns with `--masked`.
 
-Under `torchrun`, or with `--rank` and `--shards`, processes share the work. The last line of the output is the
-document of results.
+Under `torchrun`, or with `--rank` and `--shards`, processes share the work. `results.json` in the folder `--out` holds
+the results, and `--json` prints them as the last line.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
     )
+    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +132,7 @@ def read_settings(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate as the options say, print tables and, as the last line, the document.
+    """Evaluate as the options say, print tables and with `--json`, as the last line, the document.
 
     Raises:
         ValueError, OSError: bad input; names it.
@@ -173,7 +174,8 @@ def run(args: argparse.Namespace) -> int:
         print("this process is done; other processes have samples to draw", file=sys.stderr)
         return 0
     print_tables(document)
-    print(json.dumps(document))
+    if args.json:
+        print(json.dumps(document))
     return 0
 
 
