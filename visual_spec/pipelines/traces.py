@@ -31,6 +31,8 @@ def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
             merged["divergence"] = (first.divergence * sizes[0] + trace.divergence * sizes[1]) / sum(sizes)
         if first.moved_mass is not None and trace.moved_mass is not None:
             merged["moved_mass"] = first.moved_mass + trace.moved_mass
+        if first.near_ties is not None and trace.near_ties is not None:
+            merged["near_ties"] = first.near_ties + trace.near_ties
         if (entered := getattr(trace, "entry_call", None)) is not None:  # of a `MaskedTrace`
             later = torch.where(entered < 0, -1, entered + calls)
             merged["entry_call"] = torch.cat([first.entry_call, later], 1)

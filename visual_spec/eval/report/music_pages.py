@@ -51,7 +51,7 @@ class AudioRow:
         plain_seconds, fast_seconds: wall clock of the decoding, the codec not counted.
         identical: whether codes and samples of both are the same.
         promised: whether the sampler says so without a condition.
-        output_law: what the sampler says it drew from, see `DecodeTrace`.
+        output_law, near_ties: what the sampler says it drew from, see `DecodeTrace`.
     """
 
     prompt: str
@@ -66,6 +66,7 @@ class AudioRow:
     identical: bool
     promised: bool = False
     output_law: str = ""
+    near_ties: int | None = None
 
     @property
     def columns_per_call(self) -> float:
