@@ -137,6 +137,8 @@ def test_the_trace_says_what_the_sampler_promises(entry):
     plain: Any = next(other for other in SAMPLERS if other.plain and _same_text(other, entry))
     if sampler.identical:
         expected = decode(plain, sampler_class(plain)())
+        if entry.calls == MASKED:  # its plain decoding is one token a call in the same order
+            expected = decode(entry, sampler_class(entry)(num_drafts=0))
         assert torch.equal(decode(entry, sampler).tokens, expected.tokens)
 
 

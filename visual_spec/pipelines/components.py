@@ -22,6 +22,7 @@ COMPONENTS = {  # beside the samplers, which their registry names
     "EagleDrafter": f"{_MODELS}.drafters.eagle",
     "InfinityTransformer": f"{_MODELS}.next_scale.infinity",
     "LlamaGenTransformer": f"{_MODELS}.next_token.llamagen",
+    "MaskedImageTransformer": f"{_MODELS}.masked.maskgit",
     "MultiscaleDrafter": f"{_MODELS}.drafters.mulo",
     "MultiscaleVQModel": f"{_MODELS}.next_scale.var_vq",
     "T5Features": f"{_MODELS}.text.t5_features",
@@ -34,6 +35,8 @@ PIPELINES = {
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
+    "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
+    "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
 }
 
