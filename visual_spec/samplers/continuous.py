@@ -107,13 +107,13 @@ class ContinuousSampler(LatentSampler):
     def chain_lengths(self, model: Any) -> list[int]:
         """Levels of the chains of each call."""
         calls, first = self.num_steps(model), self.chain_settings(model.chain).head_steps
-        last = first if self.config.last_head_steps is None else self.config.last_head_steps
+        last = self.config.get("last_head_steps") or first  # a method built on this one may not have it
         return [round(first + (last - first) * call / max(1, calls - 1)) for call in range(calls)]
 
     def shapes(self, model: Any) -> list[CallShape]:
         """The shape of each call of a decode, the first included."""
         edges = trunks.step_edges(model.grid.num_tokens, self.num_steps(model))
-        unit = _ROOM if wants_graph(self.config.graph, model) else 1
+        unit = _ROOM if wants_graph(self.config.get("graph", False), model) else 1
         rooms = [
             0 if trunks.is_causal(model) else min(-(-known // unit) * unit, edges[-1]) for known in edges
         ]
