@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
@@ -26,6 +27,9 @@ from visual_spec.pipelines.components import PIPELINES, resolved
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models, part_folder, shared_parts
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.samplers import registry
+
+# How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
+_DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
@@ -57,6 +61,9 @@ class VisualPipeline(DiffusionPipeline):
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
         cls._refuse_other_class(pretrained_model_name_or_path)
+        new, old = kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None)
+        if new is not None or old is not None:
+            kwargs[_DTYPE] = old if new is None else new
         name = os.fspath(pretrained_model_name_or_path)
         folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
         shared = [part for part in shared_parts(folder) if part not in kwargs]
@@ -75,7 +82,7 @@ class VisualPipeline(DiffusionPipeline):
     def _load_shared(cls, folder: Path, part: str, **kwargs: Any) -> Any:
         """A component whose files are in the folder of another pipeline; see `part_folder`."""
         library, name = cls.load_config(folder)[part]
-        dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        dtype = kwargs.get(_DTYPE)
         if isinstance(dtype, Mapping):
             dtype = dtype.get(part, dtype.get("default", torch.float32))
         kind = getattr(importlib.import_module(library), name)
