@@ -15,7 +15,7 @@ _PLAIN = "_visual_spec_plain_sampler"
 
 
 def accelerate(pipe: Any, sampler: Any = None) -> Any:
-    """Make a pipeline decode with another sampler; by default the one that returns the same tokens in fewer calls.
+    """Make a pipeline decode with another sampler; by default the fastest one that returns the same tokens.
 
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
     refused changes nothing.
@@ -25,8 +25,8 @@ def accelerate(pipe: Any, sampler: Any = None) -> Any:
             MusicGen, VibeVoice or PocketTTS of transformers: see `visual_spec.pipelines.transformers_models`,
             `transformers_music` and `transformers_speech` for what those get.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
-            "speculative-jacobi" or, of music, "column-jacobi"; a pipeline that has a sampler of this class keeps it.
-            Speech takes none.
+            "speculative-jacobi" or, of music, "columns", plain decoding: no sampler of the same codes has been faster
+            there. A pipeline that has a sampler of this class keeps it. Speech takes none.
 
     Returns:
         The same pipeline.
