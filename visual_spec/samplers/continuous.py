@@ -107,20 +107,21 @@ class ContinuousSampler(LatentSampler):
     def chain_lengths(self, model: Any) -> list[int]:
         """Levels of the chains of each call."""
         calls, first = self.num_steps(model), self.chain_settings(model.chain).head_steps
-        last = first if self.config.last_head_steps is None else self.config.last_head_steps
+        last = self.config.get("last_head_steps")  # which subclasses need not have, nor a graph
+        last = first if last is None else last
         return [round(first + (last - first) * call / max(1, calls - 1)) for call in range(calls)]
 
     def shapes(self, model: Any) -> list[CallShape]:
         """The shape of each call of a decode, the first included."""
         edges = trunks.step_edges(model.grid.num_tokens, self.num_steps(model))
-        unit = _ROOM if wants_graph(self.config.graph, model) else 1
+        unit = _ROOM if wants_graph(self.config.get("graph", False), model) else 1
         rooms = [
             0 if trunks.is_causal(model) else min(-(-known // unit) * unit, edges[-1]) for known in edges
         ]
         counts = [end - first for first, end in zip(edges, edges[1:], strict=False)]
         return [CallShape(*one) for one in zip(counts, rooms, self.chain_lengths(model), strict=False)]
 
-    def levels(self, state: PlainState) -> int:
+    def chain_levels(self, state: PlainState) -> int:
         return state.width.levels
 
     def prepare(self, run: Run) -> PlainState:
