@@ -76,6 +76,9 @@ def test_draw(name, dtype):
     found = here(draw_triton(*there(drawing(given))))
     for one, other in zip(found, draw_reference(*drawing(given)), strict=True):
         assert torch.equal(one, other)
+    again, _, margins = here(draw_triton(*there(drawing(given)), margins=True))
+    assert torch.equal(again, found[0])
+    torch.testing.assert_close(margins, draw_reference(*drawing(given), margins=True)[2], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -107,7 +110,7 @@ def test_logits_without_a_law_are_reported():
     given.logits[0, 0, 5] = torch.nan
     given.logits[0, 1, 30] = torch.inf
     given.logits[0, 2] = -torch.inf
-    tokens, finite = here(draw_triton(*there(drawing(given))))
+    tokens, finite, _ = here(draw_triton(*there(drawing(given))))
     assert finite.tolist() == [[False, False, False, True]]
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
 

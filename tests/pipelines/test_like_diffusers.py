@@ -69,19 +69,3 @@ def test_a_class_that_does_not_load_a_pipeline_names_the_one_that_does(tmp_path)
         pass
 
     assert isinstance(Mine.from_pretrained(tmp_path), Mine)
-
-
-def test_prompts_are_encoded_without_the_other_components():
-    whole = KINDS["captions"].make()
-    want = whole.encode_prompt(["a red circle"] * 2)
-    alone = ImagePipeline(None, None, whole.text_encoder, None)
-    got = alone.encode_prompt(["a red circle"] * 2)
-    assert torch.equal(got.features, want.features) and torch.equal(got.mask, want.mask)
-    with pytest.raises(
-        ValueError, match="loaded without its transformer and vq_model and sampler; set pipe.trans"
-    ):
-        alone("a red circle")
-    told = dict(prompt_embeds=got.features, prompt_attention_mask=got.mask, output_type="latent")
-    generators = [[torch.Generator().manual_seed(seed) for seed in (1, 2)] for _ in range(2)]
-    drawn = whole(**told, generator=generators[0]).tokens
-    assert drawn.equal(whole(["a red circle"] * 2, generator=generators[1]).tokens)

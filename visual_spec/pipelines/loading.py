@@ -7,8 +7,13 @@ from typing import Any
 
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
-from visual_spec.pipelines.components import PIPELINES
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, embedded_drafters, embedded_refiners
+from visual_spec.pipelines.components import PIPELINES, resolved
+from visual_spec.pipelines.embedded import (
+    WEIGHTS_FOLDER,
+    embedded_drafters,
+    embedded_refiners,
+    part_folder,
+)
 from visual_spec.pipelines.facts import PipelineFacts
 
 _DRAFTERS = ("ColumnEagleDrafter", "EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
@@ -45,7 +50,7 @@ def read_index(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
         ValueError: there is no pipeline.
     """
     refuse_no_pipeline(name)
-    return json.loads((_folder(name, **kwargs) / "model_index.json").read_text())
+    return resolved(json.loads((_folder(name, **kwargs) / "model_index.json").read_text()))
 
 
 def read_facts(name: str | os.PathLike, **kwargs: Any) -> PipelineFacts:
@@ -76,7 +81,7 @@ def read_config(
         ValueError, FileNotFoundError: there is no pipeline, or no such component.
     """
     refuse_no_pipeline(name)
-    return json.loads((_folder(name, **kwargs) / component / file).read_text())
+    return json.loads((part_folder(_folder(name, **kwargs), component) / file).read_text())
 
 
 def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:

@@ -46,10 +46,11 @@ def figures_of(
         kernels: kernel distances too.
 
     Returns:
-        rows, one a setting: name, kind, sampler, law, seed, lossless, identical, samples; tokens_per_call: all tokens,
-        or columns of clips, over all calls; speed_up_calls: plain calls over the setting's; head_calls: of continuous
-        tokens, mean calls of the head a sample that waited for each other, else None; accuracy (see
-        `accuracy.summarise`); features, {extractor: frechet_to_real, frechet_to_plain, precision, recall, density,
+        rows, one a setting: name, kind, sampler, law, seed, lossless, samples; identical: whether it promises the
+        tokens of plain decoding in this precision; tokens_per_call: all tokens, or columns of clips, over all calls;
+        speed_up_calls: plain calls over the setting's; head_calls: of continuous tokens, mean calls of the head a
+        sample that waited for each other, else None; accuracy (see `accuracy.summarise`); features, {extractor:
+        frechet_to_real, frechet_to_plain, precision, recall, density,
         coverage}, against the true samples of the same prompts, and with `kernels` kernel_to_real, kernel_to_plain (see
         `audio.kernel_figure`); divergence and moved_mass: what `DivergenceMeter` measures a tested token and a sample,
         means over batches and over samples, None for a sampler that has none; identical_samples: how many have the
@@ -106,13 +107,15 @@ def setting_figures(setting: Setting, first: Setting, found: Samples, plain: Sam
     moved = found.moved_mass[~np.isnan(found.moved_mass)]
     own = _laws_of(setting.sampler) == _laws_of(first.sampler)
     same = setting.sampler.identical and setting.plan.same_model and exact and own
+    # With `exact_width` the tokens are those of plain decoding with `exact_width`.
+    kept = all(found.batch_promises) and _exact_width(setting) == _exact_width(first)
     promised = same and (setting.law, setting.seed) == (first.law, first.seed)
     return {
         "name": setting.text,
         "kind": kind_of(setting, first, exact),
         **setting.describe(),
         "lossless": bool(setting.sampler.lossless) and exact and own,
-        "identical": bool(setting.sampler.identical) and exact and own,
+        "identical": bool(setting.sampler.identical) and exact and kept and own,
         "samples": len(found.calls),
         "tokens_per_call": ratio_figure([found.length] * len(found.calls), found.calls.tolist()),
         "speed_up_calls": ratio_figure(plain.calls.tolist(), found.calls.tolist()),
@@ -121,6 +124,10 @@ def setting_figures(setting: Setting, first: Setting, found: Samples, plain: Sam
         "moved_mass": mean_figure(moved.tolist()) if len(moved) else None,
         "identical_samples": same_samples(found.stored, plain.stored) if promised else None,
     }
+
+
+def _exact_width(setting: Setting) -> bool:
+    return bool(setting.sampler.config.get("exact_width"))
 
 
 def clocks_of(
