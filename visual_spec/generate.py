@@ -197,6 +197,7 @@ class _Run:
                 "identical": row.identical,
                 "output_law": row.output_law,
                 **({} if row.near_ties is None else {"near_ties": row.near_ties}),
+                **_head_calls(row),
             }
             for row, (_, seed), path in zip(rows, self.jobs, self.files, strict=True)
         ]
@@ -209,6 +210,12 @@ class _Run:
 def _near_ties(trace: Any, index: int) -> dict[str, int]:
     """The number of near-ties of a sample, where they were counted."""
     return {} if trace.near_ties is None else {"near_ties": int(trace.near_ties[index])}
+
+
+def _head_calls(row: Any) -> dict[str, int]:
+    """Calls of the head, where a model of continuous tokens has one."""
+    calls = getattr(row, "head_calls", None)
+    return {} if calls is None else {"plain_head_calls": calls[0], "head_calls": calls[1]}
 
 
 def _verdict(rows: Sequence[Any], medium: Medium) -> int:
@@ -246,6 +253,11 @@ def _comparison_table(rows: Sequence[Any], unit: str) -> str:
                 "yes" if row.identical else "no",
             ]
         )
+    heads = [getattr(row, "head_calls", None) for row in rows]
+    if all(heads):
+        header.insert(2, "head calls")
+        for line, calls in zip(lines, heads, strict=True):
+            line.insert(2, f"{calls[0]} -> {calls[1]}")
     return plain_table(header, lines)
 
 

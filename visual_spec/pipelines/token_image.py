@@ -30,6 +30,8 @@ class TokenImagePipeline(VisualPipeline):
 
     _callback_tensor_inputs = ["lengths"]
 
+    _tokenizer_part = "vq_model"  # the component that turns tokens into pictures
+
     transformer: Any
     vq_model: Any
     drafter: Any
@@ -88,7 +90,7 @@ class TokenImagePipeline(VisualPipeline):
         callback_tensors: Sequence[str] | None,
     ) -> None:
         """Refuse what no picture can be drawn with, whatever it is drawn from."""
-        self.check_complete("transformer", "vq_model", "sampler")
+        self.check_complete("transformer", self._tokenizer_part, "sampler")
         self.check_sampler()
         size = self.image_size
         if height not in (None, size[0]) or width not in (None, size[1]):

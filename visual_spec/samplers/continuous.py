@@ -107,8 +107,7 @@ class ContinuousSampler(LatentSampler):
     def chain_lengths(self, model: Any) -> list[int]:
         """Levels of the chains of each call."""
         calls, first = self.num_steps(model), self.chain_settings(model.chain).head_steps
-        last = self.config.get("last_head_steps")  # which subclasses need not have, nor a graph
-        last = first if last is None else last
+        last = self.config.get("last_head_steps") or first  # a method built on this one may not have it
         return [round(first + (last - first) * call / max(1, calls - 1)) for call in range(calls)]
 
     def shapes(self, model: Any) -> list[CallShape]:

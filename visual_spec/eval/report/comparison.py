@@ -126,8 +126,12 @@ def _pictures(plain: Any, fast: Any) -> dict[str, Any]:
 
 
 def _token_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
+    heads = [getattr(one.trace, "head_calls", None) for one in (plain, fast)]
     return ComparisonRow(
-        grid=pipe.transformer.grid, **_pictures(plain, fast), **_figures(prompt, plain, fast)
+        grid=pipe.transformer.grid,
+        head_calls=None if None in heads else tuple(int(calls[0]) for calls in heads),  # pyright: ignore
+        **_pictures(plain, fast),
+        **_figures(prompt, plain, fast),
     )
 
 

@@ -342,7 +342,12 @@ class Sampler(SchedulerMixin, ConfigMixin):
         noise = CounterNoise(keys, device)
         run = Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
         run.fixed_width = self.fixed_width
-        if rule.identical and self.fixed_width is None and (low := low_precision_of(model)):
+        if (
+            rule is not None
+            and rule.identical
+            and self.fixed_width is None
+            and (low := low_precision_of(model))
+        ):
             run.unit = rounding_unit(low)
         return run
 
