@@ -120,7 +120,7 @@ class ContinuousSampler(LatentSampler):
         counts = [end - first for first, end in zip(edges, edges[1:], strict=False)]
         return [CallShape(*one) for one in zip(counts, rooms, self.chain_lengths(model), strict=False)]
 
-    def levels(self, state: PlainState) -> int:
+    def chain_levels(self, state: PlainState) -> int:
         return state.width.levels
 
     def prepare(self, run: Run) -> PlainState:

@@ -154,7 +154,7 @@ def test_kernels_are_given_what_the_definition_is(monkeypatch):
 
 def test_heads_that_were_changed_are_called(monkeypatch):
     """Their weights would not tell what they do."""
-    model = tiny_mar()
+    model = tiny_mar(head_kind="velocity")
     monkeypatch.setattr(head_loop, "takes", lambda *_: True)
     monkeypatch.setattr(head_loop, "head_step", None)
     seen: list[Any] = []

@@ -119,6 +119,12 @@ class LatentSampler(Sampler):
         given = {name: self.config[name] for name in ("head_steps", "eta", "final_noise")}
         return ChainSettings(**{k: getattr(own, k) if v is None else v for k, v in given.items()})
 
+    @property
+    def law_settings(self) -> dict[str, Any]:
+        """The settings that are part of the law: samplers that differ in one of them draw from different laws."""
+        names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise")
+        return {name: self.config.get(name) for name in names}
+
     def num_steps(self, model: LatentModel) -> int:
         """Calls of a model that draws every token of a call at once."""
         return model.grid.num_tokens
@@ -205,12 +211,12 @@ class LatentSampler(Sampler):
 
     def draw(self, run: Run, state: Any, z: Tensor, slots: Tensor) -> Tensor:
         """Tokens [B, N, d] of slots [B, N] with conditions `z [R, N, dim]`, by the plain chain."""
-        levels = self.levels(state)
+        levels = self.chain_levels(state)
         state.count("head_calls", levels, run.num_tokens)
         law, places = state.law, state.places.gather(1, slots)
         return law.loop(z, law.scales[slots], run.noise, places, levels)
 
-    def levels(self, state: Any) -> int:
+    def chain_levels(self, state: Any) -> int:
         """Levels of the plain chains of the next call."""
         return state.law.levels
 
