@@ -20,9 +20,11 @@ from huggingface_hub import snapshot_download
 
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import check_transformers_model
+from visual_spec.models.core.whole_folders import written_whole
 from visual_spec.pipelines.components import PIPELINES, resolved
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
 from visual_spec.samplers import registry
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
@@ -54,10 +56,12 @@ class VisualPipeline(DiffusionPipeline):
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
         cls._refuse_other_class(pretrained_model_name_or_path)
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-        pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         name = os.fspath(pretrained_model_name_or_path)
         folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
+        if (folder / INDEX).exists():  # else on the Hub
+            check_saved_pipeline(folder, cls, given=kwargs, variant=kwargs.get("variant"))
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
             of_transformers = isinstance(model, torch.nn.Module) and not isinstance(model, ModelMixin)
@@ -75,7 +79,7 @@ class VisualPipeline(DiffusionPipeline):
         folder = Path(name) if Path(name).is_dir() else embedded_folder(os.fspath(name))
         if not (folder / "model_index.json").is_file():
             return  # of a Hub id diffusers says what it finds
-        saved_as = cls.load_config(folder).get("_class_name")
+        saved_as = read_index_file(folder)["_class_name"]
         if saved_as in PIPELINES and saved_as not in {kind.__name__ for kind in cls.__mro__}:
             raise ValueError(
                 f"{os.fspath(name)} holds a {saved_as}; load it with visual_spec.{saved_as}.from_pretrained."
@@ -191,6 +195,18 @@ class VisualPipeline(DiffusionPipeline):
         passed_on = ("cache_dir", "force_download", "local_files_only", "token", "revision")
         options = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
         return snapshot_download(name, allow_patterns=_FILES, **options)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As `DiffusionPipeline.save_pretrained`. A kill in between leaves no half-written file, and components of two
+        saves are never taken for one pipeline (`written_whole`).
+
+        Raises:
+            NotADirectoryError: there is a file at `save_directory`.
+        """
+        if kwargs.get("push_to_hub"):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        with written_whole(save_directory, INDEX) as folder:
+            super().save_pretrained(folder, *args, **kwargs)
 
     def register_modules(self, **kwargs: Any) -> None:
         """Add components; refuses those that `save_pretrained` would drop without a word.
