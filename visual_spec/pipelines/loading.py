@@ -7,7 +7,7 @@ from typing import Any
 from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
-from visual_spec.pipelines.components import PIPELINES, resolved
+from visual_spec.pipelines.components import PIPELINES
 from visual_spec.pipelines.embedded import (
     WEIGHTS_FOLDER,
     embedded_drafters,
