@@ -33,7 +33,8 @@ def test_the_changed_settings_are_all_there_and_changed(entry):
     defaults, settings = defaults_of(sampler_class(entry)), CHANGED[entry.class_name]
     assert set(settings) == set(defaults)
     same = {name for name in settings if settings[name] == defaults[name]}
-    assert same <= {"sibling_rule"}  # "k-seq" is not for acceptance "identical"
+    # "k-seq" is not for acceptance "identical", and "exact_width" for no other.
+    assert same <= {"sibling_rule", "exact_width"}
 
 
 @EVERY

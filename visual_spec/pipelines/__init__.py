@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.infinity import InfinityPipeline
+    from visual_spec.pipelines.latent_image import LatentImagePipeline
     from visual_spec.pipelines.loading import load_pipeline
     from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
     from visual_spec.pipelines.masked_image import MaskedImagePipeline
@@ -37,6 +38,7 @@ __all__ = [
     "ImagePipeline",
     "ImagePipelineOutput",
     "InfinityPipeline",
+    "LatentImagePipeline",
     "MaskedClassImagePipeline",
     "MaskedImagePipeline",
     "ScaleImagePipeline",

@@ -402,6 +402,9 @@ class MaskedSampler(Sampler):
     def progress(self, run: Run, state: MaskedState) -> Tensor:
         return (state.tokens != run.model.mask_id).sum((1, 2)) // run.model.grid.codebooks
 
+    def committed(self, run: Run, state: MaskedState) -> Tensor:
+        return (state.tokens != run.model.mask_id).all(-1)
+
     def result(self, run: Run, state: MaskedState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         calls = 0
         if run.parts.get("rescorer") is not None:

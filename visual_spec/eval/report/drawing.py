@@ -73,15 +73,6 @@ def legend_strip(width: int, paid: int | None = None, free: int | None = None) -
     return _strip(width, entries)
 
 
-def hue_strip(width: int, text: str) -> Image.Image:
-    """A strip that says what a colour means, without beads and bars."""
-    unit = 18 * SUPERSAMPLE
-    hues = Image.new("RGB", (3 * unit, unit), PAPER)
-    for index in range(3):
-        hues.paste(RUN_COLOURS[index][0], (index * unit, 0, (index + 1) * unit, unit))
-    return _strip(width, [(hues, text)])
-
-
 def _strip(width: int, entries: Sequence[tuple[Image.Image, str]]) -> Image.Image:
     """Symbols, `SUPERSAMPLE` times as large as shown, with their texts, on as many lines as the width asks for."""
     size, unit, scale, gap = 14, 18, SUPERSAMPLE, 26

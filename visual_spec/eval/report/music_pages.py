@@ -15,24 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import Tensor
 
 from visual_spec.data.waves import levels
 from visual_spec.eval.files import render_page, write_atomically
-from visual_spec.eval.report.drawing import (
-    INK,
-    MAP_GROUND,
-    MUTED,
-    PAPER,
-    RUN_COLOURS,
-    draw_text,
-    hue_strip,
-    legend_strip,
-    png_bytes,
-    text_width,
-)
-from visual_spec.eval.report.pages import paid_slots
+from visual_spec.eval.report.drawing import RUN_COLOURS, png_bytes
+from visual_spec.eval.report.maps import entries_svg, runs_svg
+from visual_spec.eval.report.pictures import paid_slots
 from visual_spec.pipelines.audio_files import audio_bytes
 
 # Silence to full scale; each colour is darker or lighter than the one before it.
@@ -53,7 +43,7 @@ class AudioRow:
         plain_seconds, fast_seconds: wall clock of the decoding, the codec not counted.
         identical: whether codes and samples of both are the same.
         promised: whether the sampler says so without a condition.
-        output_law: what the sampler says it drew from, see `DecodeTrace`.
+        output_law, near_ties: what the sampler says it drew from, see `DecodeTrace`.
         entry_call: of a clip that a masked model filled in: long [S, K], the call at which each code was kept.
     """
 
@@ -70,6 +60,7 @@ class AudioRow:
     promised: bool = False
     output_law: str = ""
     entry_call: Tensor | None = None
+    near_ties: int | None = None
 
     @property
     def columns_per_call(self) -> float:
@@ -100,56 +91,14 @@ def mel_picture(audio: np.ndarray | Tensor, sampling_rate: int, width: int, heig
     return picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def run_strip(commit_call: Tensor, width: int, height: int = 22) -> Image.Image:
-    """Which columns cost a model call: every call's run in a colour of its own, what it was paid for dark.
-
-    Args:
-        commit_call: long [S], the call at which each column was committed.
-    """
-    calls, paid = commit_call.tolist(), paid_slots(commit_call).tolist()
-    strip = Image.new("RGB", (width, height), MAP_GROUND)
-    draw = ImageDraw.Draw(strip)
-    ranks = {call: rank for rank, call in enumerate(sorted(set(calls)))}
-    edges = [round(place * width / len(calls)) for place in range(len(calls) + 1)]
-    for place, call in enumerate(calls):
-        colour = RUN_COLOURS[ranks[call] % len(RUN_COLOURS)][paid[place]]
-        draw.rectangle((edges[place], 2, max(edges[place], edges[place + 1] - 1), height - 3), fill=colour)
-    return strip
-
-
-def entry_strip(entry_call: Tensor, width: int, height: int = 11) -> Image.Image:
-    """Which call filled in which code, a row for each codebook, the first one on top.
-
-    Args:
-        entry_call: long [S, K], the call at which each code was kept; -1: it was given, and gets no colour.
-        height: of one row.
-    """
-    count, books = entry_call.shape
-    colours = np.array([MAP_GROUND, *(light for light, _ in RUN_COLOURS)], np.uint8)
-    numbers = torch.where(entry_call < 0, 0, 1 + entry_call % len(RUN_COLOURS)).T.numpy()
-    return Image.fromarray(colours[numbers]).resize((width, height * books), Image.Resampling.NEAREST)
-
-
-def music_picture(row: AudioRow) -> Image.Image:
-    """Mel picture, seconds, and below it what cost a model call: 1000 pixels wide."""
-    mel_height, axis = 220, 26
-    if row.entry_call is None:
-        strip, paid = run_strip(row.commit_call, _WIDTH), int(paid_slots(row.commit_call).sum())
-        legend = legend_strip(_WIDTH, paid, len(row.commit_call) - paid)
-    else:
-        strip = entry_strip(row.entry_call, _WIDTH)
-        legend = hue_strip(_WIDTH, "one colour: one call (a row is a codebook, coarsest on top)")
-    sheet = Image.new("RGB", (_WIDTH, mel_height + axis + strip.height + legend.height), PAPER)
-    sheet.paste(mel_picture(row.fast_audio, row.sampling_rate, _WIDTH, mel_height), (0, 0))
-    draw, seconds = ImageDraw.Draw(sheet), row.fast_audio.shape[-1] / row.sampling_rate
-    for tick in range(9):
-        x, text = round(tick * (_WIDTH - 1) / 8), f"{tick * seconds / 8:.3g} s"
-        draw.line((x, mel_height, x, mel_height + 4), fill=INK)
-        wide = text_width(text, 13)
-        draw_text(draw, (min(max(0, x - wide / 2), _WIDTH - wide), mel_height + 5), text, 13, MUTED)
-    sheet.paste(strip, (0, mel_height + axis))
-    sheet.paste(legend, (0, mel_height + axis + strip.height))
-    return sheet
+def call_map(row: AudioRow) -> tuple[str, str]:
+    """What cost a model call, as SVG, and what it shows in words."""
+    if row.entry_call is not None:
+        said = "one colour: one call (a row is a codebook, coarsest on top)"
+        return entries_svg(row.entry_call, said), said
+    paid = int(paid_slots(row.commit_call).sum())
+    said = f"{paid} columns paid, {len(row.commit_call) - paid} free"
+    return runs_svg(row.commit_call, said), said
 
 
 def write_music_page(
@@ -184,12 +133,19 @@ def write_music_page(
     sections = []
     for row in rows:
         plain, fast = (audio_bytes(audio, row.sampling_rate) for audio in (row.plain_audio, row.fast_audio))
+        drawn, said = call_map(row)
+        seconds = row.fast_audio.shape[-1] / row.sampling_rate
         sections.append(
             {
                 "row": row,
                 "plain": None if row.identical else _url("audio/wav", plain),
                 "fast": _url("audio/wav", fast),
-                "picture": _url("image/png", png_bytes(music_picture(row))),
+                "mel": _url(
+                    "image/png", png_bytes(mel_picture(row.fast_audio, row.sampling_rate, _WIDTH, 220))
+                ),
+                "map": drawn,
+                "caption": said,
+                "ticks": [f"{tick * seconds / 4:.3g} s" for tick in range(5)],
             }
         )
     page = render_page(
