@@ -185,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\nvisual-spec: interrupted; files that were finished are kept", file=sys.stderr)
             return 130
         except (ValueError, OSError, ImportError, FloatingPointError) as error:
-            print(f"visual-spec: error: {error}", file=sys.stderr)
+            # One line, whatever a library wrote into its message.
+            print(f"visual-spec: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
 
 

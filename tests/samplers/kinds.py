@@ -130,7 +130,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "MaskedSampler": dict(
         steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
-        rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True,
+        rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
     ),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
     "ScaleWiseSampler": dict(ramp=False, smooth=True, measure=True),

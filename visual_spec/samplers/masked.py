@@ -24,7 +24,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import MaskedModel, Rescorer
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_allowed, check_batch_size, check_choice
+from visual_spec.samplers.core.checks import check_allowed, check_batch_size, check_choice, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
@@ -42,8 +42,8 @@ from visual_spec.samplers.core.masking import (
     least_sure,
     mixed,
 )
-from visual_spec.samplers.core.noise import CHOICE
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
+from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, DivergenceMeter, SampleResult
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
@@ -60,11 +60,14 @@ class MaskedTrace(DecodeTrace):
         entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
         rescorer_calls: forwards of the rescoring model.
         first_calls: long [B], the part of `target_calls` made by the model that decoded the beginning (hybrid).
+        total_correlation: float [B], what `measure` found of the dependence that groups were drawn without, in nats a
+            sample; None if it was not measured.
     """
 
     entry_call: Tensor = field(default_factory=lambda: torch.zeros(0))
     rescorer_calls: int = 0
     first_calls: Tensor | None = None
+    total_correlation: Tensor | None = None
 
     @property
     def tokens_per_call(self) -> Tensor:
@@ -74,7 +77,9 @@ class MaskedTrace(DecodeTrace):
     @property
     def output_law(self) -> str:
         """The output law in words."""
-        return "the law of masked decoding"
+        if self.divergence is None:
+            return "the law of masked decoding"
+        return f"the law of masked decoding, {self.divergence:.4f} a slot from one token a call"
 
 
 @dataclass
@@ -90,6 +95,7 @@ class MaskedState:
         steps: number of calls of each codebook.
         round: index of the last call, -1 before the first.
         stage: state of the codebook that is being decoded.
+        meter, correlation: what `measure` has found so far; None without it. correlation: [B], in nats.
     """
 
     cache: Any
@@ -100,7 +106,8 @@ class MaskedState:
     plan: list[tuple[int, int]]
     round: int = -1
     stage: Stage | None = None
-    meter: None = None
+    meter: DivergenceMeter | None = None
+    correlation: Tensor | None = None
 
     @property
     def commit_call(self) -> Tensor:
@@ -157,6 +164,8 @@ class MaskedSampler(Sampler):
         greedy: take the likeliest tokens, and score them by the law with its temperature, which decides about their
             order where it falls (MAGNeT's code with use_sampling=False). A law of temperature 0 takes the same tokens,
             and scores them at temperature 1.
+        measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
+            `_measured`. The trace reports it; its time does not count as decoding.
 
     A call takes
         given: long [B, L, K] (or [B, L] for one codebook), known tokens; the mask id marks tokens to decode. None: no
@@ -195,7 +204,9 @@ class MaskedSampler(Sampler):
         last_temperature: float = 0.7,
         entropy_bound: float | None = None,
         greedy: bool = False,
+        measure: bool = False,
     ) -> None:
+        check_flag("measure", measure)
         for name, value, known in [
             ("schedule", schedule, SCHEDULES),
             ("clock", clock, CLOCKS),
@@ -254,6 +265,8 @@ class MaskedSampler(Sampler):
             target_calls=torch.zeros_like(tokens[:, 0, 0]),
             steps=steps,
             plan=[(stage, step) for stage, count in enumerate(steps) for step in range(count)],
+            meter=DivergenceMeter(run.batch_size, run.device) if self.config.measure else None,
+            correlation=torch.zeros(run.batch_size, device=run.device) if self.config.measure else None,
         )
 
     def step(self, run: Run, state: MaskedState) -> None:
@@ -303,7 +316,49 @@ class MaskedSampler(Sampler):
         state.entry_call[..., codebook].masked_fill_(kept, state.round)
         tokens.masked_fill_(drawing & ~kept, run.model.mask_id)
         stage.hidden = stays
+        if state.meter is not None:
+            run.lap("verify")
+            self._measured(run, state, codebook, step, logits, kept)
+            run.lap(MEASURE)
         run.lap("verify")
+
+    def _measured(
+        self, run: Run, state: MaskedState, codebook: int, step: int, logits: Tensor, kept: Tensor
+    ) -> None:
+        """Estimate how far the group of a step is from its own chain of one token a call, in a random order.
+
+        Along an order, token k of the group has some law given the tokens before it, and was drawn from another, which
+        knows none of them. The sum over k of the total variation between both bounds that of the group; the sum of the
+        log ratios is an estimate of its (conditional) total correlation, a divergence in nats. One call estimates both:
+        a random number of the n kept tokens is shown, and the mean over the others, times n, has the sum as its mean.
+
+        Where the order looks at the draws, these are the figures of the draws that were kept.
+
+        Args:
+            logits: [R, L, V], of the step.
+            kept: bool [B, L], the group.
+        """
+        assert state.stage is not None and state.meter is not None and state.correlation is not None
+        slots, tokens = state.stage.entries, state.tokens[..., codebook]
+        count = kept.sum(1)  # [B]
+        rank = run.noise.uniform(slots, DRAFT, step).masked_fill(~kept, torch.inf).argsort(1).argsort(1)
+        shown = (run.noise.uniform(slots[:, :1], ACCEPT, step)[:, 0] * count).long()  # [B], below n
+        left = kept & (rank >= shown[:, None])
+        tested = state.tokens.clone()
+        tested[..., codebook] = tokens.masked_fill(left, run.model.mask_id)
+        chained = run.model(state.cache, tested, codebook)
+        ignored = torch.where(left, slots, run.num_tokens)
+        guided = run.law.law.guided
+        used, wanted = (
+            run.law(part if guided else part[: len(slots)], ignored, guided) for part in (logits, chained)
+        )
+        moved = (used.exp() - wanted.exp()).clamp(min=0).sum(-1)  # [B, L]
+        at = tokens[..., None].clamp(max=run.model.vocab_size - 1)
+        ratio = (used.gather(-1, at) - wanted.gather(-1, at))[..., 0]
+        number = left.sum(1).clamp(min=1)
+        mean = torch.where(left, moved, 0).sum(1) / number
+        state.meter.count(mean[:, None].expand_as(moved), kept)
+        state.correlation += (torch.where(left, ratio, 0).sum(1) / number * count).to(state.correlation)
 
     def _begin_stage(self, run: Run, state: MaskedState, codebook: int) -> Stage:
         grid, score = run.model.grid, self.config.score
@@ -354,7 +409,12 @@ class MaskedSampler(Sampler):
         calls = 0
         if run.parts.get("rescorer") is not None:
             calls = sum(max(count - 1, 0) for count in state.steps)
-        found = MaskedTrace(**trace, entry_call=state.entry_call.cpu(), rescorer_calls=calls)
+        found = MaskedTrace(
+            **trace,
+            entry_call=state.entry_call.cpu(),
+            rescorer_calls=calls,
+            total_correlation=None if state.correlation is None else state.correlation.cpu(),
+        )
         return SampleResult(tokens if run.model.grid.codebooks > 1 else tokens[..., 0], found)
 
     def _law(self, law: TokenLaw, share: float, step: int, steps: int) -> TokenLaw:
