@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
     from visual_spec.samplers.columns import ColumnAutoregressiveSampler
     from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+    from visual_spec.samplers.continuous import ContinuousSampler
+    from visual_spec.samplers.continuous_drafted import SpeculativeContinuousSampler
+    from visual_spec.samplers.continuous_head import HeadSpeculativeSampler
+    from visual_spec.samplers.continuous_jacobi import ContinuousJacobiSampler
     from visual_spec.samplers.core.law import TokenLaw
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler

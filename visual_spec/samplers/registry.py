@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.models.core.calls import COLUMNS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
 
 DRAFTER = "drafter"
 
@@ -119,6 +119,31 @@ SAMPLERS = (
         SCALES,
         "the reference; several models (CoDe): measured on request",
         plain=True,
+    ),
+    SamplerEntry(
+        "continuous", f"{_HERE}.continuous:ContinuousSampler", CONTINUOUS, "the reference", plain=True
+    ),
+    SamplerEntry(
+        "speculative-continuous",
+        f"{_HERE}.continuous_drafted:SpeculativeContinuousSampler",
+        CONTINUOUS,
+        "lossless; aligned, cspd: measured",
+        DRAFTER,
+        settings=(),
+    ),
+    SamplerEntry(
+        "continuous-jacobi",
+        f"{_HERE}.continuous_jacobi:ContinuousJacobiSampler",
+        CONTINUOUS,
+        "lossless; aligned: lossy",
+        settings=(),
+    ),
+    SamplerEntry(
+        "head-speculation",
+        f"{_HERE}.continuous_head:HeadSpeculativeSampler",
+        CONTINUOUS,
+        "lossless",
+        settings=(),
     ),
 )
 
