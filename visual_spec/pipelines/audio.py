@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -35,9 +34,11 @@ from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
+from visual_spec.pipelines.inputs import check_generator, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
+from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
+from visual_spec.pipelines.texts import Texts, tokenized, warn_unknown
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -51,7 +52,8 @@ class AudioPipeline(VisualPipeline):
 
     Args:
         transformer: a `MusicgenForCausalLM` that reads the text encoder's features as they are, or a whole
-            `MusicgenForConditionalGeneration`, which brings its own text encoder, projection and codec.
+            `MusicgenForConditionalGeneration`, which brings its own text encoder, projection and codec. None here, or
+            for the sampler: the pipeline only encodes prompts (`encode_prompt`).
         codec: an `EncodecModel`. None: that of a whole MusicGen.
         text_encoder: `CaptionEncoder`, or an encoder of transformers beside its `tokenizer`. None: that of a whole
             MusicGen; if there is none either, pass `prompt_embeds`.
@@ -82,7 +84,9 @@ class AudioPipeline(VisualPipeline):
     _exclude_from_cpu_offload = ["codec"]
     _optional_components = ["codec", "text_encoder", "tokenizer", "drafter"]
     _callback_tensor_inputs = ["lengths"]
-    _fitting_drafter = "a ColumnEagleDrafter trained for this model (scripts/train_column_drafter.py)"
+    _fitting_drafter = (
+        "a ColumnEagleDrafter trained for this model (python -m visual_spec.training.column_drafter)"
+    )
 
     transformer: Any
     codec: Any
@@ -91,10 +95,10 @@ class AudioPipeline(VisualPipeline):
 
     def __init__(
         self,
-        transformer: MusicgenForCausalLM | MusicgenForConditionalGeneration,
+        transformer: MusicgenForCausalLM | MusicgenForConditionalGeneration | None,
         codec: EncodecModel | None,
         text_encoder: CaptionEncoder | T5EncoderModel | None,
-        sampler: SchedulerMixin,
+        sampler: SchedulerMixin | None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         default_guidance_scale: float = 3.0,
         default_top_k: int = 0,
@@ -145,7 +149,7 @@ class AudioPipeline(VisualPipeline):
         Args:
             model: a `MusicgenForConditionalGeneration`, mono or stereo; it is not changed.
             tokenizer: of its text encoder, or the processor that holds it.
-            sampler: default `ColumnJacobiSampler()`: the codes of plain sampling, in fewer calls.
+            sampler: default `ColumnAutoregressiveSampler()`, plain decoding.
             settings: of the class, in place of the published ones.
 
         Raises:
@@ -153,8 +157,47 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        chosen = sampler or make_sampler("column-jacobi")
+        chosen = sampler or make_sampler("columns")
         return cls(model, None, None, chosen, tokenizer, **published | settings)
+
+    @classmethod
+    def from_audiocraft(
+        cls,
+        source: str | os.PathLike,
+        text_encoder: Any,
+        tokenizer: Any,
+        *,
+        codec: EncodecModel | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        sampler: SchedulerMixin | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A pipeline around an official MusicGen or AudioGen checkpoint of audiocraft, mono or stereo.
+
+        It has the published law, and the treatment of padding of audiocraft.
+
+        Args:
+            source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
+            text_encoder, tokenizer: the T5 that the checkpoint names (`t5-base` for music), as transformers loads it.
+            codec: in place of the folder's.
+            dtype: of the decoder, as in `from_magnet`.
+            sampler, settings: as in `from_musicgen`.
+
+        Raises:
+            FileNotFoundError, OSError, ValueError: as `visual_spec.models.columns.musicgen_checkpoint.load_musicgen`.
+        """
+        from visual_spec.models.columns.musicgen_checkpoint import load_musicgen
+
+        loaded = load_musicgen(source, text_encoder, codec=codec, dtype=dtype)
+        own = loaded.settings
+        published: dict[str, Any] = dict(
+            default_guidance_scale=own.guidance_scale,
+            default_temperature=own.temperature,
+            default_top_k=own.top_k,
+            max_audio_length_in_s=own.duration,
+            padding="zeros",
+        )
+        return cls.from_musicgen(loaded.model, tokenizer, sampler, **published | settings)
 
     @classmethod
     def from_magnet(
@@ -164,48 +207,29 @@ class AudioPipeline(VisualPipeline):
         tokenizer: Any,
         *,
         codec: EncodecModel | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = torch.float32,
         **settings: Any,
     ) -> Self:
         """A pipeline around an official MAGNeT checkpoint, with the steps, span and law it was published with.
 
         It cannot be saved: what projects the text has no place in a folder of transformers. Keep the official files.
+        Audiocraft's `use_sampling=False` is the setting `greedy` of `MaskedSampler`.
 
         Args:
             source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
             text_encoder, tokenizer: the T5 that the checkpoint names (`t5-base` for music), as transformers loads it.
             codec: in place of the folder's.
-            dtype: of the transformer; None keeps that of the file.
+            dtype: of the transformer, which is loaded onto the CPU, where audiocraft computes in float32. Pass
+                torch.float16 for a GPU; None keeps that of the file, float16 of official ones.
             settings: of the class, in place of the published ones.
 
         Raises:
-            FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_magnet_codec`.
+            FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_audiocraft_codec`.
         """
-        from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+        from visual_spec.pipelines.magnet import official_magnet
 
-        loaded = load_magnet(source, dtype=dtype)
-        own = loaded.settings
-        sampler = make_sampler(
-            "masked",
-            steps=own.steps,
-            clock="magnet",
-            span=own.span,
-            temperature="falling",
-            guidance="falling",
-            least_guidance=own.least_guidance,
-        )
-        published: dict[str, Any] = dict(
-            default_guidance_scale=own.guidance_scale,
-            default_temperature=own.temperature,
-            default_top_k=own.top_k,
-            default_top_p=own.top_p,
-            max_audio_length_in_s=own.duration,
-            padding="zeros",
-            masked=True,
-            reach=own.reach,
-        )
-        codec = load_magnet_codec(source) if codec is None else codec
-        return cls(loaded.model, codec, text_encoder, sampler, tokenizer, **published | settings)
+        model, codec, sampler, published = official_magnet(source, codec=codec, dtype=dtype)
+        return cls(model, codec, text_encoder, sampler, tokenizer, **published | settings)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As `DiffusionPipeline.save_pretrained`.
@@ -224,14 +248,18 @@ class AudioPipeline(VisualPipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler."""
+        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler.
+
+        A model of columns decodes plainly by default: no sampler of the same law has been faster by the clock
+        (docs/RESULTS.md, "Music").
+        """
         masked = bool(settings.get("masked"))
         return PipelineFacts(
             medium="audio",
             unit="columns",
             calls=(MASKED,) if masked else (COLUMNS,),
             plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
-            fast_sampler="masked" if masked else "column-jacobi",
+            fast_sampler="masked" if masked else "columns",
             default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
             comparable=not masked,
         )
@@ -242,6 +270,8 @@ class AudioPipeline(VisualPipeline):
         return MASKED in self.calls
 
     def _check_parts(self) -> None:
+        if self.transformer is None:
+            return  # it encodes prompts
         modules = MusicgenModules(self._model, self.config["padding"])
         pattern = self.config["pattern"]
         CodebookPattern.named(pattern, modules.num_codebooks)  # refuses unknown ones
@@ -321,12 +351,12 @@ class AudioPipeline(VisualPipeline):
         sampling_rate: int | None = None,
         num_waveforms_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        prompt_embeds: Tensor | None = None,
-        prompt_attention_mask: Tensor | None = None,
         output_type: str = "np",
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **texts: Any,
     ) -> Tensor | None:
-        """Refuse what cannot be played, before any computation. Arguments as in `__call__`.
+        """Refuse what cannot be played, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
 
         Returns:
             The clip to go on from as [B or 1, C, N] at the codec's rate, or None.
@@ -335,25 +365,20 @@ class AudioPipeline(VisualPipeline):
             ValueError, TypeError: names what was given, what is allowed, and what to do.
             ImportError: a clip at another rate, and torchaudio is missing.
         """
+        self.check_complete("transformer", "sampler")
         self.check_sampler()
         each = num_waveforms_per_prompt
         check_count("num_waveforms_per_prompt", each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        unknown = [
-            n for n in callback_on_step_end_tensor_inputs or () if n not in self._callback_tensor_inputs
-        ]
-        if unknown:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
-            )
+        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         if not (math.isfinite(stretch_in_s) and stretch_in_s > 0):
             raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
-        prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
-        if prompts:
-            own = getattr(self._model, "text_encoder", None)
-            check_words(own if self.text_encoder is None else self.text_encoder, self.tokenizer, prompts)
-        count = len(prompts) if prompt_embeds is None else len(prompt_embeds)
+        told = Texts(prompt, **texts)
+        own = getattr(self._model, "text_encoder", None)
+        encoder = own if self.text_encoder is None else self.text_encoder
+        check_words(encoder, self.tokenizer, told.prompts + told.negatives)
+        count = told.count
         check_generator(generator, count * each, "clip")
         clip = None
         if audio is not None:
@@ -381,47 +406,51 @@ class AudioPipeline(VisualPipeline):
         """
         limit = self.config["max_audio_length_in_s"]
         length = limit if audio_length_in_s is None else audio_length_in_s
-        return plan_windows(length, extend_stride_in_s, given_frames, limit=limit, frame_rate=self.frame_rate)
+        return plan_windows(
+            length,
+            extend_stride_in_s,
+            given_frames,
+            limit=limit,
+            frame_rate=self.frame_rate,
+            span=self.sampler.config["span"] if self._fills_in else 1,
+        )
 
     def encode_prompt(
         self,
         prompt: str | list[str] | None,
         *,
+        negative_prompt: str | list[str] | None = None,
         num_waveforms_per_prompt: int = 1,
         prompt_embeds: Tensor | None = None,
         prompt_attention_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
     ) -> TextCondition:
         """Features of the prompts, each repeated for its clips.
 
-        Words the text encoder was not trained on are named in a warning, and stand for nothing in the music.
+        Words the text encoder was not trained on are named in a warning, and stand for nothing in the music. So is the
+        end of a prompt that is longer than the encoder reads.
 
         Returns:
-            TextCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device.
+            TextCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device; `negative`
+            of it, of as many rows, where there is a negative prompt.
         """
-        if prompt_embeds is None:
-            condition = self._features([prompt] if isinstance(prompt, str) else list(prompt or ()))
-        else:
-            mask = prompt_attention_mask
-            condition = TextCondition(
-                prompt_embeds, torch.ones(prompt_embeds.shape[:2]) if mask is None else mask
-            )
-        device = self._execution_device
-        return TextCondition(
-            features=condition.features.to(device).repeat_interleave(num_waveforms_per_prompt, 0),
-            mask=condition.mask.to(device, torch.bool).repeat_interleave(num_waveforms_per_prompt, 0),
+        texts = Texts(
+            prompt,
+            prompt_embeds,
+            prompt_attention_mask,
+            negative_prompt,
+            negative_prompt_embeds,
+            negative_prompt_attention_mask,
         )
+        return texts.condition(self._features, num_waveforms_per_prompt, self._execution_device)
 
     def _features(self, prompts: list[str]) -> TextCondition:
         encoder = self.text_encoder
         if hasattr(encoder, "word_ids"):
-            unknown = encoder.unknown_words(prompts)
-            if unknown:
-                warnings.warn(
-                    f"the text encoder does not know {', '.join(map(repr, unknown))}; the music will not tell.",
-                    stacklevel=4,
-                )
+            warn_unknown(encoder, prompts, "the music will not tell")
             return encoder(prompts)
-        inputs = self.tokenizer(prompts, padding=True, return_tensors="pt").to(self._execution_device)
+        inputs = tokenized(self.tokenizer, prompts).to(self._execution_device)
         owner = self._model if encoder is None else self
         with at_hand(self._model if encoder is None else encoder):
             return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
@@ -433,6 +462,7 @@ class AudioPipeline(VisualPipeline):
         self,
         prompt: str | list[str] | None = None,
         *,
+        negative_prompt: str | list[str] | None = None,
         audio_length_in_s: float | None = None,
         extend_stride_in_s: float | None = None,
         audio: Any = None,
@@ -446,42 +476,45 @@ class AudioPipeline(VisualPipeline):
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
         prompt_attention_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
         output_type: str = "np",
         return_dict: bool = True,
         stretch_in_s: float = 0.5,
         callback_on_audio: AudioListener | None = None,
-        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> AudioPipelineOutput:
         """Play.
 
         Args:
             prompt: one prompt or a list.
-            audio_length_in_s: rounded to whole frames; None: the length that the model was trained on.
+            negative_prompt: what guidance leads away from, in place of no text; one for all prompts, or one for each.
+            audio_length_in_s: rounded to whole frames; None: the length that the model was trained on. A masked model
+                whose sampler decodes spans of frames plays whole spans: of 10 s at 50 Hz in spans of 3, 498 frames.
             extend_stride_in_s: for longer clips: the window of the trained length moves by so many seconds, and what
                 is left in it of the music so far is what the model goes on from. The memory of the decoding is that
                 of one window.
             audio, sampling_rate: a clip to go on from, [N], [C, N] or [B, C, N], and its rate in Hz. It counts in
                 `audio_length_in_s`, and what comes out begins with it, as the codec renders it.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
-                the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
-            temperature, top_k, top_p: the law of a code (`visual_spec.samplers.core.law.TokenLaw`). None: the
-                model's own, `default_temperature` and so on.
+                the unconditional rows too, at 1 or below none.
+            temperature, top_k, top_p: the law of a code (`TokenLaw`). None: the model's own, `default_top_k` and so on.
             guidance_until: columns from this one on, of every window, are drawn without guidance.
             num_waveforms_per_prompt: clips of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
-                clip depends on its own generator only, not on the batch it is played in.
+                clip depends on its own generator only.
             prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words),
-                in place of `prompt`, as `encode_prompt` gives them.
-            output_type: "np", "pt", or "latent" for the codes [B, K, T].
-            return_dict: False returns the tuple (audios, sampling_rate, codes, trace).
+                in place of `prompt`, as `encode_prompt` gives them; likewise those of `negative_prompt`.
+            output_type, return_dict: "np", "pt", or "latent" for the codes [B, K, T]; False returns a tuple.
             stretch_in_s: codes become waves in stretches of so many seconds, streamed or not.
             callback_on_audio: called as (pipe, start, waves) for every stretch, as soon as its columns are committed:
                 `waves`, float32 [B, C, m] on the CPU, begins at sample `start`. All of them are `audios`, bit by bit.
                 A masked model knows no column before it knows its window.
             callback_on_step_end: called as (pipe, step, timestep, kwargs) after every target call: `step` is the
                 index of the call (0: the first prefill), `timestep` the number of columns that the slowest clip has.
-                What it returns is ignored: columns that are committed cannot be changed. Raise to stop.
+                It returns None, or `kwargs` unchanged. After `pipe._interrupt = True` the call ends, with the leading
+                frames that all clips have; a masked model has none of an unfinished window.
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", columns committed [B].
 
         Raises:
@@ -496,7 +529,14 @@ class AudioPipeline(VisualPipeline):
             top_k=top_k,
             top_p=top_p,
         )
-        embeds = dict(prompt_embeds=prompt_embeds, prompt_attention_mask=prompt_attention_mask)
+        texts: dict[str, Any] = dict(
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
         clip = self.check_inputs(
             prompt,
             audio_length_in_s=audio_length_in_s,
@@ -507,10 +547,11 @@ class AudioPipeline(VisualPipeline):
             num_waveforms_per_prompt=num_waveforms_per_prompt,
             generator=generator,
             output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-            **embeds,  # pyright: ignore[reportArgumentType]
+            **texts,
         )
-        condition = self.encode_prompt(prompt, num_waveforms_per_prompt=num_waveforms_per_prompt, **embeds)
+        condition = self.encode_prompt(prompt, num_waveforms_per_prompt=num_waveforms_per_prompt, **texts)
         given = self._given_codes(clip, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         stream = None
@@ -522,13 +563,10 @@ class AudioPipeline(VisualPipeline):
                 max(1, round(stretch_in_s * self.frame_rate)),
                 None if callback_on_audio is None else lambda *heard: callback_on_audio(self, *heard),
             )
-        asked = self._callback_tensor_inputs
-        if callback_on_step_end_tensor_inputs is not None:
-            asked = callback_on_step_end_tensor_inputs
+        told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
 
-        def listen(step: int, lengths: Tensor) -> None:
-            kwargs = {name: {"lengths": lengths}[name] for name in asked}
-            callback_on_step_end(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
+        def listen(step: int, lengths: Tensor) -> Any:
+            return told(step, lambda: int(lengths.min()), lengths=lengths)
 
         self._guidance_scale = law.guidance_scale
         self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
@@ -547,7 +585,7 @@ class AudioPipeline(VisualPipeline):
                 progress_bar=self.progress_bar,
                 stream=stream,
                 streamed=callback_on_audio is not None and not self._fills_in,
-                listener=None if callback_on_step_end is None else listen,
+                listener=listen,
                 law=law,
                 generator=generator,
                 **self.sampler_parts(),

@@ -114,6 +114,13 @@ SAMPLERS = (
     ),
     SamplerEntry("masked", f"{_HERE}.masked:MaskedSampler", MASKED, "a law of its own", plain=True),
     SamplerEntry(
+        "speculative-masked",
+        f"{_HERE}.masked_speculative:SpeculativeMaskedSampler",
+        MASKED,
+        "identical or lossless, to one token a call in its order",
+        settings=(),
+    ),
+    SamplerEntry(
         "scale-wise",
         f"{_HERE}.scales:ScaleWiseSampler",
         SCALES,

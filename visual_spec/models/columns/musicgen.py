@@ -132,13 +132,14 @@ class MusicgenModules:
                 f"{type(condition).__name__} given; this model takes a TextCondition(features, mask), or a "
                 "MusicCondition to go on from codes."
             )
-        features, mask = condition.features, condition.mask
-        fits = features.ndim == 3 and len(features) == batch_size and features.shape[2] == self.text_width
-        if not fits or mask.shape != features.shape[:2]:
-            raise ValueError(
-                f"features {tuple(features.shape)} and mask {tuple(mask.shape)} given; this model takes "
-                f"[{batch_size}, T, {self.text_width}] and [{batch_size}, T]."
-            )
+        for part in condition.parts:
+            features, mask = part.features, part.mask
+            fits = features.ndim == 3 and len(features) == batch_size and features.shape[2] == self.text_width
+            if not fits or mask.shape != features.shape[:2]:
+                raise ValueError(
+                    f"features {tuple(features.shape)} and mask {tuple(mask.shape)} given; this model takes "
+                    f"[{batch_size}, T, {self.text_width}] and [{batch_size}, T]."
+                )
 
     def encoder_states(
         self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
@@ -146,25 +147,35 @@ class MusicgenModules:
         """States [R, T, dim] for the cross-attention, unconditional rows last when `guided`, and bool [R, T], the
         states that are seen.
 
-        An unconditional row has zero states, so its cross-attention adds nothing (MusicGen section 2.3 drops the text).
-        `dropped`, bool [B], marks rows that are unconditional (training for guidance).
+        An unconditional row has zero states, so its cross-attention adds nothing (MusicGen section 2.3 drops the text);
+        or those of the negative caption where the condition has one. `dropped`, bool [B], marks rows that are
+        unconditional (training for guidance).
         """
+        states, mask = self._text_states(condition)
+        if dropped is not None:
+            states = states * ~dropped[:, None, None]
+        if guided:
+            other, seen = torch.zeros_like(states), torch.zeros_like(mask)
+            if condition.negative is not None:
+                other, seen = self._text_states(condition.negative)
+            length = max(mask.shape[1], seen.shape[1])
+            states, other = (F.pad(x, (0, 0, 0, length - x.shape[1])) for x in (states, other))
+            mask, seen = (F.pad(x, (0, length - x.shape[1])) for x in (mask, seen))
+            states, mask = torch.cat([states, other]), torch.cat([mask, seen])
+        if self.padding == "zeros":
+            return states, torch.ones_like(mask)
+        # A row that sees nothing gives nan in some attention kernels; here it sees zeros.
+        return states, mask | ~mask.any(-1, keepdim=True)
+
+    def _text_states(self, condition: TextCondition) -> tuple[Tensor, Tensor]:
+        """States [B, T, dim] of a caption, zero at padding, and bool [B, T], its words."""
         mask = condition.mask.to(self.device).bool()
         states = condition.features.to(self.device)
         if self.projection is None:
             states = states.to(self.decoder.layer_norm.weight.dtype)
         else:
             states = self.projection(states.to(self.projection.weight.dtype))
-        states = states * mask[..., None]
-        if dropped is not None:
-            states = states * ~dropped[:, None, None]
-        if guided:
-            states = torch.cat([states, torch.zeros_like(states)])
-            mask = torch.cat([mask, torch.zeros_like(mask)])
-        if self.padding == "zeros":
-            return states, torch.ones_like(mask)
-        # A row that sees nothing gives nan in some attention kernels; here it sees zeros.
-        return states, mask | ~mask.any(-1, keepdim=True)
+        return states * mask[..., None], mask
 
     # -- running the decoder -------------------------------------------------------------------------------------------
 
@@ -243,6 +254,9 @@ class MusicgenState(DecodeState):
     free: Tensor
     forced: Tensor
     hidden: list[Tensor]
+
+    def narrow(self, width: int) -> None:
+        self.hidden = [layer[:, :width] for layer in self.hidden]
 
 
 class MusicgenColumnModel(MusicgenModules):
@@ -382,7 +396,7 @@ class MusicgenColumnModel(MusicgenModules):
         first `num_places`. Writes all layers' outputs to `state.hidden`."""
         cache = state.cache.self_attention_cache
         assert isinstance(cache, SlotCache)
-        seen = seen_up_to(places, num_places)
+        seen = seen_up_to(places, num_places, state.fixed)
         cache.at(places, seen.shape[-1])
         embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
         state.hidden = self.run(embeddings, seen, state.states, state.seen, state.cache)

@@ -84,7 +84,7 @@ class DiffusionSchedule:
         clipped = torch.cat([posterior[1:2] if num_steps > 1 else betas[:1], posterior[1:]])
         self.num_steps, self.velocity, self.eta, self.deterministic = num_steps, velocity, eta, eta == 0
         self.times = torch.tensor(levels, dtype=torch.float32)
-        self._table = torch.stack(
+        table = torch.stack(
             [
                 kept.sqrt() if velocity else kept.rsqrt(),
                 (1.0 - kept).sqrt() if velocity else (1.0 / kept - 1.0).sqrt(),
@@ -94,7 +94,10 @@ class DiffusionSchedule:
                 betas.log(),
             ],
             -1,
-        ).float()  # [num_steps, 6]
+        )
+        self._table = table.float()  # [num_steps, 6]
+        of_x, of_output, of_start, of_point, low, high = table.unbind(-1)
+        width = torch.ones_like(low)
         self._forward = torch.stack([kept.sqrt(), (1.0 - kept).sqrt()], -1).float()  # [num_steps, 2]
         if eta is not None:
             sigma = (eta * eta * posterior).sqrt()
@@ -102,7 +105,10 @@ class DiffusionSchedule:
                 (1.0 - before - sigma.square()).clamp_min(0.0).sqrt()
             )  # the noise is (x - share token) / rest
             ratio = of_noise / (1.0 - kept).sqrt()
-            self._fixed = torch.stack([before.sqrt() - ratio * kept.sqrt(), ratio, sigma], -1).float()
+            of_start, of_point, width = before.sqrt() - ratio * kept.sqrt(), ratio, sigma
+            low = high = torch.zeros_like(width)
+            self._fixed = torch.stack([of_start, of_point, sigma], -1).float()
+        self.laws = torch.stack([of_start * of_x + of_point, -of_start * of_output, low, high, width], -1)
 
     def to(self, device: torch.device | str) -> DiffusionSchedule:
         """Move the tables, once, so that no level waits for a copy. Returns itself."""
@@ -188,9 +194,10 @@ class FlowSchedule:
             * (1.0 - ((1.0 - shares) * behind / ((1.0 - behind) * shares)).square()).sqrt()
         )
         rest = (behind.square() - sigma.square()).clamp_min(0.0).sqrt()  # of the noise that is foretold
-        self._fixed = torch.stack(
-            [1.0 - behind - rest * (1.0 - shares) / shares, rest / shares, sigma], -1
-        ).float()
+        of_start, of_point = 1.0 - behind - rest * (1.0 - shares) / shares, rest / shares
+        self._fixed = torch.stack([of_start, of_point, sigma], -1).float()
+        none = torch.zeros_like(sigma)
+        self.laws = torch.stack([of_start + of_point, -of_start * shares, none, none, sigma], -1)
 
     def to(self, device: torch.device | str) -> FlowSchedule:
         """Move the tables, once. Returns itself."""

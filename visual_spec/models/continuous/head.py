@@ -79,10 +79,15 @@ class DiffusionHead(nn.Module):
         self.res_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
         self.final_layer = FinalLayer(width, outputs)
 
+    @property
+    def modulation_size(self) -> int:
+        """M: shift, scale and gate of each block, then shift and scale of the last layer."""
+        return self.width * (3 * len(self.res_blocks) + 2)
+
     def modulations(self, z: Tensor, times: Tensor) -> Tensor:
         """All that `denoise` needs beside the point: [T, N, M], for conditions `z [N, dim]` at times [T].
 
-        M is width * (3 * depth + 2): shift, scale and gate of each block, then shift and scale of the last layer.
+        M is `modulation_size`.
         """
         return self._modulate(self.time_embed(times)[:, None] + self.cond_embed(z))
 
@@ -99,6 +104,21 @@ class DiffusionHead(nn.Module):
         for index, block in enumerate(self.res_blocks):
             hidden = block(hidden, *parts[3 * index : 3 * index + 3])
         return self.final_layer(hidden, *parts[-2:])
+
+    def step_weights(self) -> list[Tensor] | None:
+        """What `kernels.head_step` reads: weights and biases of the input projection, of each block (norm, first and
+        second product), and of the last layer; None where layers were replaced or hooked, and must be called.
+        """
+        layers: list[Any] = [self.input_proj]
+        for block in self.res_blocks:
+            layers += [block.in_ln, block.mlp[0], block.mlp[2]]  # pyright: ignore
+        layers.append(self.final_layer.linear)
+        plain = all(
+            type(layer) in (nn.Linear, nn.LayerNorm)
+            and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
+            for layer in layers
+        )
+        return [weight for layer in layers for weight in (layer.weight, layer.bias)] if plain else None
 
     def forward(self, x: Tensor, times: Tensor, z: Tensor) -> Tensor:
         """The same in one call: points `x [N, d]` at times [N], or one for all, with conditions `z [N, dim]`."""

@@ -69,11 +69,14 @@ class Schedule(Protocol):
         num_steps: how many levels it has.
         times: [num_steps], what the head is told at each level.
         deterministic: whether no level adds noise.
+        laws: float64 [num_steps, 5] on the CPU, the numbers `LAW_NUMBERS` of `visual_spec.kernels.head_step`, which are
+            `kernel` as one linear form.
     """
 
     num_steps: int
     times: Tensor
     deterministic: bool
+    laws: Tensor
 
     def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
         """The token [..., d] that a head's output [..., outputs] at points `x [..., d]` foretells, and what is behind

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from visual_spec.models.core.latents import ChainSettings, LatentModel, Schedule, guided
 from visual_spec.samplers.core.coupling import log_density, rounds_of
+from visual_spec.samplers.core.head_loop import HeadLoop
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise
 
 # Bytes of the modulations that are computed at once; longer chains are computed in stretches of levels.
@@ -27,6 +28,7 @@ class ChainLaw:
         temperature: multiplies the noise of the chain's steps; of a deterministic chain, its start.
         guided: whether conditions hold unconditional rows.
         scales: [L + scratch], the scale of guidance at each slot.
+        loop: draws tokens by plain chains of the target.
     """
 
     settings: ChainSettings
@@ -34,6 +36,7 @@ class ChainLaw:
     temperature: float
     guided: bool
     scales: Tensor
+    loop: HeadLoop
 
     @property
     def levels(self) -> int:

@@ -14,6 +14,7 @@ from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.chains import ChainLaw
 from visual_spec.samplers.core.checks import check_batch_size, check_choice
+from visual_spec.samplers.core.head_loop import HeadLoop
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
@@ -57,7 +58,8 @@ class Counts:
     NAMES = ("head_calls", "tested", "kept", "draft_calls")
 
     def __init__(self, batch_size: int, device: torch.device) -> None:
-        self.whole = {name: torch.zeros(batch_size, dtype=torch.long, device=device) for name in self.NAMES}
+        for name in self.NAMES:  # attributes, which a recorded call finds
+            setattr(self, name, torch.zeros(batch_size, dtype=torch.long, device=device))
         self._samples = torch.arange(batch_size, device=device)
 
     def select(self, samples: Tensor) -> None:
@@ -66,7 +68,7 @@ class Counts:
 
     def add(self, name: str, counts: Tensor) -> None:
         """Add counts, long [samples still here]."""
-        self.whole[name].index_add_(0, self._samples, counts)
+        getattr(self, name).index_add_(0, self._samples, counts)
 
 
 @dataclass
@@ -116,6 +118,12 @@ class LatentSampler(Sampler):
         """The chain, where a model's own is `own`."""
         given = {name: self.config[name] for name in ("head_steps", "eta", "final_noise")}
         return ChainSettings(**{k: getattr(own, k) if v is None else v for k, v in given.items()})
+
+    @property
+    def law_settings(self) -> dict[str, Any]:
+        """The settings that are part of the law: samplers that differ in one of them draw from different laws."""
+        names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise")
+        return {name: self.config.get(name) for name in names}
 
     def num_steps(self, model: LatentModel) -> int:
         """Calls of a model that draws every token of a call at once."""
@@ -203,8 +211,18 @@ class LatentSampler(Sampler):
 
     def draw(self, run: Run, state: Any, z: Tensor, slots: Tensor) -> Tensor:
         """Tokens [B, N, d] of slots [B, N] with conditions `z [R, N, dim]`, by the plain chain."""
-        state.count("head_calls", state.law.levels, run.num_tokens)
-        return state.law.chains(run.model, z, slots).walk(run.noise, state.places.gather(1, slots))
+        levels = self.chain_levels(state)
+        state.count("head_calls", levels, run.num_tokens)
+        law, places = state.law, state.places.gather(1, slots)
+        return law.loop(z, law.scales[slots], run.noise, places, levels)
+
+    def chain_levels(self, state: Any) -> int:
+        """Levels of the plain chains of the next call."""
+        return state.law.levels
+
+    def chain_lengths(self, model: LatentModel) -> list[int]:
+        """All levels that plain chains may have."""
+        return [self.chain_settings(model.chain).head_steps]
 
     def chain_law(self, run: Run, scratch: int, device: torch.device) -> ChainLaw:
         """How the tokens of this decode are drawn."""
@@ -214,7 +232,14 @@ class LatentSampler(Sampler):
         steps = self.num_steps(model)
         scales = trunks.scales_of_slots(model, law.guidance_scale, steps, linear=linear, scratch=scratch)
         schedule = model.schedule(settings.head_steps, settings.eta)
-        return ChainLaw(settings, schedule, law.temperature, run.guided, scales.to(device))
+        loop = HeadLoop(
+            model,
+            (model.schedule(count, settings.eta) for count in dict.fromkeys(self.chain_lengths(model))),
+            temperature=law.temperature,
+            final_noise=settings.final_noise,
+            guided=run.guided,
+        )
+        return ChainLaw(settings, schedule, law.temperature, run.guided, scales.to(device), loop)
 
     def places(self, run: Run, scratch: int, device: torch.device) -> Tensor:
         """Where the slots stand, long [B, L + scratch]."""
@@ -252,6 +277,6 @@ class LatentSampler(Sampler):
                 "the weights, or run the model in float32 or bfloat16 if it overflows in float16."
             )
         length = tokens.shape[1]
-        counts = {name: count.cpu() for name, count in state.counts.whole.items()}
+        counts = {name: getattr(state.counts, name).cpu() for name in Counts.NAMES}
         trace["commit_call"] = trunks.on_grid(trace["commit_call"], places.cpu(), length)
         return SampleResult(trunks.on_grid(tokens, places, length), LatentTrace(**trace, **counts))

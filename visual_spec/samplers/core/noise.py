@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.draw import categorical_reference
+from visual_spec.kernels.draw import categorical_reference, race_reference
 from visual_spec.kernels.philox import SCALAR_BLOCK, philox_log_exponential, philox_normal, philox_uniform
 
 # Purposes of draws. Two draws of one sample and slot are independent when their stream or round differs.
@@ -153,6 +153,12 @@ class CounterNoise:
                 noise of the two types agrees up to rounding.
         """
         return categorical_reference(log_probs, self.keys, slots, stream, round)
+
+    def race(
+        self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0
+    ) -> tuple[Tensor, Tensor]:
+        """As `categorical`, and by how much the drawn token's score exceeds the second best: [B, W], inf if alone."""
+        return race_reference(log_probs, self.keys, slots, stream, round)
 
     def ranking(
         self, log_probs: Tensor, slots: Tensor, count: int, stream: int, round: int | Tensor = 0

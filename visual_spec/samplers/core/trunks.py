@@ -33,25 +33,32 @@ def first_conditions(model: Any, cache: Any, places: Tensor, count: int) -> Tens
     if is_causal(model):
         return cache.conditions[:, None]
     tokens = torch.zeros(*places.shape, model.token_dim, dtype=model.dtype, device=places.device)
-    return step_conditions(model, cache, tokens, places, 0, count)
+    lengths = torch.zeros(len(places), dtype=torch.long, device=places.device)
+    return step_conditions(model, cache, tokens, places, lengths, count, 0)
 
 
-def step_conditions(model: Any, cache: Any, tokens: Tensor, places: Tensor, first: int, count: int) -> Tensor:
-    """Conditions [R, count, dim] of slots `first` and those behind it, which all know the slots before `first`.
+def step_conditions(
+    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, count: int, room: int
+) -> Tensor:
+    """Conditions [R, count, dim] of the next slots, which all know the slots before `lengths`, long [B].
 
     Args:
         tokens: [B, S, d], by slot; places: long [B, S].
+        room: of a masked model, at least the number of known slots of any sample.
     """
     if is_causal(model):
         assert count == 1, "a causal model draws one token a call"
-        slots = torch.full_like(places[:, :1], first - 1)
-        return model(cache, tokens[:, first - 1 : first].to(model.dtype), slots)
-    length = model.grid.num_tokens
-    known = torch.zeros(len(places), length, dtype=torch.bool, device=places.device)
-    known.scatter_(1, places[:, :first], True)
-    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, first)  # [R, L, dim]
-    at = places[:, first : first + count].repeat(len(z) // len(places), 1)
-    return z[torch.arange(len(z), device=z.device)[:, None], at]
+        slots = lengths[:, None] - 1
+        fed = tokens.gather(1, slots[..., None].expand(-1, -1, tokens.shape[-1]))
+        return model(cache, fed.to(model.dtype), slots)
+    length, device = model.grid.num_tokens, places.device
+    by_slot = torch.arange(length, device=device) < lengths[:, None]  # [B, L]
+    known = torch.zeros_like(by_slot).scatter(1, places[:, :length], by_slot)
+    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room)  # [R, L, dim]
+    at = places.gather(1, lengths[:, None] + torch.arange(count, device=device)).repeat(
+        len(z) // len(places), 1
+    )
+    return z.gather(1, at[..., None].expand(-1, -1, z.shape[-1]))
 
 
 def window_conditions(
