@@ -1,14 +1,12 @@
-"""What is measured of models of continuous tokens: rivals and rules, each of which runs, and what each of them is."""
+"""What is measured of models of continuous tokens: rivals and rules that suit the model, and what each of them is."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
 from tests.models.continuous.tiny import tiny_causal, tiny_mar
-from tests.tiny import seeded
 from visual_spec.eval.defaults import latent_settings
 from visual_spec.eval.quality.figures import kind_of
 from visual_spec.eval.settings import parse_setting
@@ -86,11 +84,10 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_setting_runs(name):
+def test_every_setting_suits_the_model(name):
     model, drafter = MODELS[name](), MODELS[name](num_layers=1)
     known = settings_of(model)
     plain = parse_setting(known.plain, LAW, 0)
-    labels = torch.tensor([1])
     measured = {"cspd", "cspd-release", "aligned"}
     laws = set()
     for text in (*known.controls, *known.others):
@@ -98,9 +95,6 @@ def test_every_setting_runs(name):
         sampler = setting.sampler
         parts = {"drafter": drafter} if sampler.needs_drafter else {}
         sampler.check(model, setting.law, 1, parts)  # refuses rules that the chain does not suit
-        if "rule=ode" in text or "jacobi" in text or "head_steps=5" in text:
-            found = sampler(model, labels, law=setting.law, generator=seeded(setting.seed)[0], **parts)
-            assert found.tokens.shape == (1, 16, 3)
         rule = sampler.config.get("rule")
         kind = kind_of(setting, plain)
         if text in known.controls:

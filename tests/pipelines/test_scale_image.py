@@ -340,7 +340,7 @@ def test_round_trip(tmp_path):
     assert not again.sampler.config["ramp"] and again.config["id2label"] == NAMES
     assert again("dog", generator=seeded(1)).tokens.equal(pair("dog", generator=seeded(1)).tokens)
     index = json.loads((tmp_path / "pair" / "model_index.json").read_text())
-    assert index["refiner"] == ["visual_spec.models.next_scale.var", "VARTransformer"]
+    assert index["refiner"] == ["visual_spec.pipelines.components", "VARTransformer"]
     half = ScaleImagePipeline.from_pretrained(tmp_path / "pair", dtype=torch.bfloat16, refiner=None,
                                               num_draft_scales=None)  # fmt: skip
     assert half.refiner is None and np.isfinite(half(0, output_type="np").images).all()

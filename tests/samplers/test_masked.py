@@ -25,6 +25,7 @@ from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.core.masking import (
     Spans,
     draw_and_score,
@@ -34,7 +35,7 @@ from visual_spec.samplers.core.masking import (
     least_sure,
 )
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.masked import PRESETS, MaskedSampler, MaskedTrace
+from visual_spec.samplers.masked import MaskedSampler, MaskedTrace
 from visual_spec.samplers.masked_hybrid import hybrid_decode
 
 FRAMES = 10

@@ -469,9 +469,8 @@ def test_settings_that_train_nothing_are_refused():
         VarTraining(label_dropout=1.5)
 
 
-def test_drawn_pictures_are_judged_from_seeds_of_their_own():
+def test_drawn_pictures_are_judged_from_seeds_of_their_own(monkeypatch):
     """A class that comes again must not be drawn with the same noise: 480 pictures were 48 once."""
-    judge = accuracy_of_draws
     seeds, labels = [], []
 
     def sampler(model, vq_model, part, *, generator, batch_size, law):
@@ -480,9 +479,8 @@ def test_drawn_pictures_are_judged_from_seeds_of_their_own():
         assert len(generator) == len(part) == batch_size
         return SimpleNamespace(canvas=torch.zeros(batch_size, 3, 4, 4))
 
-    judge.__globals__.update(
-        ScaleWiseSampler=lambda: sampler, class_accuracy=lambda pictures, ids: {"seen": (len(pictures), ids)}
-    )
-    found = judge(None, SimpleNamespace(decode_canvas=lambda canvas: canvas), 2.0, 100)
+    monkeypatch.setattr(var, "ScaleWiseSampler", lambda: sampler)
+    monkeypatch.setattr(var, "class_accuracy", lambda pictures, ids: {"seen": (len(pictures), ids)})
+    found = accuracy_of_draws(None, SimpleNamespace(decode_canvas=lambda canvas: canvas), 2.0, 100)
     assert len(set(seeds)) == 100 and labels == [k % 48 for k in range(100)]
     assert found["seen"] == (100, labels)

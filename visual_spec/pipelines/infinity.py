@@ -372,7 +372,9 @@ class InfinityPipeline(VisualPipeline):
         batch_size = len(condition.mask)
         self.transformer.check_condition(condition, batch_size)
         sizes = [area_of(side) * self.vq_model.tokens_per_place for side in self.vq_model.scales]
-        self._guidance_scale, self._num_timesteps = [one.guidance_scale for one in laws], len(sizes)
+        scales = [one.guidance_scale for one in laws]
+        self._guidance_scale = scales[0] if len(set(scales)) == 1 else scales
+        self._num_timesteps = len(sizes)
         told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ["canvas"])
         models, total = (self.transformer, self.vq_model), batch_size * sum(sizes)
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]

@@ -16,6 +16,7 @@ from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting, known_tokens
+from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.masked import MaskedSampler
 
 ONE_A_CALL = "speculative-masked:num_drafts=0"
@@ -181,6 +182,4 @@ class MaskedImagePipeline(ImagePipeline):
 
 def default_sampler() -> MaskedSampler:
     """Published settings of the Halton sampler."""
-    from visual_spec.samplers.masked import PRESETS
-
     return MaskedSampler(**PRESETS["halton"].settings)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tests.tiny import seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, ClipCondition
+from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.masked import PRESETS, MaskedSampler
+from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
 
 # Of 6 or 12 steps one hides exactly half of the tokens; there diffusers' single precision loses one of them.

@@ -33,6 +33,7 @@ from visual_spec.eval.speed import (
     measure,
     music_sizes,
     official_sizes,
+    speech_sizes,
 )
 from visual_spec.eval.speed.call_profile import profile_calls
 from visual_spec.eval.speed.official_bench import Middle
@@ -404,6 +405,26 @@ def _mar(size: str | dict[str, int], batch: int, dry: bool) -> dict[str, Any]:
 def _mar_model(size: str, device: str) -> Any:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return continuous_sizes.mar(json.loads(size), dtype=dtype, device=choose_device(device))
+
+
+def speech(dry: bool) -> Parts:
+    """VibeVoice-1.5B with random weights: `generate` of transformers, and the same accelerated. A token is a latent."""
+    batches = (1,) if dry else (1, 8)
+    return {f"vibevoice-1.5b, batch {batch}": partial(_speech, batch, dry) for batch in batches}
+
+
+def _speech(batch: int, dry: bool) -> dict[str, Any]:
+    dtype, device = (torch.float32, "cpu") if dry else (torch.bfloat16, "cuda")
+    model = speech_sizes.vibevoice("tiny" if dry else "1.5b", dtype=dtype, device=choose_device(device))
+    sizes: dict[str, Any] = (
+        dict(runs=1, warmup=0, latents=3, prompt=4) if dry else dict(runs=5, warmup=1, latents=32)
+    )
+
+    def rows(batch: int) -> dict[str, Any]:
+        found = speech_sizes.measure_latents(model, batch_size=batch, **sizes)
+        return dict(kind="speech-random-weights", architecture="vibevoice-1.5b", rows=_short(found))
+
+    return _that_fits(rows, batch)
 
 
 def _that_fits(measured: Callable[[int], dict[str, Any]], batch: int) -> dict[str, Any]:
