@@ -19,7 +19,12 @@ from visual_spec.samplers.core.checks import check_choice, check_count, check_fl
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.coupling import keep_probability
 from visual_spec.samplers.core.latent_base import LatentSampler, LatentState
-from visual_spec.samplers.core.latent_checks import check_latent_drafter, check_number, check_rule
+from visual_spec.samplers.core.latent_checks import (
+    check_drafts,
+    check_latent_drafter,
+    check_number,
+    check_rule,
+)
 from visual_spec.samplers.core.latent_rules import RULES, Rule, Verdict, Window, make_rule
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trace import MEASURE
@@ -157,6 +162,7 @@ class SpeculativeContinuousSampler(LatentSampler):
         places = state.places.gather(1, slots)
         target = state.law.chains(run.model, z, slots)
         tested = slots[:, :count] < length
+        check_drafts(log.tokens, tested, places)
         window = Window(target, draft, log, run.noise, places, tested)
         verdict = rule.verify(window)
         state.count("head_calls", target.calls[0], length)

@@ -174,7 +174,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         )
         at = torch.arange(self.prefix_length, device=hidden.device).expand(len(hidden), -1)
         hidden = self._run(state, hidden, at)
-        state.conditions = hidden[:, -1] + self.diffusion_pos_embed[self.places[0]]
+        state.conditions = hidden[:, -1] + self.diffusion_pos_embed[self.places[:1]]
         return state
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         """What stands before the first token, [R, P, dim]; its last position is told the place of slot 0."""
         prefix = classes[:, None] + self.prefix_embed
         first = torch.zeros_like(prefix)
-        first[:, -1] = self.next_place_embed[self.places[0]]
+        first[:, -1] = self.next_place_embed[self.places[:1]]
         return prefix + first
 
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import Tensor
+
 from visual_spec.models.core.latents import ChainSettings
 from visual_spec.samplers.core.latent_rules import Rule
 from visual_spec.samplers.core.law import TokenLaw
@@ -88,4 +90,19 @@ def check_rule(rule: Rule, name: str, settings: ChainSettings, model: Any, law: 
         raise ValueError(
             f"rule={name!r} scores drafts without those before them, which a causal model cannot; pass a masked model, "
             "or another rule."
+        )
+
+
+def check_drafts(tokens: Tensor, tested: Tensor, places: Tensor) -> None:
+    """Refuse drafts [B, N, d] that are not finite, where bool [B, N] `tested`. `places`: long [B, >= N].
+
+    Raises:
+        FloatingPointError: names the first.
+    """
+    bad = (tested & ~tokens.isfinite().all(-1)).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise FloatingPointError(
+            f"in the drafter: its token of place {int(places[row, column])} is not finite. Check its weights, or run it "
+            "in float32 or bfloat16 if it overflows in float16."
         )
