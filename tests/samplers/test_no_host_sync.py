@@ -14,7 +14,8 @@ from tests.samplers.settings import lossy
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny_audio import tiny_decoder
 from tests.tiny_scales import tiny_var, tiny_var_vq
-from visual_spec.models.columns.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.calls import COLUMNS, MASKED, SCALES
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
