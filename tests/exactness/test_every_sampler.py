@@ -12,13 +12,14 @@ from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.regions import total_variation
+from tests.exactness.test_masked_speculative import ORDERS, one_a_call
 from tests.exactness.test_scales_law import parts as pyramid
 from tests.exactness.test_scales_law import product_law
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.calls import COLUMNS, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import COLUMNS, MASKED, ORDER, RASTER, SCALES, TREE
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularColumnModel, TabularModel
+from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.configuration import register_to_config
@@ -68,6 +69,9 @@ def enumerated(entry: SamplerEntry) -> tuple[Enumeration, Tensor]:
         tokenizer, [pyramid_model] = pyramid("3 ** 5")
         found = Enumerator(sampler, [Stage(pyramid_model, range(2))], tokenizer=tokenizer).run()
         return found, product_law(tokenizer, [pyramid_model] * 2, [PLAIN] * 2)
+    if entry.calls == MASKED:
+        hiding = TabularMaskedModel(TokenGrid(2, 2), 2)
+        return Enumerator(sampler, hiding).run(), one_a_call(hiding, ORDERS[sampler.config.order])
     if entry.calls == COLUMNS:
         valid = CodebookPattern.delay([0, 1]).valid(2).T
         model, other = (TabularColumnModel(valid, 2, seed=seed) for seed in (0, 50))

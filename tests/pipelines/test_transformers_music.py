@@ -48,7 +48,7 @@ def test_greedy_audio_is_that_of_generate(model, batch, scale):
         input_ids=settings["input_ids"],
         attention_mask=settings["attention_mask"],
     )
-    assert visual_spec.accelerate(model) is model and isinstance(model.sampler, ColumnJacobiSampler)
+    assert visual_spec.accelerate(model) is model and isinstance(model.sampler, ColumnAutoregressiveSampler)
     got = model.generate_audio(**settings)
     assert model.last_codes.equal(codes) and got.shape == want.shape
     assert (got - want).abs().max() < 1e-10

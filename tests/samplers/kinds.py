@@ -104,15 +104,15 @@ def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5),
 # Of every class a value for each setting that is not its default; together they make a legal sampler.
 _RELAXED = dict(acceptance="grouped", relaxation={"group_size": 3, "delta": 0.2, "bounded": True})
 CHANGED: dict[str, dict[str, Any]] = {
-    "AutoregressiveSampler": dict(graph=False),
+    "AutoregressiveSampler": dict(graph=False, exact_width=True),
     "SpeculativeJacobiSampler": dict(
-        window=7, coupling="maximal", initial_draft="up", graph=False, **_RELAXED
+        window=7, coupling="maximal", initial_draft="up", graph=False, exact_width=False, **_RELAXED
     ),
     "ProactiveJacobiSampler": dict(
         window=6, siblings=3, depth=1, coupling="gumbel", acceptance="identical", initial_draft="last_law",
         sibling_rule="recursive", graph=False,
     ),
-    "DraftedSampler": dict(num_drafts=2, stop_below=0.25, graph=False, **_RELAXED),
+    "DraftedSampler": dict(num_drafts=2, stop_below=0.25, graph=False, exact_width=False, **_RELAXED),
     "TreeSampler": dict(
         depth=2, width=3, num_nodes=4, siblings="top-k", expected_acceptance=0.5, graph=False, **_RELAXED
     ),
@@ -121,15 +121,17 @@ CHANGED: dict[str, dict[str, Any]] = {
     "ParallelJacobiSampler": dict(
         rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True
     ),
-    "ColumnAutoregressiveSampler": dict(graph=False),
+    "ColumnAutoregressiveSampler": dict(graph=False, exact_width=True),
     "ColumnJacobiSampler": dict(
-        window=5, coupling="independent", unit="codebook", initial_draft="last_law", graph=False, **_RELAXED
+        window=5, coupling="independent", unit="codebook", initial_draft="last_law", graph=False,
+        exact_width=False, **_RELAXED
     ),
-    "DraftedColumnSampler": dict(num_drafts=2, acceptance="identical", graph=False),
+    "DraftedColumnSampler": dict(num_drafts=2, acceptance="identical", graph=False, exact_width=True),
     "MaskedSampler": dict(
         steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
-        rescorer_share=0.25,
+        rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
     ),
+    "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
     "ScaleWiseSampler": dict(ramp=False, smooth=True, measure=True),
 }  # fmt: skip

@@ -19,6 +19,7 @@ from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.calls import COLUMNS, MASKED, SCALES
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers import mulo
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
@@ -201,6 +202,13 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
     sampler = sampler_class(entry)()
     if entry.calls == SCALES:
         watch_scales(monkeypatch, sampler)
+    elif name == "speculative-masked":
+        model = MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3)
+        labels = torch.tensor([0, 1, 2])
+        monkeypatch.setattr(MaskedImageTransformer, "check_condition", lambda *_: None)
+        stand_in(monkeypatch)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            watch(monkeypatch, sampler, without_numbers(model), without_numbers(labels), LAW)
     elif entry.calls in (COLUMNS, MASKED):
         watch_music(monkeypatch, sampler)
     elif name == "multiscale":

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import runpy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +22,7 @@ from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 from visual_spec.training.var import (
     VarTraining,
+    accuracy_of_draws,
     deepened,
     guided_laws,
     held_out_losses,
@@ -472,7 +471,7 @@ def test_settings_that_train_nothing_are_refused():
 
 def test_drawn_pictures_are_judged_from_seeds_of_their_own():
     """A class that comes again must not be drawn with the same noise: 480 pictures were 48 once."""
-    judge = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train_var.py"))["accuracy_of_draws"]
+    judge = accuracy_of_draws
     seeds, labels = [], []
 
     def sampler(model, vq_model, part, *, generator, batch_size, law):

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -21,9 +20,11 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_parts import AudioParts
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
+from visual_spec.pipelines.inputs import check_generator, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
+from visual_spec.pipelines.texts import Texts, tokenized, warn_unknown
 from visual_spec.samplers.core.checks import check_count
 
 OUTPUT_TYPES = ("np", "pt", "latent")
@@ -37,7 +38,8 @@ class AudioPipeline(AudioParts):
     Args:
         transformer: a `MusicgenForCausalLM` that reads the text encoder's features as they are, or a whole
             `MusicgenForConditionalGeneration` or `MusicgenMelodyForConditionalGeneration`, which brings its own text
-            encoder, projection and codec.
+            encoder, projection and codec. None here, or for the sampler: the pipeline only encodes prompts
+            (`encode_prompt`).
         codec: an `EncodecModel`. None: that of a whole MusicGen.
         text_encoder: `CaptionEncoder`, or an encoder of transformers beside its `tokenizer`. None: that of a whole
             MusicGen; if there is none either, pass `prompt_embeds`.
@@ -80,7 +82,7 @@ class AudioPipeline(AudioParts):
             model: a `MusicgenForConditionalGeneration` or `MusicgenMelodyForConditionalGeneration`, mono or stereo; it
                 is not changed.
             tokenizer: of its text encoder, or the processor that holds it.
-            sampler: default `ColumnJacobiSampler()`: the codes of plain sampling, in fewer calls.
+            sampler: default `ColumnAutoregressiveSampler()`, plain decoding.
             settings: of the class, in place of the published ones.
 
         Raises:
@@ -88,7 +90,7 @@ class AudioPipeline(AudioParts):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        chosen = sampler or make_sampler("column-jacobi")
+        chosen = sampler or make_sampler("columns")
         return cls(model, None, None, chosen, tokenizer, **published | settings)
 
     @classmethod
@@ -157,32 +159,10 @@ class AudioPipeline(AudioParts):
         Raises:
             FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_audiocraft_codec`.
         """
-        from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
-        from visual_spec.models.masked.magnet_checkpoint import load_magnet
+        from visual_spec.pipelines.magnet import official_magnet
 
-        loaded = load_magnet(source, dtype=dtype)
-        own = loaded.settings
-        sampler = make_sampler(
-            "masked",
-            steps=own.steps,
-            clock="magnet",
-            span=own.span,
-            temperature="falling",
-            guidance="falling",
-            least_guidance=own.least_guidance,
-        )
-        published: dict[str, Any] = dict(
-            default_guidance_scale=own.guidance_scale,
-            default_temperature=own.temperature,
-            default_top_k=own.top_k,
-            default_top_p=own.top_p,
-            max_audio_length_in_s=own.duration,
-            padding="zeros",
-            masked=True,
-            reach=own.reach,
-        )
-        codec = load_audiocraft_codec(source) if codec is None else codec
-        return cls(loaded.model, codec, text_encoder, sampler, tokenizer, **published | settings)
+        model, codec, sampler, published = official_magnet(source, codec=codec, dtype=dtype)
+        return cls(model, codec, text_encoder, sampler, tokenizer, **published | settings)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As `DiffusionPipeline.save_pretrained`.
@@ -210,13 +190,13 @@ class AudioPipeline(AudioParts):
         sampling_rate: int | None = None,
         num_waveforms_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        prompt_embeds: Tensor | None = None,
-        prompt_attention_mask: Tensor | None = None,
         melody_features: Tensor | None = None,
         output_type: str = "np",
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **texts: Any,
     ) -> Tensor | None:
-        """Refuse what cannot be played, before any computation. Arguments as in `__call__`.
+        """Refuse what cannot be played, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
 
         Returns:
             The clip to go on from as [B or 1, C, N] at the codec's rate, or None.
@@ -225,25 +205,20 @@ class AudioPipeline(AudioParts):
             ValueError, TypeError: names what was given, what is allowed, and what to do.
             ImportError: a clip at another rate, and torchaudio is missing.
         """
+        self.check_complete("transformer", "sampler")
         self.check_sampler()
         each = num_waveforms_per_prompt
         check_count("num_waveforms_per_prompt", each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        unknown = [
-            n for n in callback_on_step_end_tensor_inputs or () if n not in self._callback_tensor_inputs
-        ]
-        if unknown:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
-            )
+        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         if not (math.isfinite(stretch_in_s) and stretch_in_s > 0):
             raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
-        prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
-        if prompts:
-            own = getattr(self._model, "text_encoder", None)
-            check_words(own if self.text_encoder is None else self.text_encoder, self.tokenizer, prompts)
-        count = len(prompts) if prompt_embeds is None else len(prompt_embeds)
+        told = Texts(prompt, **texts)
+        own = getattr(self._model, "text_encoder", None)
+        encoder = own if self.text_encoder is None else self.text_encoder
+        check_words(encoder, self.tokenizer, told.prompts + told.negatives)
+        count = told.count
         check_generator(generator, count * each, "clip")
         self._check_melody(melody_features, count)
         clip = None
@@ -301,48 +276,44 @@ class AudioPipeline(AudioParts):
         self,
         prompt: str | list[str] | None,
         *,
+        negative_prompt: str | list[str] | None = None,
         num_waveforms_per_prompt: int = 1,
         prompt_embeds: Tensor | None = None,
         prompt_attention_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
         melody_features: Tensor | None = None,
     ) -> MusicCondition:
         """Features of the prompts, each repeated for its clips.
 
-        Words the text encoder was not trained on are named in a warning, and stand for nothing in the music.
+        Words the text encoder was not trained on are named in a warning, and stand for nothing in the music. So is the
+        end of a prompt that is longer than the encoder reads.
 
         Returns:
             MusicCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device, and the
-            chroma of the tunes, if given; without codes.
+            chroma of the tunes, if given; `negative` of it, of as many rows, where there is a negative prompt.
         """
-        if prompt_embeds is None:
-            condition = self._features([prompt] if isinstance(prompt, str) else list(prompt or ()))
-        else:
-            mask = prompt_attention_mask
-            condition = TextCondition(
-                prompt_embeds, torch.ones(prompt_embeds.shape[:2]) if mask is None else mask
-            )
+        texts = Texts(
+            prompt,
+            prompt_embeds,
+            prompt_attention_mask,
+            negative_prompt,
+            negative_prompt_embeds,
+            negative_prompt_attention_mask,
+        )
         device = self._execution_device
-        features = condition.features.to(device).repeat_interleave(num_waveforms_per_prompt, 0)
+        told = texts.condition(self._features, num_waveforms_per_prompt, device)
         melody = None
         if melody_features is not None:
-            melody = melody_features.to(device).repeat_interleave(len(features) // len(melody_features), 0)
-        return MusicCondition(
-            features=features,
-            mask=condition.mask.to(device, torch.bool).repeat_interleave(num_waveforms_per_prompt, 0),
-            melody=melody,
-        )
+            melody = melody_features.to(device).repeat_interleave(len(told.mask) // len(melody_features), 0)
+        return MusicCondition(told.features, told.mask, melody=melody, negative=told.negative)
 
     def _features(self, prompts: list[str]) -> TextCondition:
         encoder = self.text_encoder
         if hasattr(encoder, "word_ids"):
-            unknown = encoder.unknown_words(prompts)
-            if unknown:
-                warnings.warn(
-                    f"the text encoder does not know {', '.join(map(repr, unknown))}; the music will not tell.",
-                    stacklevel=4,
-                )
+            warn_unknown(encoder, prompts, "the music will not tell")
             return encoder(prompts)
-        inputs = self.tokenizer(prompts, padding=True, return_tensors="pt").to(self._execution_device)
+        inputs = tokenized(self.tokenizer, prompts).to(self._execution_device)
         owner = self._model if encoder is None else self
         with at_hand(self._model if encoder is None else encoder):
             return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
@@ -354,6 +325,7 @@ class AudioPipeline(AudioParts):
         self,
         prompt: str | list[str] | None = None,
         *,
+        negative_prompt: str | list[str] | None = None,
         audio_length_in_s: float | None = None,
         extend_stride_in_s: float | None = None,
         audio: Any = None,
@@ -367,18 +339,21 @@ class AudioPipeline(AudioParts):
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
         prompt_attention_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
         melody_features: Tensor | None = None,
         output_type: str = "np",
         return_dict: bool = True,
         stretch_in_s: float = 0.5,
         callback_on_audio: AudioListener | None = None,
-        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> AudioPipelineOutput:
         """Play.
 
         Args:
             prompt: one prompt or a list.
+            negative_prompt: what guidance leads away from, in place of no text; one for all prompts, or one for each.
             audio_length_in_s: rounded to whole frames; None: the length that the model was trained on. A masked model
                 whose sampler decodes spans of frames plays whole spans: of 10 s at 50 Hz in spans of 3, 498 frames.
             extend_stride_in_s: for longer clips: the window of the trained length moves by so many seconds, and what
@@ -387,26 +362,25 @@ class AudioPipeline(AudioParts):
             audio, sampling_rate: a clip to go on from, [N], [C, N] or [B, C, N], and its rate in Hz. It counts in
                 `audio_length_in_s`, and what comes out begins with it, as the codec renders it.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
-                the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
-            temperature, top_k, top_p: the law of a code (`visual_spec.samplers.core.law.TokenLaw`). None: the
-                model's own, `default_temperature` and so on.
+                the unconditional rows too, at 1 or below none.
+            temperature, top_k, top_p: the law of a code (`TokenLaw`). None: the model's own, `default_top_k` and so on.
             guidance_until: columns from this one on, of every window, are drawn without guidance.
             num_waveforms_per_prompt: clips of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
-                clip depends on its own generator only, not on the batch it is played in.
+                clip depends on its own generator only.
             prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words),
-                in place of `prompt`, as `encode_prompt` gives them.
+                in place of `prompt`, as `encode_prompt` gives them; likewise those of `negative_prompt`.
             melody_features: of a MusicGen Melody, the chroma of a tune that the clips follow, the `input_features` of
                 transformers' processor: [1 or prompts, L, chroma]. Every window of a longer clip follows the same tune.
-            output_type: "np", "pt", or "latent" for the codes [B, K, T].
-            return_dict: False returns the tuple (audios, sampling_rate, codes, trace).
+            output_type, return_dict: "np", "pt", or "latent" for the codes [B, K, T]; False returns a tuple.
             stretch_in_s: codes become waves in stretches of so many seconds, streamed or not.
             callback_on_audio: called as (pipe, start, waves) for every stretch, as soon as its columns are committed:
                 `waves`, float32 [B, C, m] on the CPU, begins at sample `start`. All of them are `audios`, bit by bit.
                 A masked model knows no column before it knows its window.
             callback_on_step_end: called as (pipe, step, timestep, kwargs) after every target call: `step` is the
                 index of the call (0: the first prefill), `timestep` the number of columns that the slowest clip has.
-                What it returns is ignored: columns that are committed cannot be changed. Raise to stop.
+                It returns None, or `kwargs` unchanged. After `pipe._interrupt = True` the call ends, with the leading
+                frames that all clips have; a masked model has none of an unfinished window.
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", columns committed [B].
 
         Raises:
@@ -421,11 +395,14 @@ class AudioPipeline(AudioParts):
             top_k=top_k,
             top_p=top_p,
         )
-        embeds = dict(
+        texts: dict[str, Any] = dict(
             prompt_embeds=prompt_embeds,
             prompt_attention_mask=prompt_attention_mask,
-            melody_features=melody_features,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
         )
+        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
         clip = self.check_inputs(
             prompt,
             audio_length_in_s=audio_length_in_s,
@@ -436,10 +413,17 @@ class AudioPipeline(AudioParts):
             num_waveforms_per_prompt=num_waveforms_per_prompt,
             generator=generator,
             output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-            **embeds,  # pyright: ignore[reportArgumentType]
+            melody_features=melody_features,
+            **texts,
         )
-        condition = self.encode_prompt(prompt, num_waveforms_per_prompt=num_waveforms_per_prompt, **embeds)
+        condition = self.encode_prompt(
+            prompt,
+            num_waveforms_per_prompt=num_waveforms_per_prompt,
+            melody_features=melody_features,
+            **texts,
+        )
         given = self._given_codes(clip, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         stream = None
@@ -451,13 +435,10 @@ class AudioPipeline(AudioParts):
                 max(1, round(stretch_in_s * self.frame_rate)),
                 None if callback_on_audio is None else lambda *heard: callback_on_audio(self, *heard),
             )
-        asked = self._callback_tensor_inputs
-        if callback_on_step_end_tensor_inputs is not None:
-            asked = callback_on_step_end_tensor_inputs
+        told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
 
-        def listen(step: int, lengths: Tensor) -> None:
-            kwargs = {name: {"lengths": lengths}[name] for name in asked}
-            callback_on_step_end(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
+        def listen(step: int, lengths: Tensor) -> Any:
+            return told(step, lambda: int(lengths.min()), lengths=lengths)
 
         self._guidance_scale = law.guidance_scale
         self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
@@ -476,7 +457,7 @@ class AudioPipeline(AudioParts):
                 progress_bar=self.progress_bar,
                 stream=stream,
                 streamed=callback_on_audio is not None and not self._fills_in,
-                listener=None if callback_on_step_end is None else listen,
+                listener=listen,
                 law=law,
                 generator=generator,
                 **self.sampler_parts(),

@@ -42,7 +42,9 @@ class AudioParts(VisualPipeline):
     _exclude_from_cpu_offload = ["codec"]
     _optional_components = ["codec", "text_encoder", "tokenizer", "drafter"]
     _callback_tensor_inputs = ["lengths"]
-    _fitting_drafter = "a ColumnEagleDrafter trained for this model (scripts/train_column_drafter.py)"
+    _fitting_drafter = (
+        "a ColumnEagleDrafter trained for this model (python -m visual_spec.training.column_drafter)"
+    )
 
     transformer: Any
     codec: Any
@@ -53,10 +55,11 @@ class AudioParts(VisualPipeline):
         self,
         transformer: MusicgenForCausalLM
         | MusicgenForConditionalGeneration
-        | MusicgenMelodyForConditionalGeneration,
+        | MusicgenMelodyForConditionalGeneration
+        | None,
         codec: EncodecModel | None,
         text_encoder: CaptionEncoder | T5EncoderModel | None,
-        sampler: SchedulerMixin,
+        sampler: SchedulerMixin | None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         default_guidance_scale: float = 3.0,
         default_top_k: int = 0,
@@ -95,14 +98,18 @@ class AudioParts(VisualPipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler."""
+        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler.
+
+        A model of columns decodes plainly by default: no sampler of the same law has been faster by the clock
+        (docs/RESULTS.md, "Music").
+        """
         masked = bool(settings.get("masked"))
         return PipelineFacts(
             medium="audio",
             unit="columns",
             calls=(MASKED,) if masked else (COLUMNS,),
             plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
-            fast_sampler="masked" if masked else "column-jacobi",
+            fast_sampler="masked" if masked else "columns",
             default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
             comparable=not masked,
         )
@@ -113,6 +120,8 @@ class AudioParts(VisualPipeline):
         return MASKED in self.calls
 
     def _check_parts(self) -> None:
+        if self.transformer is None:
+            return  # it encodes prompts
         modules = MusicgenModules(self._model, self.config["padding"])
         pattern = self.config["pattern"]
         CodebookPattern.named(pattern, modules.num_codebooks)  # refuses unknown ones

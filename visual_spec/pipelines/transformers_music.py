@@ -1,7 +1,7 @@
 """Speed up a MusicGen or MusicGen Melody of transformers that the user already has, and undo it.
 
     model = MusicgenForConditionalGeneration.from_pretrained(...)
-    visual_spec.accelerate(model)
+    visual_spec.accelerate(model)  # or another sampler: accelerate(model, "column-jacobi:window=4")
     waves = model.generate_audio(**processor(text=prompts, padding=True, return_tensors="pt"), max_new_tokens=503)
 
 As `visual_spec.pipelines.transformers_models` for images: `accelerate` hangs functions on the object and touches
@@ -29,7 +29,8 @@ from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back, unwrapped
 
 CALLS = (COLUMNS,)  # that they answer
-FAST_SAMPLER = "column-jacobi"
+# Plain decoding in a static cache: no sampler of the same codes has been faster (docs/RESULTS.md, "Music").
+FAST_SAMPLER = "columns"
 
 # What is hung on an accelerated model.
 _NAMES = ("sampler", "last_trace", "last_codes", "generate_audio", "generate")

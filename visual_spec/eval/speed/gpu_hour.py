@@ -64,6 +64,7 @@ STAGES = (
     Stage("4", "bench of the embedded models", f"{_HERE}:embedded_models", 170),
     Stage("5a", "official sizes, token by token", f"{_HERE}:token_sizes", 420),
     Stage("5b", "official sizes, scales and music", f"{_HERE}:other_sizes", 240),
+    Stage("5c", "official sizes, continuous tokens", f"{_HERE}:latent_sizes", 420, essential=False),
     Stage("6", "bandwidth of the kernels", f"{_HERE}:kernel_bandwidth", 90),
     Stage("7", "where the time of a call goes", f"{_HERE}:call_profiles", 90),
 )

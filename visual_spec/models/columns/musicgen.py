@@ -54,6 +54,9 @@ class MusicgenState(DecodeState):
     hidden: list[Tensor]
     prefix: int = 0
 
+    def narrow(self, width: int) -> None:
+        self.hidden = [layer[:, :width] for layer in self.hidden]
+
 
 class MusicgenColumnModel(MusicgenModules):
     """A `ColumnModel` that predicts one step of the pattern after the other.
@@ -205,7 +208,7 @@ class MusicgenColumnModel(MusicgenModules):
         at = (places + state.prefix).expand(len(embeddings), -1)
         cache = state.cache.self_attention_cache
         assert isinstance(cache, SlotCache)
-        seen = seen_up_to(at, state.prefix + num_places)
+        seen = seen_up_to(at, state.prefix + num_places, state.fixed)
         cache.at(at, seen.shape[-1])
         return self.run(embeddings, seen, state.states, state.seen, state.cache)
 

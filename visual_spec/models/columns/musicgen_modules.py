@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
@@ -128,13 +129,14 @@ class MusicgenModules:
                 f"{type(condition).__name__} given; this model takes a TextCondition(features, mask), or a "
                 "MusicCondition to go on from codes."
             )
-        features, mask = condition.features, condition.mask
-        fits = features.ndim == 3 and len(features) == batch_size and features.shape[2] == self.text_width
-        if not fits or mask.shape != features.shape[:2]:
-            raise ValueError(
-                f"features {tuple(features.shape)} and mask {tuple(mask.shape)} given; this model takes "
-                f"[{batch_size}, T, {self.text_width}] and [{batch_size}, T]."
-            )
+        for part in condition.parts:
+            features, mask = part.features, part.mask
+            fits = features.ndim == 3 and len(features) == batch_size and features.shape[2] == self.text_width
+            if not fits or mask.shape != features.shape[:2]:
+                raise ValueError(
+                    f"features {tuple(features.shape)} and mask {tuple(mask.shape)} given; this model takes "
+                    f"[{batch_size}, T, {self.text_width}] and [{batch_size}, T]."
+                )
         melody = condition.melody if isinstance(condition, MusicCondition) else None
         if melody is None:
             return
@@ -155,21 +157,21 @@ class MusicgenModules:
         """States [R, T, dim] for the cross-attention, unconditional rows last when `guided`, and bool [R, T], the
         states that are seen. Of a Melody, the prefix: the chroma in front of the text, all of it seen.
 
-        An unconditional row has zero states, so its cross-attention adds nothing (MusicGen section 2.3 drops the text).
-        `dropped`, bool [B], marks rows that are unconditional (training for guidance).
+        An unconditional row has zero states, so its cross-attention adds nothing (MusicGen section 2.3 drops the text);
+        or those of the negative caption where the condition has one. `dropped`, bool [B], marks rows that are
+        unconditional (training for guidance).
         """
-        mask = condition.mask.to(self.device).bool()
-        states = condition.features.to(self.device)
-        if self.projection is None:
-            states = states.to(self.decoder.layer_norm.weight.dtype)
-        else:
-            states = self.projection(states.to(self.projection.weight.dtype))
-        states = states * mask[..., None]
+        states, mask = self._text_states(condition)
         if dropped is not None:
             states = states * ~dropped[:, None, None]
         if guided:
-            states = torch.cat([states, torch.zeros_like(states)])
-            mask = torch.cat([mask, torch.zeros_like(mask)])
+            other, seen = torch.zeros_like(states), torch.zeros_like(mask)
+            if condition.negative is not None:
+                other, seen = self._text_states(condition.negative)
+            length = max(mask.shape[1], seen.shape[1])
+            states, other = (F.pad(x, (0, 0, 0, length - x.shape[1])) for x in (states, other))
+            mask, seen = (F.pad(x, (0, length - x.shape[1])) for x in (mask, seen))
+            states, mask = torch.cat([states, other]), torch.cat([mask, seen])
         if self.prefixed:
             states = torch.cat([self._chroma(condition, dropped, guided), states], 1)
             return states, torch.ones(states.shape[:2], dtype=torch.bool, device=self.device)
@@ -177,6 +179,16 @@ class MusicgenModules:
             return states, torch.ones_like(mask)
         # A row that sees nothing gives nan in some attention kernels; here it sees zeros.
         return states, mask | ~mask.any(-1, keepdim=True)
+
+    def _text_states(self, condition: TextCondition) -> tuple[Tensor, Tensor]:
+        """States [B, T, dim] of a caption, zero at padding, and bool [B, T], its words."""
+        mask = condition.mask.to(self.device).bool()
+        states = condition.features.to(self.device)
+        if self.projection is None:
+            states = states.to(self.decoder.layer_norm.weight.dtype)
+        else:
+            states = self.projection(states.to(self.projection.weight.dtype))
+        return states * mask[..., None], mask
 
     def _chroma(self, condition: TextCondition, dropped: Tensor | None, guided: bool) -> Tensor:
         """States [R, N, dim] of the tunes, repeated or cut to N = `config.chroma_length` of the model.

@@ -163,7 +163,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             made = ", ".join(f"{name}={self.config[name]}" for name in sizes)
             raise ValueError(
                 f"this drafter was made for a target of {made}, and got one of {given}; pass the drafter that was "
-                "trained for this target (scripts/train_column_drafter.py)."
+                "trained for this target (python -m visual_spec.training.column_drafter)."
             )
 
     # -- decoding: the ColumnFeatureDrafter contract of the samplers -------------------------------------------------
