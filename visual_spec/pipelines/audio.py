@@ -2,58 +2,44 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
-from einops import repeat
 from torch import Tensor
 from transformers import (
     EncodecModel,
     MusicgenForCausalLM,
-    MusicgenForConditionalGeneration,
-    PreTrainedTokenizerBase,
-    T5EncoderModel,
 )
 
-from visual_spec.models.columns.encodec import check_codec, encode_waves
-from visual_spec.models.columns.musicgen import (
-    MagnetModel,
-    MusicgenColumnModel,
-    MusicgenModules,
-    text_condition,
-)
-from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.calls import COLUMNS, MASKED
+from visual_spec.models.columns.encodec import encode_waves
+from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, text_condition
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
+from visual_spec.pipelines.audio_parts import AudioParts
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.pipelines.texts import Texts, tokenized, warn_unknown
 from visual_spec.samplers.core.checks import check_count
-from visual_spec.samplers.core.law import TokenLaw
 
 OUTPUT_TYPES = ("np", "pt", "latent")
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
 
-class AudioPipeline(VisualPipeline):
+class AudioPipeline(AudioParts):
     """Plays music from prompts.
 
     Args:
         transformer: a `MusicgenForCausalLM` that reads the text encoder's features as they are, or a whole
-            `MusicgenForConditionalGeneration`, which brings its own text encoder, projection and codec. None here, or
-            for the sampler: the pipeline only encodes prompts (`encode_prompt`).
+            `MusicgenForConditionalGeneration` or `MusicgenMelodyForConditionalGeneration`, which brings its own text
+            encoder, projection and codec. None here, or for the sampler: the pipeline only encodes prompts
+            (`encode_prompt`).
         codec: an `EncodecModel`. None: that of a whole MusicGen.
         text_encoder: `CaptionEncoder`, or an encoder of transformers beside its `tokenizer`. None: that of a whole
             MusicGen; if there is none either, pass `prompt_embeds`.
@@ -79,60 +65,6 @@ class AudioPipeline(VisualPipeline):
         >>> pipe("a slow sad organ melody in A minor").save("tune.wav")
     """
 
-    model_cpu_offload_seq = "text_encoder->drafter->transformer"
-    # A clip that is streamed is heard while it is decoded.
-    _exclude_from_cpu_offload = ["codec"]
-    _optional_components = ["codec", "text_encoder", "tokenizer", "drafter"]
-    _callback_tensor_inputs = ["lengths"]
-    _fitting_drafter = (
-        "a ColumnEagleDrafter trained for this model (python -m visual_spec.training.column_drafter)"
-    )
-
-    transformer: Any
-    codec: Any
-    text_encoder: Any
-    tokenizer: Any
-
-    def __init__(
-        self,
-        transformer: MusicgenForCausalLM | MusicgenForConditionalGeneration | None,
-        codec: EncodecModel | None,
-        text_encoder: CaptionEncoder | T5EncoderModel | None,
-        sampler: SchedulerMixin | None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        default_guidance_scale: float = 3.0,
-        default_top_k: int = 0,
-        max_audio_length_in_s: float = 30.0,
-        pattern: str = "delay",
-        padding: str = "masked",
-        default_temperature: float = 1.0,
-        default_top_p: float = 1.0,
-        masked: bool = False,
-        reach: int | None = 5,
-        drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
-    ):
-        super().__init__()
-        self.register_modules(
-            transformer=transformer,
-            codec=codec,
-            text_encoder=text_encoder,
-            sampler=sampler,
-            tokenizer=tokenizer,
-            drafter=drafter,
-        )
-        self.register_to_config(
-            default_guidance_scale=default_guidance_scale,
-            default_top_k=default_top_k,
-            max_audio_length_in_s=max_audio_length_in_s,
-            pattern=pattern,
-            padding=padding,
-            default_temperature=default_temperature,
-            default_top_p=default_top_p,
-            masked=masked,
-            reach=reach,
-        )
-        self._check_parts()
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
         """As `VisualPipeline.from_pretrained`. Without a dtype: float32, whatever the files hold."""
@@ -147,7 +79,8 @@ class AudioPipeline(VisualPipeline):
         """A pipeline around a MusicGen of transformers, with the published guidance 3 and top-k 250.
 
         Args:
-            model: a `MusicgenForConditionalGeneration`, mono or stereo; it is not changed.
+            model: a `MusicgenForConditionalGeneration` or `MusicgenMelodyForConditionalGeneration`, mono or stereo; it
+                is not changed.
             tokenizer: of its text encoder, or the processor that holds it.
             sampler: default `ColumnAutoregressiveSampler()`, plain decoding.
             settings: of the class, in place of the published ones.
@@ -244,100 +177,6 @@ class AudioPipeline(VisualPipeline):
             )
         super().save_pretrained(save_directory, *args, **kwargs)
 
-    # -- what the parts are --------------------------------------------------------------------------------------------
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler.
-
-        A model of columns decodes plainly by default: no sampler of the same law has been faster by the clock
-        (docs/RESULTS.md, "Music").
-        """
-        masked = bool(settings.get("masked"))
-        return PipelineFacts(
-            medium="audio",
-            unit="columns",
-            calls=(MASKED,) if masked else (COLUMNS,),
-            plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
-            fast_sampler="masked" if masked else "columns",
-            default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
-            comparable=not masked,
-        )
-
-    @property
-    def _fills_in(self) -> bool:
-        """Whether the model fills in hidden codes, rather than going on."""
-        return MASKED in self.calls
-
-    def _check_parts(self) -> None:
-        if self.transformer is None:
-            return  # it encodes prompts
-        modules = MusicgenModules(self._model, self.config["padding"])
-        pattern = self.config["pattern"]
-        CodebookPattern.named(pattern, modules.num_codebooks)  # refuses unknown ones
-        if self._codec is None:
-            raise ValueError("codec is None; pass the EncodecModel that the transformer was trained on.")
-        check_codec(self._codec)
-        books = len(self._codec.quantizer.layers) * self.channels
-        size = self._codec.config.codebook_size
-        if (modules.num_codebooks, modules.vocab_size) != (books, size):
-            raise ValueError(
-                f"the transformer predicts {modules.num_codebooks} codebooks of {modules.vocab_size} codes, but the "
-                f"codec has {books} of {size}; load both from the same model."
-            )
-        if not self.max_frames >= 1:
-            raise ValueError(
-                f"max_audio_length_in_s={self.config['max_audio_length_in_s']}; pass the length that the model was "
-                f"trained on, at least one frame of {1 / self.frame_rate:g} s."
-            )
-
-    @property
-    def _model(self) -> Any:
-        return getattr(
-            self.transformer, "_orig_mod", self.transformer
-        )  # the decoder's parts are run, not `forward`
-
-    @property
-    def _codec(self) -> Any:
-        return getattr(self._model, "audio_encoder", None) if self.codec is None else self.codec
-
-    @property
-    def channels(self) -> int:
-        """1, or 2 of a stereo model."""
-        config = self._model.config
-        return getattr(config, "decoder", config).audio_channels
-
-    @property
-    def sampling_rate(self) -> int:
-        """Samples per second."""
-        return self._codec.config.sampling_rate
-
-    @property
-    def samples_per_frame(self) -> int:
-        """Samples that a frame of codes becomes."""
-        return math.prod(self._codec.config.upsampling_ratios)
-
-    @property
-    def frame_rate(self) -> float:
-        """Frames of codes per second."""
-        return self.sampling_rate / self.samples_per_frame
-
-    @property
-    def max_frames(self) -> int:
-        """Frames of the longest clip that is played in one go."""
-        return round(self.config["max_audio_length_in_s"] * self.frame_rate)
-
-    def make_law(self, guidance_until: int | None = None, **settings: float | None) -> TokenLaw:
-        """The law of a code.
-
-        Args:
-            settings: guidance_scale, temperature, top_k, top_p; None is the default of this model.
-
-        Raises:
-            ValueError: a value out of its range.
-        """
-        return TokenLaw(guidance_until=guidance_until, **self._chosen(**settings))
-
     # -- input ---------------------------------------------------------------------------------------------------------
 
     def check_inputs(
@@ -351,6 +190,7 @@ class AudioPipeline(VisualPipeline):
         sampling_rate: int | None = None,
         num_waveforms_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
+        melody_features: Tensor | None = None,
         output_type: str = "np",
         callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
@@ -380,6 +220,7 @@ class AudioPipeline(VisualPipeline):
         check_words(encoder, self.tokenizer, told.prompts + told.negatives)
         count = told.count
         check_generator(generator, count * each, "clip")
+        self._check_melody(melody_features, count)
         clip = None
         if audio is not None:
             clip = prepare_clip(audio, sampling_rate, rate=self.sampling_rate, channels=self.channels)
@@ -392,6 +233,22 @@ class AudioPipeline(VisualPipeline):
         given = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
         self.plan(audio_length_in_s, extend_stride_in_s, given)
         return clip
+
+    def _check_melody(self, features: Tensor | None, count: int) -> None:
+        if features is None:
+            return
+        chroma = getattr(self._model.config, "num_chroma", None)
+        if chroma is None:
+            raise ValueError(
+                "melody_features given, but this model follows no tune; load a MusicgenMelodyForConditionalGeneration, "
+                "or leave them out."
+            )
+        shape = tuple(features.shape)
+        if len(shape) != 3 or shape[0] not in (1, count) or not shape[1] or shape[2] != chroma:
+            raise ValueError(
+                f"melody_features of shape {shape} for {count} prompts; pass [1 or {count}, L, {chroma}], the "
+                "input_features of the model's processor."
+            )
 
     def plan(
         self, audio_length_in_s: float | None, extend_stride_in_s: float | None, given_frames: int = 0
@@ -425,15 +282,16 @@ class AudioPipeline(VisualPipeline):
         prompt_attention_mask: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         negative_prompt_attention_mask: Tensor | None = None,
-    ) -> TextCondition:
+        melody_features: Tensor | None = None,
+    ) -> MusicCondition:
         """Features of the prompts, each repeated for its clips.
 
         Words the text encoder was not trained on are named in a warning, and stand for nothing in the music. So is the
         end of a prompt that is longer than the encoder reads.
 
         Returns:
-            TextCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device; `negative`
-            of it, of as many rows, where there is a negative prompt.
+            MusicCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device, and the
+            chroma of the tunes, if given; `negative` of it, of as many rows, where there is a negative prompt.
         """
         texts = Texts(
             prompt,
@@ -443,7 +301,12 @@ class AudioPipeline(VisualPipeline):
             negative_prompt_embeds,
             negative_prompt_attention_mask,
         )
-        return texts.condition(self._features, num_waveforms_per_prompt, self._execution_device)
+        device = self._execution_device
+        told = texts.condition(self._features, num_waveforms_per_prompt, device)
+        melody = None
+        if melody_features is not None:
+            melody = melody_features.to(device).repeat_interleave(len(told.mask) // len(melody_features), 0)
+        return MusicCondition(told.features, told.mask, melody=melody, negative=told.negative)
 
     def _features(self, prompts: list[str]) -> TextCondition:
         encoder = self.text_encoder
@@ -478,6 +341,7 @@ class AudioPipeline(VisualPipeline):
         prompt_attention_mask: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         negative_prompt_attention_mask: Tensor | None = None,
+        melody_features: Tensor | None = None,
         output_type: str = "np",
         return_dict: bool = True,
         stretch_in_s: float = 0.5,
@@ -506,6 +370,8 @@ class AudioPipeline(VisualPipeline):
                 clip depends on its own generator only.
             prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words),
                 in place of `prompt`, as `encode_prompt` gives them; likewise those of `negative_prompt`.
+            melody_features: of a MusicGen Melody, the chroma of a tune that the clips follow, the `input_features` of
+                transformers' processor: [1 or prompts, L, chroma]. Every window of a longer clip follows the same tune.
             output_type, return_dict: "np", "pt", or "latent" for the codes [B, K, T]; False returns a tuple.
             stretch_in_s: codes become waves in stretches of so many seconds, streamed or not.
             callback_on_audio: called as (pipe, start, waves) for every stretch, as soon as its columns are committed:
@@ -549,9 +415,15 @@ class AudioPipeline(VisualPipeline):
             output_type=output_type,
             callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            melody_features=melody_features,
             **texts,
         )
-        condition = self.encode_prompt(prompt, num_waveforms_per_prompt=num_waveforms_per_prompt, **texts)
+        condition = self.encode_prompt(
+            prompt,
+            num_waveforms_per_prompt=num_waveforms_per_prompt,
+            melody_features=melody_features,
+            **texts,
+        )
         given = self._given_codes(clip, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         stream = None
@@ -608,34 +480,3 @@ class AudioPipeline(VisualPipeline):
         with at_hand(self._model if self.codec is None else self.codec):
             codes = encode_waves(self._codec, clip).to(self._execution_device)
         return codes.repeat_interleave(batch_size // len(codes), 0)
-
-    def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
-        if self._fills_in:
-            settings = {"padding": self.config["padding"], "reach": self.config["reach"]}
-            return MagnetModel(self._model, num_frames, **settings)
-        return self._columns_of(self._model, num_frames, prompt_frames)
-
-    def _window_drafter(self, num_frames: int, prompt_frames: int) -> Any:
-        if isinstance(self.drafter, ColumnEagleDrafter):
-            return self.drafter
-        return self._columns_of(self.drafter, num_frames, prompt_frames)
-
-    def _columns_of(self, model: Any, num_frames: int, prompt_frames: int) -> MusicgenColumnModel:
-        settings: dict[str, Any] = {"padding": self.config["padding"]}
-        if (
-            self.config["pattern"] != "delay"
-        ):  # which is that of the model: of stereo, both channels lag alike
-            books = MusicgenModules(model).num_codebooks
-            settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
-        return MusicgenColumnModel(model, num_frames, prompt_frames=prompt_frames, **settings)
-
-    def sampler_parts(self) -> dict[str, Any]:
-        """What the sampler asks for beside the model: a drafter for each window, the codes of each codebook."""
-        if getattr(self.sampler, "needs_drafter", False):
-            return {"make_drafter": self._window_drafter}
-        if not getattr(self.sampler, "needs_codebook", False):
-            return {}
-        with at_hand(self._codec):
-            books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
-        # Both channels of stereo use the codec's codebooks, and their codes of one level stand side by side.
-        return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}

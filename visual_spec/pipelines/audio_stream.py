@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.columns.encodec import StreamingDecoder
-from visual_spec.models.columns.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
-from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.pipelines.base import DecodeProgress
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.trace import DecodeTrace
@@ -177,7 +177,7 @@ def plan_windows(
 def decode_windows(
     sampler: Any,
     make_model: Callable[[int, int], MusicgenColumnModel | MagnetModel],
-    condition: TextCondition,
+    condition: MusicCondition,
     given: Tensor,
     windows: Sequence[tuple[int, int]],
     *,
@@ -217,9 +217,7 @@ def decode_windows(
         for window in windows:
             model, kept = models[window], window[0]
             before = codes.shape[-1] - kept  # frames that are out of sight
-            known = MusicCondition(
-                condition.features, condition.mask, codes[..., before:], negative=condition.negative
-            )
+            known = replace(condition, codes=codes[..., before:])
             watched = None
             if isinstance(model, MagnetModel):
                 called: Any = (model, condition)

@@ -24,7 +24,8 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenModules, MusicgenState
+from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenState
+from visual_spec.models.columns.musicgen_modules import MusicgenModules
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState
