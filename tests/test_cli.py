@@ -88,6 +88,7 @@ def test_dtype_and_threads_arrive(model, tmp_path, capsys, monkeypatch):
     assert document["dtype"] == "bfloat16" and threads == [1]
     law = "same tokens as autoregressive sampling up to near-ties (bfloat16)"
     assert document["images"][0]["output_law"] == law
+    assert 0 <= document["images"][0]["near_ties"] < 16
 
 
 @pytest.mark.parametrize(
@@ -153,8 +154,19 @@ def test_compare_fails_when_the_promise_is_broken(model, tmp_path, capsys, monke
     # Below float32 rounding may decide between two tokens, so another one breaks no promise.
     assert generate(model, tmp_path / "bfloat16", PROMPT, "--compare", "--dtype", "bfloat16") == 0
     captured = capsys.readouterr()
-    assert "same tokens as autoregressive sampling up to near-ties (bfloat16)" in captured.out
+    found = re.search(
+        r"same tokens as autoregressive sampling up to near-ties \(bfloat16\), (\d+) near-", captured.out
+    )
+    (row,) = json.loads((tmp_path / "bfloat16/comparison.json").read_text())["comparison"]
+    assert found is not None and int(found[1]) == row["near_ties"]
     assert "error" not in captured.err
+    # Calls of one width make the promise in bfloat16, too, so that it can be broken.
+    options = ["--compare", "--dtype", "bfloat16", "--sampler", "speculative-jacobi:exact_width=true"]
+    assert generate(model, tmp_path / "exact", PROMPT, *options) == 1
+    assert "promises the plain tokens" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert generate(model, tmp_path / "kept", PROMPT, *options) == 0
+    assert "Every picture is the same" in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""The command line: visual-spec generate | convert | models | bench | eval | report.
+"""The command line: visual-spec generate | convert | models | bench | eval | sample | score | report.
 
 Only the standard library is imported before the arguments are known to be good, so that `--help`, a misspelt flag, or
 a file in the way are answered at once.
@@ -24,6 +24,14 @@ from visual_spec.samplers.registry import names
 _OWN_ARGUMENTS = {
     "bench": ("visual_spec.eval.speed.bench", "measure calls and seconds"),
     "eval": ("visual_spec.eval.quality.command", "what samplers gain, and what it costs in quality"),
+    "sample": (
+        "visual_spec.eval.quality.sample_command",
+        "draw a set of samples as files, on any number of processes",
+    ),
+    "score": (
+        "visual_spec.eval.quality.score_command",
+        "FID, KID, IS, precision, recall, CLIP, FAD of such a set",
+    ),
     "report": ("visual_spec.eval.report.frontier", "draw speed against quality from the results of eval"),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -35,7 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"visual-spec {visual_spec.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="generate | convert | models | bench | eval | report"
+        dest="command",
+        required=True,
+        metavar="generate | convert | models | bench | eval | sample | score | report",
     )
     _add_generate(commands)
     _add_convert(commands)
@@ -133,11 +143,13 @@ def _add_convert(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help="a transformer (of Infinity 8B its folder), its tokenizer, or both in any order; of VAR also a smaller "
-        "transformer, for CoDe",
+        "transformer, for CoDe; or the folder of a MusicGen of audiocraft",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(
-        "--text-encoder", metavar="DIR", help="folder or Hub id of flan-t5-xl, to be copied too"
+        "--text-encoder",
+        metavar="DIR",
+        help="folder or Hub id of flan-t5-xl, to be copied too; of MusicGen its T5 (t5-base)",
     )
     convert.add_argument(
         "--image-size",
@@ -173,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\nvisual-spec: interrupted; files that were finished are kept", file=sys.stderr)
             return 130
         except (ValueError, OSError, ImportError, FloatingPointError) as error:
-            print(f"visual-spec: error: {error}", file=sys.stderr)
+            # One line, whatever a library wrote into its message.
+            print(f"visual-spec: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
 
 

@@ -132,6 +132,7 @@ class _Run:
     def decode(self, sampler: Any, plan: Any) -> int:
         """Decode in batches, write every sample as soon as it is there, and print a table."""
         from visual_spec.eval.report.comparison import seeded_generators
+        from visual_spec.samplers.core.trace import with_near_ties
 
         self.pipe.sampler = sampler
         unit, size, rows = self.medium.unit, self.args.batch_size, []
@@ -153,6 +154,7 @@ class _Run:
                             f"{unit}s_per_call": float(output.trace.tokens_per_call[index]),
                             "batch_seconds": output.trace.seconds,
                             "output_law": output.trace.output_law,
+                            **_near_ties(output.trace, index),
                         }
                     )
         self.document[self.medium.key] = rows
@@ -163,7 +165,7 @@ class _Run:
                 str(row["calls"]),
                 f"{row[f'{unit}s_per_call']:.2f}",
                 f"{row['batch_seconds']:.2f}",
-                row["output_law"],
+                with_near_ties(row["output_law"], row.get("near_ties")),
             ]
             for row in rows
         ]
@@ -194,6 +196,8 @@ class _Run:
                 "seconds": row.fast_seconds,
                 "identical": row.identical,
                 "output_law": row.output_law,
+                **({} if row.near_ties is None else {"near_ties": row.near_ties}),
+                **_head_calls(row),
             }
             for row, (_, seed), path in zip(rows, self.jobs, self.files, strict=True)
         ]
@@ -203,8 +207,21 @@ class _Run:
         return _verdict(rows, medium)
 
 
+def _near_ties(trace: Any, index: int) -> dict[str, int]:
+    """The number of near-ties of a sample, where they were counted."""
+    return {} if trace.near_ties is None else {"near_ties": int(trace.near_ties[index])}
+
+
+def _head_calls(row: Any) -> dict[str, int]:
+    """Calls of the head, where a model of continuous tokens has one."""
+    calls = getattr(row, "head_calls", None)
+    return {} if calls is None else {"plain_head_calls": calls[0], "head_calls": calls[1]}
+
+
 def _verdict(rows: Sequence[Any], medium: Medium) -> int:
     """Say whether samples are those of plain decoding; 1 where that was promised and is not so."""
+    from visual_spec.samplers.core.trace import with_near_ties
+
     if all(row.identical for row in rows):
         print(medium.identical)
     elif any(row.promised and not row.identical for row in rows):
@@ -212,7 +229,9 @@ def _verdict(rows: Sequence[Any], medium: Medium) -> int:
         print(f"visual-spec: error: {message}", file=sys.stderr)
         return 1
     else:
+        counts = [row.near_ties for row in rows if row.near_ties is not None]
         laws = "; ".join(dict.fromkeys(row.output_law for row in rows))
+        laws = with_near_ties(laws, sum(counts) if counts else None)
         same = sum(row.identical for row in rows)
         some = f"{same} of {len(rows)} {medium.samples} are those of plain decoding" if same else ""
         print(f"{some or 'Not what plain decoding draws with these seeds'}. The output is: {laws}.")
@@ -234,6 +253,11 @@ def _comparison_table(rows: Sequence[Any], unit: str) -> str:
                 "yes" if row.identical else "no",
             ]
         )
+    heads = [getattr(row, "head_calls", None) for row in rows]
+    if all(heads):
+        header.insert(2, "head calls")
+        for line, calls in zip(lines, heads, strict=True):
+            line.insert(2, f"{calls[0]} -> {calls[1]}")
     return plain_table(header, lines)
 
 

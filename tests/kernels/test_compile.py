@@ -71,13 +71,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: Any)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
-@pytest.mark.parametrize("name", ["draw", "masked", "verify", "grouped", "clustered", "lantern"])
+@pytest.mark.parametrize("name", ["draw", "margins", "masked", "verify", "grouped", "clustered", "lantern"])
 def test_compiles_for_hopper(monkeypatch, name):
     here = window(LAW, dtype=torch.bfloat16)
     drawing = (here.logits, here.keys, here.slots, torch.tensor(0), 0, here.numbers)
     relaxed = laws()
     module, kernel, call = {
         "draw": (draw, "_draw_kernel", lambda: draw.draw_triton(*drawing)),
+        "margins": (draw, "_draw_kernel", lambda: draw.draw_triton(*drawing, margins=True)),
         "masked": (masked_sample, "_masked_kernel", lambda: masked_sample.masked_sample_triton(*drawing)),
         "verify": (
             verify,

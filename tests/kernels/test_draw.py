@@ -20,15 +20,21 @@ from visual_spec.samplers.core.law import TokenLaw, non_finite
 def test_draws_what_the_samplers_draw(name):
     here = window(LAWS[name], 3, 5, 130)
     for stream, round in [(0, 0), (3, 17)]:
-        tokens, finite = draw(here.logits, here.keys, here.slots, here.numbers, stream=stream, round=round)
+        address = dict(stream=stream, round=round)
+        tokens, finite, none = draw(here.logits, here.keys, here.slots, here.numbers, **address)
         assert torch.equal(tokens, here.noise.categorical(here.target, here.slots, stream, round))
-        assert finite.all()
+        assert finite.all() and none.shape == (0,)
+        again, _, margins = draw(here.logits, here.keys, here.slots, here.numbers, **address, margins=True)
+        scores = here.target + here.noise.gumbel(here.slots, 130, stream, round)
+        best = scores.sort(-1, descending=True).values
+        assert torch.equal(again, tokens)
+        torch.testing.assert_close(margins, best[..., 0] - best[..., 1], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_logits_are_read_as_float32(dtype):
     here = window(LAWS["both"], dtype=dtype)
-    tokens, _ = draw(here.logits, here.keys, here.slots, here.numbers, stream=0)
+    tokens, _, _ = draw(here.logits, here.keys, here.slots, here.numbers, stream=0)
     assert torch.equal(tokens, here.noise.categorical(here.target, here.slots, 0))
 
 
@@ -44,7 +50,7 @@ def test_says_which_logits_define_no_law():
     here.logits[1, 1, 30] = torch.inf
     here.logits[2, 2, 3:31] = -torch.inf  # an unconditional row
     here.logits[3, 0, 31:] = torch.nan  # outside the allowed ids
-    tokens, finite = draw(here.logits, here.keys, here.slots, here.numbers, stream=0)
+    tokens, finite, _ = draw(here.logits, here.keys, here.slots, here.numbers, stream=0)
     assert finite.tolist() == [[False, True, False], [True, False, True]]
     assert torch.equal(~finite, non_finite(here.logits[..., 3:31]).view(2, 2, 3).any(0))
     assert ((tokens >= 3) & (tokens < 31)).all()

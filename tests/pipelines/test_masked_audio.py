@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import visual_spec
-from tests.models.masked.test_magnet_checkpoint import (
+from tests.audiocraft_files import (
     CODEC_SETTINGS,
     SETTINGS,
     TEXT,
@@ -18,9 +18,10 @@ from tests.models.masked.test_magnet_checkpoint import (
 from tests.tiny import seeded
 from tests.tiny_audio import BOOKS, HOP, LONGEST, RATE, tiny_audio_pipeline
 from tests.tiny_t5 import tiny_t5, tiny_tokenizer
+from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel
-from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+from visual_spec.models.masked.magnet_checkpoint import load_magnet
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.audio_stream import plan_windows
@@ -167,7 +168,7 @@ def test_official_files(tmp_path):
     result = official(model, condition, law=law, generator=seeded(1, 2), batch_size=2)
     codes = model.codes(result.tokens)
     assert output.codes.equal(codes)
-    waves = decode_codes(load_magnet_codec(tmp_path), codes)
+    waves = decode_codes(load_audiocraft_codec(tmp_path), codes)
     assert np.abs(output.audios - waves.numpy()).max() < 1e-5
     with pytest.raises(ValueError, match="keep the official files"):
         pipe.save_pretrained(tmp_path / "saved")

@@ -326,13 +326,6 @@ def test_what_was_there_comes_back_if_the_new_folder_cannot_be_put_there(files, 
     assert LlamaGenTransformer.from_pretrained(done).grid.width == 4
 
 
-def test_files_of_audiocraft_are_sent_to_the_pipeline_that_takes_them(tmp_path):
-    torch.save({"best_state": {"emb.0.weight": torch.ones(2)}, "xp.cfg": ""}, tmp_path / "state_dict.bin")
-    for given in (tmp_path / "state_dict.bin", tmp_path):
-        with pytest.raises(ValueError, match=f"{given} is of audiocraft.*AudioPipeline.from_magnet"):
-            convert([given], tmp_path / "out")
-
-
 def test_files_that_make_no_pipeline_are_refused(files, t5_folder, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(

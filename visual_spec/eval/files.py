@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
-_HOST = re.sub(r"[^A-Za-z0-9]", "", platform.node())[:32] or "host"
-_PART = re.compile(rf"\..+\.{_HOST}-(\d+)-[^.]+\.tmp")  # what `write_atomically` writes first
+from visual_spec.models.core.whole_folders import HOST, is_running
+
+_PART = re.compile(rf"\..+\.{HOST}-(\d+)-[^.]+\.tmp")  # what `write_atomically` writes first
 
 
 def ready_folder(folder: str | Path) -> Path:
@@ -33,22 +33,9 @@ def ready_folder(folder: str | Path) -> Path:
     if folder.is_dir():
         for path in folder.glob(".*.tmp"):
             part = _PART.fullmatch(path.name)
-            if part and not _runs(int(part[1])):
+            if part and not is_running(int(part[1])):
                 path.unlink(missing_ok=True)
     return folder
-
-
-def _runs(process: int) -> bool:
-    """Whether there is such a process on this machine; True where that cannot be told."""
-    if os.name != "posix":  # elsewhere signal 0 ends a process
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
 
 
 def refuse_existing(path: str | Path, overwrite: bool) -> Path:
@@ -77,7 +64,7 @@ def write_atomically(path: str | Path, content: str | bytes, *, overwrite: bool 
     path = refuse_existing(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
-    prefix = f".{path.name}.{_HOST}-{os.getpid()}-"
+    prefix = f".{path.name}.{HOST}-{os.getpid()}-"
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -37,8 +37,15 @@ from visual_spec.kernels.philox import philox_log_exponential
 
 
 def draw(
-    logits: Tensor, keys: Tensor, slots: Tensor, law: LawNumbers, *, stream: int, round: int | Tensor = 0
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    law: LawNumbers,
+    *,
+    stream: int,
+    round: int | Tensor = 0,
+    margins: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw tokens from the laws of a window: argmax(law + gumbel), with the noise of `CounterNoise`.
 
     Args:
@@ -47,18 +54,20 @@ def draw(
         slots: int64 [B, W], the slots that the positions predict.
         law: turns logits into laws.
         stream, round: address of the noise; the round is an int, or an int64 tensor of shape [] on the device.
+        margins: also return by how much the best score exceeds the second best.
 
     Returns:
-        Tokens, long [B, W], always within the allowed ids; and BoolTensor [B, W], False where the logits define no law
-        (nan, +inf, or all -inf in one of the rows), which the caller must refuse. On CUDA by the Triton kernel,
-        elsewhere by `draw_reference`.
+        Tokens, long [B, W], always within the allowed ids; BoolTensor [B, W], False where the logits define no law
+        (nan, +inf, or all -inf in one of the rows), which the caller must refuse; and the margins, float32 [B, W], inf
+        where one token is certain, or [0] if they were not asked for. On CUDA by the Triton kernel, elsewhere by
+        `draw_reference`.
 
     Raises:
         ValueError: the shapes do not fit each other.
         TypeError: the logits have another dtype.
     """
     check_logits(logits, keys, slots, law)
-    return _draw_op(logits, keys, slots, as_round(round, slots), stream, *law)
+    return _draw_op(logits, keys, slots, as_round(round, slots), stream, *law, margins)
 
 
 def categorical_reference(
@@ -73,12 +82,35 @@ def categorical_reference(
     return noise.sub_(log_probs).argmin(-1)
 
 
-def draw_reference(
-    logits: Tensor, keys: Tensor, slots: Tensor, round: Tensor, stream: int, law: LawNumbers
+def race_reference(
+    log_probs: Tensor, keys: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0
 ) -> tuple[Tensor, Tensor]:
+    """As `categorical_reference`, and the margin of every winner: how much later the second token is, [B, W]."""
+    times = philox_log_exponential(keys, slots, log_probs.shape[-1], stream, round, log_probs.dtype)
+    times.sub_(log_probs)
+    if times.shape[-1] == 1:
+        return times.argmin(-1), torch.full_like(times[..., 0], torch.inf)
+    first, second = times.topk(2, -1, largest=False).values.unbind(-1)
+    return times.argmin(-1), second - first
+
+
+def draw_reference(
+    logits: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    round: Tensor,
+    stream: int,
+    law: LawNumbers,
+    margins: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of `draw`, in PyTorch, on any device."""
-    tokens = categorical_reference(law_reference(logits, slots, law), keys, slots, stream, round)
-    return tokens.clamp(law.first, law.stop - 1), finite_reference(logits, law)
+    target = law_reference(logits, slots, law)
+    if margins:
+        tokens, margin = race_reference(target, keys, slots, stream, round)
+    else:
+        tokens = categorical_reference(target, keys, slots, stream, round)
+        margin = target.new_empty(0)
+    return tokens.clamp(law.first, law.stop - 1), finite_reference(logits, law), margin
 
 
 @triton_op("visual_spec::draw", mutates_args=())
@@ -96,32 +128,42 @@ def _draw_op(
     first: int,
     stop: int,
     guided_until: int,
-) -> tuple[Tensor, Tensor]:
+    margins: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     law = LawNumbers(guided, guidance_scale, temperature, top_k, top_p, first, stop, guided_until)
     if not on_gpu(logits):
-        return draw_reference(logits, keys, slots, round, stream, law)
-    return draw_triton(logits, keys, slots, round, stream, law)
+        return draw_reference(logits, keys, slots, round, stream, law, margins)
+    return draw_triton(logits, keys, slots, round, stream, law, margins)
 
 
 @_draw_op.register_fake
-def _draw_outputs(logits: Tensor, keys: Tensor, slots: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(slots), torch.empty_like(slots, dtype=torch.bool)
+def _draw_outputs(logits: Tensor, keys: Tensor, slots: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    margins = len(rest) == 11 and rest[-1]  # the last argument of the operator, and optional
+    margin = torch.empty_like(slots, dtype=torch.float32) if margins else logits.new_empty(0).float()
+    return torch.empty_like(slots), torch.empty_like(slots, dtype=torch.bool), margin
 
 
 def draw_triton(
-    logits: Tensor, keys: Tensor, slots: Tensor, round: Tensor, stream: int, law: LawNumbers
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    round: Tensor,
+    stream: int,
+    law: LawNumbers,
+    margins: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`draw` by the Triton kernel."""
     slots = slots.contiguous()
-    tokens, finite = _draw_outputs(logits, keys, slots)
+    tokens, finite, margin = _draw_outputs(logits, keys, slots, round, stream, *law, margins)
     if slots.numel() == 0:
-        return tokens, finite
+        return tokens, finite, margin
     logits = rows_of_numbers(logits)
     kernel: Any = wrap_triton(_draw_kernel) if compiled(_draw_kernel) else _draw_kernel
     with torch.cuda.device_of(logits):
         kernel[(slots.numel(),)](
             tokens,
             finite,
+            margin,
             logits,
             keys.contiguous(),
             slots,
@@ -131,12 +173,13 @@ def draw_triton(
             logits.stride(1),
             *kernel_numbers(law),
             STREAM=stream,
+            MARGINS=margins,
             **kernel_switches(law),
             TILE=TILE,
             TILES=tiles(law, TILE),
             num_warps=WARPS,
         )
-    return tokens, finite
+    return tokens, finite, margin
 
 
 if triton is not None:
@@ -169,9 +212,27 @@ if triton is not None:
         return soonest, winner
 
     @triton.jit
+    def race_of_two(uniform, log_weights, ids, soonest, second, winner):
+        """As `race` with logarithms, and the time of the second token."""
+        gate = tl.exp(second + log_weights)
+        if tl.max(tl.max((uniform < 1.01 * gate).to(tl.int32), 1), 0) > 0:
+            time = log_exponential(uniform) - log_weights
+            first = tl.min(tl.min(time, 1), 0)
+            best = tl.min(tl.min(tl.where(time == first, ids, 2147483647), 1), 0)
+            behind = tl.min(tl.min(tl.where(ids == best, float("inf"), time), 1), 0)
+            if first < soonest:
+                second = tl.minimum(soonest, behind)
+                soonest = first
+                winner = best
+            else:
+                second = tl.minimum(second, first)
+        return soonest, second, winner
+
+    @triton.jit
     def _draw_kernel(
         tokens,
         finite,
+        margin,
         logits,
         keys,
         slots,
@@ -188,6 +249,7 @@ if triton is not None:
         top_p,
         until,
         STREAM: tl.constexpr,
+        MARGINS: tl.constexpr,
         GUIDED: tl.constexpr,
         GREEDY: tl.constexpr,
         TOP_K: tl.constexpr,
@@ -208,6 +270,7 @@ if triton is not None:
         seen = tl.full([BLOCKS, 4], -infinity, tl.float32)
         other = tl.full([BLOCKS, 4], -infinity, tl.float32)
         soonest = infinity
+        second = infinity
         winner = -1
         for tile in range(TILES):
             start = first // 4 * 4 + tile * TILE
@@ -219,7 +282,12 @@ if triton is not None:
             else:
                 scores = tl.where(scores >= least, scores, -infinity)
             uniform = uniform_tile(key, slot, at_round, start, STREAM, BLOCKS)
-            soonest, winner = race(uniform, scores, ids, soonest, winner, True)
+            if MARGINS:
+                soonest, second, winner = race_of_two(uniform, scores, ids, soonest, second, winner)
+            else:
+                soonest, winner = race(uniform, scores, ids, soonest, winner, True)
         # Logits that define no law have no winner, but the model must still be fed a token.
         tl.store(tokens + place, tl.maximum(winner, first).to(tl.int64))
         tl.store(finite + place, is_finite(seen, other))
+        if MARGINS:
+            tl.store(margin + place, second - soonest)

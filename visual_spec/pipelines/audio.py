@@ -161,6 +161,45 @@ class AudioPipeline(VisualPipeline):
         return cls(model, None, None, chosen, tokenizer, **published | settings)
 
     @classmethod
+    def from_audiocraft(
+        cls,
+        source: str | os.PathLike,
+        text_encoder: Any,
+        tokenizer: Any,
+        *,
+        codec: EncodecModel | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        sampler: SchedulerMixin | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A pipeline around an official MusicGen or AudioGen checkpoint of audiocraft, mono or stereo.
+
+        It has the published law, and the treatment of padding of audiocraft.
+
+        Args:
+            source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
+            text_encoder, tokenizer: the T5 that the checkpoint names (`t5-base` for music), as transformers loads it.
+            codec: in place of the folder's.
+            dtype: of the decoder, as in `from_magnet`.
+            sampler, settings: as in `from_musicgen`.
+
+        Raises:
+            FileNotFoundError, OSError, ValueError: as `visual_spec.models.columns.musicgen_checkpoint.load_musicgen`.
+        """
+        from visual_spec.models.columns.musicgen_checkpoint import load_musicgen
+
+        loaded = load_musicgen(source, text_encoder, codec=codec, dtype=dtype)
+        own = loaded.settings
+        published: dict[str, Any] = dict(
+            default_guidance_scale=own.guidance_scale,
+            default_temperature=own.temperature,
+            default_top_k=own.top_k,
+            max_audio_length_in_s=own.duration,
+            padding="zeros",
+        )
+        return cls.from_musicgen(loaded.model, tokenizer, sampler, **published | settings)
+
+    @classmethod
     def from_magnet(
         cls,
         source: str | os.PathLike,
@@ -185,7 +224,7 @@ class AudioPipeline(VisualPipeline):
             settings: of the class, in place of the published ones.
 
         Raises:
-            FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_magnet_codec`.
+            FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_audiocraft_codec`.
         """
         from visual_spec.pipelines.magnet import official_magnet
 

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +23,12 @@ from huggingface_hub import snapshot_download
 
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import check_transformers_model
-from visual_spec.pipelines.card import write_companions
+from visual_spec.models.core.whole_folders import written_whole
+from visual_spec.pipelines.card import COMPANIONS, write_companions
 from visual_spec.pipelines.components import PIPELINES, resolved
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models, part_folder, shared_parts
 from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
 from visual_spec.samplers import registry
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
@@ -66,6 +69,8 @@ class VisualPipeline(DiffusionPipeline):
             kwargs[_DTYPE] = old if new is None else new
         name = os.fspath(pretrained_model_name_or_path)
         folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
+        if (folder / INDEX).exists():  # else on the Hub
+            check_saved_pipeline(folder, cls, given=kwargs, variant=kwargs.get("variant"))
         shared = [part for part in shared_parts(folder) if part not in kwargs]
         given = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | given)
@@ -99,7 +104,7 @@ class VisualPipeline(DiffusionPipeline):
         folder = Path(name) if Path(name).is_dir() else embedded_folder(os.fspath(name))
         if not (folder / "model_index.json").is_file():
             return  # of a Hub id diffusers says what it finds
-        saved_as = cls.load_config(folder).get("_class_name")
+        saved_as = read_index_file(folder)["_class_name"]
         if saved_as in PIPELINES and saved_as not in {kind.__name__ for kind in cls.__mro__}:
             raise ValueError(
                 f"{os.fspath(name)} holds a {saved_as}; load it with visual_spec.{saved_as}.from_pretrained."
@@ -230,6 +235,21 @@ class VisualPipeline(DiffusionPipeline):
         """As `ConfigMixin.save_config`; `save_pretrained` calls it. Also writes `pipeline.py` and a model card."""
         super().save_config(save_directory, push_to_hub, **kwargs)
         write_companions(self, Path(save_directory))
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As `DiffusionPipeline.save_pretrained`. A kill in between leaves no half-written file, and components of two
+        saves are never taken for one pipeline (`written_whole`).
+
+        Raises:
+            NotADirectoryError: there is a file at `save_directory`.
+        """
+        if kwargs.get("push_to_hub"):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        with written_whole(save_directory, INDEX) as folder:
+            for name in COMPANIONS:  # somebody's own stay as they are
+                if (Path(save_directory) / name).is_file():
+                    shutil.copy2(Path(save_directory) / name, folder / name)
+            super().save_pretrained(folder, *args, **kwargs)
 
     def register_modules(self, **kwargs: Any) -> None:
         """Add components; refuses those that `save_pretrained` would drop without a word.

@@ -26,6 +26,9 @@ _TAGS = {
 }
 
 
+COMPANIONS = ("pipeline.py", "README.md")
+
+
 def write_companions(pipe: Any, folder: Path) -> None:
     """Make a saved folder loadable by `DiffusionPipeline`, and describe it.
 

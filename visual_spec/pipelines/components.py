@@ -17,11 +17,14 @@ from visual_spec.samplers import registry
 _MODELS = "visual_spec.models"
 COMPONENTS = {  # beside the samplers, which their registry names
     "BitwiseVQModel": f"{_MODELS}.next_scale.infinity_vq",
+    "CausalLatentTransformer": f"{_MODELS}.continuous.causal",
     "CaptionEncoder": f"{_MODELS}.text.caption_encoder",
     "ColumnEagleDrafter": f"{_MODELS}.drafters.column_eagle",
     "EagleDrafter": f"{_MODELS}.drafters.eagle",
     "InfinityTransformer": f"{_MODELS}.next_scale.infinity",
     "LlamaGenTransformer": f"{_MODELS}.next_token.llamagen",
+    "MARTransformer": f"{_MODELS}.continuous.mar",
+    "MaskedImageTransformer": f"{_MODELS}.masked.maskgit",
     "MultiscaleDrafter": f"{_MODELS}.drafters.mulo",
     "MultiscaleVQModel": f"{_MODELS}.next_scale.var_vq",
     "T5Features": f"{_MODELS}.text.t5_features",
@@ -34,6 +37,9 @@ PIPELINES = {
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
+    "LatentImagePipeline": "visual_spec.pipelines.latent_image",
+    "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
+    "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
 }
 

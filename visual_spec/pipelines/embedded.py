@@ -69,19 +69,21 @@ def describe(folder: Path) -> dict[str, Any]:
         "components": components,
         "parameters": {name: sum(map(_count_parameters, paths)) for name, paths in weights.items() if paths},
         "bytes": sum(path.stat().st_size for paths in weights.values() for path in paths),
-        "image_size": _image_size(folder / "vq_model" / "config.json"),
+        "image_size": _image_size(folder),
         "sampling_rate": _sampling_rate(folder),
     }
 
 
-def _image_size(tokenizer_config: Path) -> int | None:
+def _image_size(folder: Path) -> int | None:
     """Side of the pictures of a tokenizer: its setting, or what the scales and levels of a multi-scale one make."""
-    if not tokenizer_config.exists():
-        return None
-    config = json.loads(tokenizer_config.read_text())
-    if "scales" in config:
-        return config["scales"][-1] * 2 ** (len(config["channel_multipliers"]) - 1)
-    return config.get("image_size")
+    for part, setting in (("vq_model", "image_size"), ("vae", "sample_size")):
+        path = part_folder(folder, part) / "config.json"
+        if path.exists():
+            config = json.loads(path.read_text())
+            if "scales" in config:
+                return config["scales"][-1] * 2 ** (len(config["channel_multipliers"]) - 1)
+            return config.get(setting)
+    return None
 
 
 def _sampling_rate(folder: Path) -> int | None:

@@ -1,13 +1,13 @@
 """Load a saved pipeline, or a drafter, without knowing its class."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
-from visual_spec.pipelines.components import PIPELINES, resolved
+from visual_spec.pipelines.components import PIPELINES
 from visual_spec.pipelines.embedded import (
     WEIGHTS_FOLDER,
     embedded_drafters,
@@ -15,6 +15,7 @@ from visual_spec.pipelines.embedded import (
     part_folder,
 )
 from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.saved_index import INDEX, read_index_file
 
 _DRAFTERS = ("ColumnEagleDrafter", "EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
 _REFINERS = ("VARTransformer",)
@@ -50,7 +51,7 @@ def read_index(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
         ValueError: there is no pipeline.
     """
     refuse_no_pipeline(name)
-    return resolved(json.loads((_folder(name, **kwargs) / "model_index.json").read_text()))
+    return read_index_file(_folder(name, **kwargs))
 
 
 def read_facts(name: str | os.PathLike, **kwargs: Any) -> PipelineFacts:
@@ -64,8 +65,13 @@ def read_facts(name: str | os.PathLike, **kwargs: Any) -> PipelineFacts:
     """
     index = read_index(name, **kwargs)
     sampler = _folder(name, **kwargs) / "sampler" / "sampler_config.json"
-    config = json.loads(sampler.read_text()) if sampler.is_file() else {}
-    return _pipeline_class(name, index).facts_of(index, config)
+    config = read_settings(sampler) if sampler.is_file() else {}
+    try:
+        return _pipeline_class(name, index).facts_of(index, config)
+    except (TypeError, AttributeError, KeyError) as error:  # values of a wrong kind
+        raise ValueError(
+            f"{_folder(name, **kwargs) / INDEX} does not describe a pipeline: {error}"
+        ) from error
 
 
 def read_config(
@@ -81,7 +87,7 @@ def read_config(
         ValueError, FileNotFoundError: there is no pipeline, or no such component.
     """
     refuse_no_pipeline(name)
-    return json.loads((part_folder(_folder(name, **kwargs), component) / file).read_text())
+    return read_settings(part_folder(_folder(name, **kwargs), component) / file)
 
 
 def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:
@@ -121,7 +127,7 @@ def _load_part(
             f"no {kind} {os.fspath(name)!r}; pass a folder written by save_pretrained, or an embedded one: "
             f"{', '.join(embedded) or '(none)'}."
         )
-    saved_as = json.loads((folder / "config.json").read_text()).get("_class_name")
+    saved_as = read_settings(folder / "config.json").get("_class_name")
     if saved_as not in classes:
         raise ValueError(f"{name} holds a {saved_as}; a {kind} is one of {', '.join(classes)}.")
     return getattr(components, saved_as).from_pretrained(folder, **kwargs).eval()

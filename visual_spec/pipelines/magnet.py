@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import EncodecModel
 
-from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
+from visual_spec.models.masked.magnet_checkpoint import load_magnet
 from visual_spec.pipelines.sampler_text import make_sampler
 
 
@@ -16,7 +17,7 @@ def official_magnet(
     """Transformer, codec, sampler and the settings of `AudioPipeline`; see `AudioPipeline.from_magnet`.
 
     Raises:
-        FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_magnet_codec`.
+        FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_audiocraft_codec`.
     """
     loaded = load_magnet(source, dtype=dtype)
     own = loaded.settings
@@ -39,4 +40,4 @@ def official_magnet(
         masked=True,
         reach=own.reach,
     )
-    return loaded.model, load_magnet_codec(source) if codec is None else codec, sampler, published
+    return loaded.model, load_audiocraft_codec(source) if codec is None else codec, sampler, published

@@ -30,6 +30,8 @@ class TokenImagePipeline(VisualPipeline):
 
     _callback_tensor_inputs = ["lengths"]
 
+    _tokenizer_part = "vq_model"  # the component that turns tokens into pictures
+
     transformer: Any
     vq_model: Any
     drafter: Any
@@ -88,7 +90,7 @@ class TokenImagePipeline(VisualPipeline):
         callback_tensors: Sequence[str] | None,
     ) -> None:
         """Refuse what no picture can be drawn with, whatever it is drawn from."""
-        self.check_complete("transformer", "vq_model", "sampler")
+        self.check_complete("transformer", self._tokenizer_part, "sampler")
         self.check_sampler()
         size = self.image_size
         if height not in (None, size[0]) or width not in (None, size[1]):
@@ -131,8 +133,12 @@ class TokenImagePipeline(VisualPipeline):
         return_dict: bool,
         callback: StepCallback | None,
         callback_tensors: Sequence[str] | None,
+        **given: Any,
     ) -> ImagePipelineOutput:
-        """Decode `batch_size` pictures, with a progress bar, and turn them into pixels."""
+        """Decode `batch_size` pictures, with a progress bar, and turn them into pixels.
+
+        `given`: what the sampler takes beside, other than `sampler_parts`.
+        """
         told = StepListener(self, callback, callback_tensors)
 
         def listen(step: int, lengths: torch.Tensor) -> Any:
@@ -140,7 +146,7 @@ class TokenImagePipeline(VisualPipeline):
 
         num_tokens = self._num_timesteps = self.transformer.grid.num_tokens
         self._guidance_scale = law.guidance_scale
-        parts = self.sampler_parts()
+        parts = self.sampler_parts() | given
         models = self.transformer, parts.get("drafter")
         with at_hand(*models), self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
             progress = DecodeProgress(bar, num_tokens, listen, unit=self.unit)

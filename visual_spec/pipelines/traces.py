@@ -32,6 +32,8 @@ def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
             merged["divergence"] = (first.divergence * sizes[0] + trace.divergence * sizes[1]) / sum(sizes)
         if first.moved_mass is not None and trace.moved_mass is not None:
             merged["moved_mass"] = first.moved_mass + trace.moved_mass
+        if first.near_ties is not None and trace.near_ties is not None:
+            merged["near_ties"] = first.near_ties + trace.near_ties
         if (entered := getattr(trace, "entry_call", None)) is not None:  # of a `MaskedTrace`
             merged["entry_call"] = torch.cat([first.entry_call, _later(entered, calls)], 1)
         first = dataclasses.replace(first, **merged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from visual_spec.samplers.core.base import Run, Sampler, State
+from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.graph import AUTO, check_graph
 from visual_spec.samplers.core.verification import draw_tokens
@@ -14,16 +15,19 @@ class AutoregressiveSampler(Sampler):
     Args:
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
             replays them wherever possible.
+        exact_width: call the model with the 32 positions of which every call with this setting has, though one counts:
+            the reference for samplers with `exact_width` (see `SpeculativeJacobiSampler`).
 
     Raises:
-        ValueError: `graph` has another value.
+        ValueError: a setting has another value.
     """
 
     promise = "identical"
 
     @register_to_config
-    def __init__(self, graph: bool | str = AUTO) -> None:
+    def __init__(self, graph: bool | str = AUTO, exact_width: bool = False) -> None:
         check_graph(graph)
+        check_exact_width(exact_width, "identical", 1)
 
     def num_calls(self, run: Run) -> int:
         return run.num_tokens - 1  # the prefill has predicted slot 0
@@ -35,7 +39,7 @@ class AutoregressiveSampler(Sampler):
 
     def step(self, run: Run, state: State) -> None:
         slots = state.next_slots(1)  # [B, 1]
-        logits = run.model(state.cache, state.tokens.gather(1, slots - 1), slots - 1)  # [R, 1, V]
+        logits = run.score(state.cache, state.tokens.gather(1, slots - 1), slots - 1)  # [R, 1, V]
         run.lap("model")
         state.round += 1
         state.tokens.scatter_(1, slots, draw_tokens(run.law, run.noise, logits, slots, run.guided))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from visual_spec.samplers.core.base import Run
+from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.graph import AUTO, check_graph
@@ -14,14 +15,15 @@ class ColumnAutoregressiveSampler(ColumnSampler):
     """Draws the tokens of each column from the model's laws, step by step, each with the noise of its entry.
 
     Args:
-        graph: as in `AutoregressiveSampler`.
+        graph, exact_width: as in `AutoregressiveSampler`.
     """
 
     promise = "identical"
 
     @register_to_config
-    def __init__(self, graph: bool | str = AUTO) -> None:
+    def __init__(self, graph: bool | str = AUTO, exact_width: bool = False) -> None:
         check_graph(graph)
+        check_exact_width(exact_width, "identical", 1)
 
     def num_calls(self, run: Run) -> int:
         return run.num_tokens - 1  # the prefill has predicted step 0
@@ -34,7 +36,7 @@ class ColumnAutoregressiveSampler(ColumnSampler):
     def step(self, run: Run, state: ColumnState) -> None:
         steps = state.next_slots(1)  # [B, 1]
         newest = run.pattern.with_special(rows_of(state.tokens, steps - 1), steps - 1)  # [B, 1, K]
-        logits = run.model(state.cache, newest, steps - 1)  # [R, 1, K, V]
+        logits = run.score(state.cache, newest, steps - 1)  # [R, 1, K, V]
         run.lap("model")
         state.round += 1
         target = run.pattern.laws(run.law, logits, steps, run.guided)  # [B, 1, K, V]

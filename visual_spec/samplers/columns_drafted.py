@@ -17,7 +17,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import ColumnModel, DecodeState
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.checks import check_choice, check_count
+from visual_spec.samplers.core.checks import check_choice, check_count, check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label, rows_of
@@ -81,6 +81,7 @@ class DraftedColumnSampler(ColumnChainSampler):
         acceptance: "exact", one coin for each column; or "identical": draft and verify with each entry's own noise,
             which returns the tokens of `ColumnAutoregressiveSampler` for the same generator but keeps fewer drafts.
         graph: as in `SpeculativeJacobiSampler`.
+        exact_width: as in `SpeculativeJacobiSampler`, with acceptance "identical"; for at most 31 drafts.
 
     Raises:
         ValueError: a setting has a value that is not listed here.
@@ -90,10 +91,17 @@ class DraftedColumnSampler(ColumnChainSampler):
     needs_drafter = True
 
     @register_to_config
-    def __init__(self, num_drafts: int = 3, acceptance: str = "exact", graph: bool | str = AUTO) -> None:
+    def __init__(
+        self,
+        num_drafts: int = 3,
+        acceptance: str = "exact",
+        graph: bool | str = AUTO,
+        exact_width: bool = False,
+    ) -> None:
         check_count("num_drafts", num_drafts)
         check_choice("acceptance", acceptance, ("identical", "exact"))
         check_graph(graph)
+        check_exact_width(exact_width, acceptance, num_drafts + 1)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.checks import check_choice, check_coupled
+from visual_spec.samplers.core.checks import check_choice, check_coupled, check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM, Draft, Label, rows_of, uniform_tokens
 from visual_spec.samplers.core.graph import AUTO, check_graph
@@ -65,7 +65,7 @@ class ColumnJacobiSampler(ColumnChainSampler):
             to the "left", or a draw from the laws of the last scored column, "last_law".
         relaxation: the numbers of a relaxed acceptance, by name, such as {"delta": 0.2}; see `Relaxation`. A call then
             takes `codebook`, [K, V, D], the codes of each codebook as the decoder sees them.
-        graph: as in `SpeculativeJacobiSampler`.
+        graph, exact_width: as in `SpeculativeJacobiSampler`.
 
     Raises:
         ValueError: a setting has a value that is not listed here.
@@ -83,6 +83,7 @@ class ColumnJacobiSampler(ColumnChainSampler):
         initial_draft: str = LEFT,
         relaxation: Mapping[str, Any] | None = None,
         graph: bool | str = AUTO,
+        exact_width: bool = False,
     ) -> None:
         lossless = Relaxation.of(acceptance, relaxation).lossless
         check_window(window, acceptance)
@@ -94,6 +95,7 @@ class ColumnJacobiSampler(ColumnChainSampler):
         check_coupled(coupling, acceptance)
         check_choice("initial_draft", initial_draft, COLUMN_DRAFTS)
         check_graph(graph)
+        check_exact_width(exact_width, acceptance, window)
 
     @property
     def unit(self) -> str:
@@ -109,7 +111,7 @@ class ColumnJacobiSampler(ColumnChainSampler):
         return not self.identical and not self.coupled
 
     def window_of(self, model: Any) -> int:
-        return min(widest(self.config.window), model.grid.num_tokens)
+        return min(widest(self.config.window, self.fixed_width), model.grid.num_tokens)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

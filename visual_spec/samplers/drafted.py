@@ -19,7 +19,7 @@ from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import check_count
+from visual_spec.samplers.core.checks import check_count, check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import check_drafter, draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label, rows_of
@@ -101,6 +101,7 @@ class DraftedSampler(ChainSampler):
             documents its guarantee for drawn drafts.
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
             replays them wherever possible.
+        exact_width: as in `SpeculativeJacobiSampler`, with acceptance "identical"; for at most 31 drafts.
 
     Raises:
         ValueError: a setting has a value that is not listed here.
@@ -117,12 +118,14 @@ class DraftedSampler(ChainSampler):
         acceptance: str = "exact",
         relaxation: Mapping[str, Any] | None = None,
         graph: bool | str = AUTO,
+        exact_width: bool = False,
     ) -> None:
         check_count("num_drafts", num_drafts)
         if not 0 <= stop_below <= 1:
             raise ValueError(f"stop_below={stop_below!r}; pass a probability from 0 (never stop early) to 1.")
         Relaxation.of(acceptance, relaxation)
         check_graph(graph)
+        check_exact_width(exact_width, acceptance, num_drafts + 1)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import check_choice, check_coupled
+from visual_spec.samplers.core.checks import check_choice, check_coupled, check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import (
     INITIAL_DRAFTS,
@@ -73,6 +73,10 @@ class SpeculativeJacobiSampler(ChainSampler):
         relaxation: the numbers of a relaxed acceptance, by name, such as {"delta": 0.2}; see `Relaxation`.
         graph: replay the calls as a CUDA graph, see `visual_spec.samplers.core.graph`; the tokens are the same. "auto"
             replays them wherever possible. Completed samples then stay in the batch until it ends.
+        exact_width: keep the promise of acceptance "identical" below float32 too. Every call of the model then has 32
+            positions, whatever the window, and completed samples stay in the batch, so that all calls run the same
+            kernels. The tokens are those of `AutoregressiveSampler(exact_width=True)` for the same batch. A window
+            below 32 saves nothing; "auto" is 32.
 
     Raises:
         ValueError: a setting has a value that is not listed here.
@@ -87,14 +91,16 @@ class SpeculativeJacobiSampler(ChainSampler):
         initial_draft: str = "left",
         relaxation: Mapping[str, Any] | None = None,
         graph: bool | str = AUTO_GRAPH,
+        exact_width: bool = False,
     ) -> None:
         Relaxation.of(acceptance, relaxation)
         check_window(window, acceptance)
         check_jacobi(coupling, acceptance, initial_draft, graph)
+        check_exact_width(exact_width, acceptance, window)
 
     def width(self, model: Any) -> int:
         """The most slots that a call drafts and scores: the window, or the grid if it is smaller."""
-        return min(widest(self.config.window), model.grid.num_tokens)
+        return min(widest(self.config.window, self.fixed_width), model.grid.num_tokens)
 
     def window_of(self, model: Any) -> int:
         return self.width(model)
@@ -135,7 +141,7 @@ class SpeculativeJacobiSampler(ChainSampler):
             state.tokens.scatter_(1, slots.gather(1, refused), verdict.tokens.gather(1, refused))
         else:
             state.tokens.scatter_(1, slots, verdict.tokens)
-        state.commit(slots, verdict.kept + 1, run.num_tokens)
+        state.commit(slots, verdict.kept + 1, run.num_tokens, verdict.near)
         self.redraft(run, state, verdict.laws, verdict.kept + 1, slots.shape[1], verdict.drawn)
 
     def redraw(self, state: JacobiState) -> tuple[int, int | Tensor] | None:

@@ -54,7 +54,7 @@ from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.siblings import sibling_stream, with_replacement, without, without_replacement
-from visual_spec.samplers.core.verification import final_noise, verify_laws, verify_siblings
+from visual_spec.samplers.core.verification import draw_near, final_noise, verify_laws, verify_siblings
 from visual_spec.samplers.jacobi import JacobiState, SpeculativeJacobiSampler, check_jacobi
 
 MOST_NODES = 1024
@@ -264,9 +264,14 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         kept = kept + torch.where(walking & (path == 0), chain.kept, 0)
 
         rest = torch.arange(depth + 1, window, device=run.device).expand(len(slots), -1)
-        run.model.keep(state.cache, torch.cat([*nodes, rest], 1), slots - 1)
+        along = torch.cat([*nodes, rest], 1)  # [B, W]
+        run.model.keep(state.cache, along, slots - 1)
+        near = None
+        if run.unit is not None:
+            _, near = draw_near(run.law, run.noise, logits, node_slots + 1, run.guided, run.unit)
+            near = near.gather(1, along)
         state.tokens.scatter_(1, slots, torch.cat([*chosen, chain.tokens], 1))
-        state.commit(slots, kept + 1, run.num_tokens)
+        state.commit(slots, kept + 1, run.num_tokens, near)
         self.redraft(run, state, torch.cat(laws, 1), kept + 1, window)
         run.lap("verify")
 

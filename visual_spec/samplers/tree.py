@@ -29,7 +29,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.relaxed import Relaxation
 from visual_spec.samplers.core.siblings import without
-from visual_spec.samplers.core.verification import final_noise, verify_siblings
+from visual_spec.samplers.core.verification import draw_near, final_noise, verify_siblings
 from visual_spec.samplers.drafted import DraftedState, begin_drafted, catch_up
 
 WITHOUT_REPLACEMENT = "without-replacement"
@@ -223,6 +223,10 @@ class TreeSampler(Sampler):
         run.lap("model")
         state.round += 1
         path = self.walk(run, state, tree, run.law(logits, slots, run.guided))
+        near = None
+        if run.unit is not None:
+            _, near = draw_near(run.law, run.noise, logits, slots, run.guided, run.unit)
+            near = near.gather(1, path.nodes)
         slots = state.next_slots(depth + 1)  # [B, D + 1]
         run.model.keep(state.cache, path.nodes, slots - 1)
         if hasattr(run.drafter, "observe"):
@@ -233,7 +237,7 @@ class TreeSampler(Sampler):
         drafts = tree.tokens.gather(1, path.nodes[:, 1:])
         tokens = torch.cat([drafts, path.replacement], 1).scatter(1, path.kept[:, None], path.replacement)
         state.tokens.scatter_(1, slots, tokens)
-        state.commit(slots, path.kept + 1, run.num_tokens)
+        state.commit(slots, path.kept + 1, run.num_tokens, near)
         run.lap("verify")
 
     def propose(self, run: Run, state: DraftedState) -> Tree:

@@ -13,6 +13,9 @@ biases only the law of hidden pictures, which is never sampled from.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,11 +92,12 @@ def tokenize_dataset(
     held_out: bool = False,
     side: int = 16,
     cache: Path | None = None,
+    workers: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return word ids `[N, T]` and tokens int16 `[N, side * side]` of fresh scenes.
 
     `cache`, a folder, stores them if given. For a `side` below the tokenizer's own, pixels are averaged to shrink the
-    pictures first.
+    pictures first. So many `workers` paint the pictures, each in a process of its own if there are several.
 
     Raises:
         ValueError: `cache` holds the tokens of another tokenizer, or the words of another vocabulary.
@@ -109,9 +113,8 @@ def tokenize_dataset(
             )
         return saved["words"], saved["tokens"]
     words, tokens = [], []
-    for start in range(0, count, 500):
-        scenes, pictures = sample_dataset(min(500, count - start), seed * 100_003 + start, held_out=held_out)
-        words.append(encoder.word_ids([caption(scene) for scene in scenes]).cpu())
+    for captions, pictures in _painted(count, seed, held_out, workers):
+        words.append(encoder.word_ids(captions).cpu())
         for part in to_signed(pictures).split(20):
             part = F.adaptive_avg_pool2d(part, side * vq_model.patch_size)
             tokens.append(vq_model.encode_tokens(part.to(vq_model.device)).to(torch.int16).cpu())
@@ -120,6 +123,27 @@ def tokenize_dataset(
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"words": result[0], "tokens": result[1], "owner": owner}, path)
     return result
+
+
+def _painted(count: int, seed: int, held_out: bool, workers: int) -> Iterator[tuple[list[str], np.ndarray]]:
+    """Captions and pictures of scenes, at most 500 at a time."""
+    starts = range(0, count, 500)
+    settings = (
+        [min(500, count - start) for start in starts],
+        [seed * 100_003 + start for start in starts],
+        [held_out] * len(starts),
+    )
+    if workers == 1:
+        yield from map(_paint, *settings)
+        return
+    # Spawned, because a process that uses a GPU cannot be forked.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_paint, *settings)
+
+
+def _paint(count: int, seed: int, held_out: bool) -> tuple[list[str], np.ndarray]:
+    scenes, pictures = sample_dataset(count, seed, held_out=held_out)
+    return [caption(scene) for scene in scenes], pictures
 
 
 def initialise(model: LlamaGenTransformer) -> None:

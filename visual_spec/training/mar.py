@@ -32,10 +32,10 @@ from visual_spec.data.shapes_classes import (
     sample_one_object_scenes,
 )
 from visual_spec.models.continuous.causal import CausalLatentTransformer
-from visual_spec.models.continuous.head import guided
 from visual_spec.models.continuous.mar import HEADS, MARTransformer
-from visual_spec.models.continuous.order import guidance_scales, random_orders, step_slots
+from visual_spec.models.core.fill_order import guidance_scales, random_orders, step_slots
 from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.models.core.latents import guided
 from visual_spec.training.kl_tokenizer import moments_of
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
 from visual_spec.training.var_tokenizer import to_pixels

@@ -180,6 +180,18 @@ def test_a_shorter_cache_gives_the_same_logits():
         model(state, maps[2], 3)
 
 
+@pytest.mark.parametrize(("known", "stop"), [(0, 1), (1, 2), (2, 3), (3, None)])
+def test_a_prefill_of_the_last_scale_leaves_nothing_to_go_on_from(known, stop):
+    """Nothing was cached, so another scale would attend to nothing, or to memory that was never written."""
+    model, labels, maps = tiny_var(), torch.tensor([2, 3]), random_maps()
+    want = decode(model, labels, maps, guided=False)[known]
+    state = model.prefill(labels, batch_size=2, guided=False, maps=maps[:known], stop=stop)
+    assert (state.logits - want).abs().max() < 1e-12
+    for scale in (1, 2, 3):
+        with pytest.raises(ValueError, match=f"scale {scale} given after 0 cached ones"):
+            model(state, maps[scale - 1], scale)
+
+
 def test_half_precision_stays_near_float32():
     torch.manual_seed(0)
     wide = tiny_var(dtype=torch.float32)

@@ -9,7 +9,12 @@ from torch import nn
 from tests.tiny import tiny_transformer
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.precision import low_precision_of, scales_by_batch
+from visual_spec.samplers.core.precision import (
+    low_precision_of,
+    rounding_of,
+    rounding_unit,
+    scales_by_batch,
+)
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 SAME = "same tokens as autoregressive sampling"
@@ -35,8 +40,12 @@ def class_model() -> Any:
 )
 def test_the_claim_of_equal_tokens_names_its_condition(dtype, claim):
     trace = trace_of(class_model().to(dtype), SpeculativeJacobiSampler(window=4))
-    assert trace.output_law == claim and trace.summary().endswith(claim)
+    met = "" if claim == SAME else f", {int(trace.near_ties.sum())} near-ties met"
+    assert trace.output_law == claim and trace.summary().endswith(
+        claim + met.replace(" 1 near-ties", " 1 near-tie")
+    )
     assert trace.identical and trace.promises_tokens == (claim == SAME)
+    assert (trace.near_ties is None) == (claim == SAME)
 
 
 def test_plain_decoding_is_itself_in_any_precision():
@@ -54,6 +63,36 @@ def test_one_narrow_weight_is_enough():
 def test_autocast_counts():
     with torch.autocast("cpu", torch.bfloat16):
         assert low_precision_of(class_model()) == "bfloat16"
+
+
+@pytest.fixture
+def shortened_products():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # also sets allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_shortened_products_of_float32_count(shortened_products):
+    assert torch.backends.cuda.matmul.allow_tf32
+    assert low_precision_of(class_model()) == "tf32"
+    assert low_precision_of(class_model().double()) is None
+    assert low_precision_of(class_model().bfloat16()) == "bfloat16"
+    trace = trace_of(class_model(), SpeculativeJacobiSampler(window=4))
+    assert trace.output_law == f"{SAME} up to near-ties (tf32)" and not trace.promises_tokens
+    assert trace.near_ties is not None
+    exact = trace_of(class_model(), SpeculativeJacobiSampler(window=4, exact_width=True))
+    assert exact.output_law == f"{SAME} with exact_width (tf32)" and exact.promises_tokens
+
+
+def test_rounding_follows_guidance_temperature_and_the_allowed_ids():
+    logits = torch.tensor([[[1.0, -3.0, 90.0]], [[2.0, 0.5, -torch.inf]]])  # conditional, unconditional
+    unit = rounding_unit("bfloat16")
+    assert unit == 2.0**-7 and rounding_unit("tf32") == 2.0**-10
+    law = TokenLaw(guidance_scale=3.0, temperature=0.5, allowed=(0, 2))
+    # 3 c - 2 u: three times the largest c and twice the largest u, at half the temperature.
+    assert rounding_of(logits, law, True, unit).tolist() == [[(3 * 3 + 2 * 2) * unit / 0.5]]
+    assert rounding_of(logits[1:], TokenLaw(), False, unit).tolist() == [[2 * unit]]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

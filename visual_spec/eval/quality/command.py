@@ -147,13 +147,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 2 samples and a batch of 1"
         )
-    from visual_spec.eval.machine import load
+    from visual_spec.eval.machine import load, own_device
     from visual_spec.eval.quality.evaluate import evaluate
     from visual_spec.eval.quality.features import extractors_of
     from visual_spec.eval.quality.samples import Judge
     from visual_spec.eval.quality.tasks import task_of
 
-    pipe = load(args.model, _device(args.device), args.dtype, args.threads, args.masked)
+    pipe = load(args.model, own_device(args.device), args.dtype, args.threads, args.masked)
     extractors = extractors_of(pipe, args.inception)
     task, score = task_of(pipe, -(-args.samples // args.batch_size) * args.batch_size)
     document = evaluate(
@@ -193,12 +193,3 @@ def print_tables(document: dict) -> None:
         print()
     print(accuracy_table({row["name"]: row["accuracy"] for row in document["rows"]}))
     print()
-
-
-def _device(asked: str | None) -> str | None:
-    """The device that was asked for; under torchrun, the GPU of this process."""
-    if asked is not None or "LOCAL_RANK" not in os.environ:
-        return asked
-    import torch
-
-    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"

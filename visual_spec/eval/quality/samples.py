@@ -80,7 +80,10 @@ class Samples:
         hits, features: what the judge said; {extractor: [N, D]}.
         batch_cache_held, batch_cache_peak, batch_lossless: of a next-scale pipeline, of each batch: bytes of keys and
             values that were held and that were there at the peak, and whether the model's own law was drawn from.
+        batch_promises: whether the tokens of each batch are those of plain decoding without a condition, such as one
+            of precision; nothing of files of older versions.
         batch_peak_memory: on a GPU the most memory of each batch.
+        head_calls: of continuous tokens, calls of the head that waited for each other, [N]; else None.
     """
 
     stored: np.ndarray
@@ -96,7 +99,9 @@ class Samples:
     batch_cache_held: list[int]
     batch_cache_peak: list[int]
     batch_lossless: list[bool]
+    batch_promises: list[bool]
     batch_peak_memory: list[int]
+    head_calls: np.ndarray | None = None
 
 
 class SampleFolder:
@@ -206,7 +211,9 @@ class SampleFolder:
             batch_cache_held=[int(file["cache_held"]) for file in draws if "cache_held" in file],
             batch_cache_peak=[int(file["cache_peak"]) for file in draws if "cache_peak" in file],
             batch_lossless=[bool(file["lossless"]) for file in draws if "lossless" in file],
+            batch_promises=[bool(file["promises"]) for file in draws if "promises" in file],
             batch_peak_memory=[int(file["peak_memory"]) for file in draws if "peak_memory" in file],
+            head_calls=joined(draws, "head_calls") if "head_calls" in draws[0] else None,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ def compare(
     Returns:
         One `ComparisonRow`, `ScaleComparisonRow` or `AudioRow` per job; `identical` says that tokens and pixels, or
         codes and waves, are equal, `promised` that the sampler says so without a condition. Seconds are those of the
-        decoding, from prefill to the last token, after one sample of warm-up for each sampler.
+        decoding, from prefill to the last token, after one sample of warm-up for each sampler. A sampler with
+        `exact_width` is compared with plain decoding with `exact_width`, and timed beside plain decoding without it.
 
     Raises:
         ValueError, TypeError: a pipeline with one way to decode; bad input, as a call of the pipeline.
@@ -53,7 +55,9 @@ def compare(
             "--compare out."
         )
     plain, plain_plan = plain_decoding(pipe)
-    both = ((plain, plain_plan), (sampler, plan or ScalePlan()))
+    chosen_ones = [(plain, plain_plan), (sampler, plan or ScalePlan())]
+    if sampler.config.get("exact_width"):
+        chosen_ones.append((plain.from_config(plain.config, exact_width=True), plain_plan))
 
     def decode(chosen: tuple[Any, ScalePlan], prompt: str, seed: int) -> Any:
         pipe.sampler = chosen[0]
@@ -63,15 +67,23 @@ def compare(
     rows, before = [], pipe.sampler
     # disable=None: no bar where the output is no terminal. The warm-up counts: it takes as long as a job.
     bar = tqdm(
-        total=2 * (len(jobs) + 1), desc="plain and accelerated", unit=" decodes", leave=False, disable=None
+        total=len(chosen_ones) * (len(jobs) + 1),
+        desc="plain and accelerated",
+        unit=" decodes",
+        leave=False,
+        disable=None,
     )
     try:
         with bar:
             for index in range(-1, len(jobs)):
                 outputs = []
-                for chosen in both:
+                for chosen in chosen_ones:
                     outputs.append(decode(chosen, *jobs[max(index, 0)]))
                     bar.update()
+                if len(outputs) == 3:
+                    seconds, exact = outputs[0].trace.seconds, outputs.pop()
+                    exact.trace = dataclasses.replace(exact.trace, seconds=seconds)
+                    outputs[0] = exact
                 if index >= 0:
                     rows.append(_ROWS[pipe.unit](pipe, jobs[index][0], *outputs))
                     done(index, rows[-1])
@@ -101,6 +113,7 @@ def _figures(prompt: str, plain: Any, fast: Any) -> dict[str, Any]:
         fast_seconds=fast.trace.seconds,
         promised=fast.trace.promises_tokens,
         output_law=fast.trace.output_law,
+        near_ties=None if fast.trace.near_ties is None else int(fast.trace.near_ties.sum()),
     )
 
 
@@ -113,8 +126,12 @@ def _pictures(plain: Any, fast: Any) -> dict[str, Any]:
 
 
 def _token_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
+    heads = [getattr(one.trace, "head_calls", None) for one in (plain, fast)]
     return ComparisonRow(
-        grid=pipe.transformer.grid, **_pictures(plain, fast), **_figures(prompt, plain, fast)
+        grid=pipe.transformer.grid,
+        head_calls=None if None in heads else tuple(int(calls[0]) for calls in heads),  # pyright: ignore
+        **_pictures(plain, fast),
+        **_figures(prompt, plain, fast),
     )
 
 

@@ -43,7 +43,7 @@ class AudioRow:
         plain_seconds, fast_seconds: wall clock of the decoding, the codec not counted.
         identical: whether codes and samples of both are the same.
         promised: whether the sampler says so without a condition.
-        output_law: what the sampler says it drew from, see `DecodeTrace`.
+        output_law, near_ties: what the sampler says it drew from, see `DecodeTrace`.
         entry_call: of a clip that a masked model filled in: long [S, K], the call at which each code was kept.
     """
 
@@ -60,6 +60,7 @@ class AudioRow:
     promised: bool = False
     output_law: str = ""
     entry_call: Tensor | None = None
+    near_ties: int | None = None
 
     @property
     def columns_per_call(self) -> float:

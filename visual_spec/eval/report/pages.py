@@ -45,7 +45,8 @@ class ComparisonRow:
 
     `commit_call` `[L]` long: the call at which each slot of the accelerated picture was committed. `*_calls`: target
     calls of one sample, `*_seconds`: wall clock of its decoding. `identical`: the tokens of both are the same;
-    `promised`: the sampler says so without a condition; `output_law`: what else it says, see `DecodeTrace`.
+    `promised`: the sampler says so without a condition; `output_law`, `near_ties`: what else it says, see
+    `DecodeTrace`. `head_calls`: of a model of continuous tokens, calls of its head that waited for each other, of both.
 
     Raises:
         ValueError: if `commit_call` does not have one non-negative entry for each slot of `grid`, or a count is < 1.
@@ -63,6 +64,8 @@ class ComparisonRow:
     identical: bool
     promised: bool = False
     output_law: str = ""
+    near_ties: int | None = None
+    head_calls: tuple[int, int] | None = None
 
     map_title = "what cost a model call"
 

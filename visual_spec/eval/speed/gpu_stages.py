@@ -10,7 +10,7 @@ import inspect
 import json
 import tempfile
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,23 @@ from visual_spec.eval import draws
 from visual_spec.eval.defaults import settings_of_model, with_setting
 from visual_spec.eval.machine import choose_device, load
 from visual_spec.eval.settings import Setting, parse_setting
-from visual_spec.eval.speed import bench, gpu_tiny, kernel_bench, measure, music_sizes, official_sizes
+from visual_spec.eval.speed import (
+    bench,
+    continuous_sizes,
+    gpu_tiny,
+    kernel_bench,
+    measure,
+    music_sizes,
+    official_sizes,
+    speech_sizes,
+)
 from visual_spec.eval.speed.call_profile import profile_calls
 from visual_spec.eval.speed.official_bench import Middle
 from visual_spec.models.core.calls import COLUMNS, RASTER, TREE
+from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.noise import CounterNoise, draw_keys
+from visual_spec.samplers.core.verification import draw_near
 from visual_spec.samplers.registry import SAMPLERS, sampler_class
 
 Parts = dict[str, Callable[[], Any]]
@@ -159,10 +170,15 @@ IDENTICAL = {
     "shapes": (
         "speculative-jacobi:window=16",
         "speculative-jacobi:window=64",
+        "speculative-jacobi:window=32,exact_width=true",
         "drafted:acceptance=identical",
         "proactive-jacobi:coupling=gumbel,acceptance=identical",
     ),
-    "tunes": ("column-jacobi:window=8", "drafted-columns:acceptance=identical"),
+    "tunes": (
+        "column-jacobi:window=8",
+        "column-jacobi:window=8,exact_width=true",
+        "drafted-columns:acceptance=identical",
+    ),
 }
 
 
@@ -176,11 +192,12 @@ def identity(dry: bool) -> Parts:
 
 
 @cache
-def _plain(model: str, dtype: str, dry: bool) -> tuple[Any, Any]:
-    """Plain decoding, and of pictures the slots that are near-ties, bool [N, L]."""
-    pipe, setting = _pipe(model, dtype, dry), _setting(model, settings_of_model(model).plain)
+def _plain(model: str, dtype: str, dry: bool, exact: bool) -> tuple[Any, Any]:
+    """Plain decoding, `exact` with `exact_width`; and without it the near-ties of pictures, bool [N, L]."""
+    text = with_setting(settings_of_model(model).plain, "exact_width=true" if exact else "")
+    pipe, setting = _pipe(model, dtype, dry), _setting(model, text)
     arrays = draws.draw(pipe, setting, _prompts(model, dry), 0)
-    if model != "shapes":
+    if exact or model != "shapes":
         return arrays, None
     tokens = torch.from_numpy(arrays["tokens"]).long().flatten(1)
     return arrays, near_ties(pipe, setting, _prompts(model, dry), tokens)
@@ -190,12 +207,14 @@ def compare_plain(model: str, dtype: str, text: str, dry: bool) -> dict[str, Any
     """How many samples of a setting have the tokens of plain decoding with the same dtype.
 
     Of pictures also: `near_ties` of `slots`, and how many of the `first_differences`, one a sample that differs, stand
-    at near-ties. A difference elsewhere is a problem; so is one of a clip in float32.
+    at near-ties. A difference elsewhere is a problem; so is one of a clip in float32, and any one with `exact_width`,
+    which is compared with plain decoding with `exact_width`.
     """
     setting = _setting(model, text)
     if not setting.sampler.identical:
         raise ValueError(f"{text} does not promise the tokens of plain decoding")
-    plain, ties = _plain(model, dtype, dry)
+    exact = bool(setting.sampler.config.get("exact_width"))
+    plain, ties = _plain(model, dtype, dry, exact)
     fast = draws.draw(_pipe(model, dtype, dry), setting, _prompts(model, dry), 0)
     one, two = (torch.from_numpy(arrays["tokens"]).flatten(1) for arrays in (plain, fast))
     differs = one != two  # [N, L]
@@ -210,7 +229,7 @@ def compare_plain(model: str, dtype: str, text: str, dry: bool) -> dict[str, Any
         first_differences=int(changed.sum()),
         at_near_ties=None,
     )
-    elsewhere = found["first_differences"] if dtype == "float32" else 0
+    elsewhere = found["first_differences"] if exact or dtype == "float32" else 0
     if ties is not None:
         first = differs.int().argmax(1)
         at = int(ties[torch.arange(len(one)), first][changed].sum())
@@ -225,8 +244,7 @@ def compare_plain(model: str, dtype: str, text: str, dry: bool) -> dict[str, Any
 def near_ties(pipe: Any, setting: Setting, prompts: list[str], tokens: Tensor) -> Tensor:
     """Where the two best scores (law plus noise) of plain decoding lie closer than the dtype rounds: bool [N, L].
 
-    Rounding is one unit in the last place of the largest logit, of both rows as far as guidance enlarges them, twice:
-    each of the two scores may be off by that much.
+    See `draw_near`, which samplers count them by.
 
     Args:
         tokens: what plain decoding drew, long [N, L].
@@ -234,17 +252,13 @@ def near_ties(pipe: Any, setting: Setting, prompts: list[str], tokens: Tensor) -
     model, law, count = pipe.transformer, setting.law, len(prompts)
     keys = draw_keys([torch.Generator().manual_seed(setting.seed + index) for index in range(count)], count)
     noise, tokens = CounterNoise(keys, pipe.device), tokens.to(pipe.device)
+    checked = CheckedLaw(law, tokens.shape[1], deferred=True)
     state = model.prefill(pipe.encode_prompt(prompts), batch_size=count, guided=law.guided, window=1)
     logits, found = state.logits[:, None], []  # [R, 1, V]
     for slot in range(tokens.shape[1]):
         here = torch.full((count, 1), slot, device=pipe.device)
-        scores = law(logits, law.guided, here) + noise.gumbel(here, logits.shape[-1], TOKEN)  # [N, 1, V]
-        best = scores.topk(2, -1).values[:, 0]
-        largest = logits.abs().amax((1, 2))  # [R]
-        if law.guided:
-            largest = law.guidance_scale * largest[:count] + abs(law.guidance_scale - 1) * largest[count:]
-        rounding = largest * torch.finfo(model.dtype).eps / (law.temperature or 1.0)
-        found.append(best[:, 0] - best[:, 1] < 2 * rounding)
+        _, near = draw_near(checked, noise, logits, here, law.guided, torch.finfo(model.dtype).eps)
+        found.append(near[:, 0])
         if slot + 1 < tokens.shape[1]:
             logits = model(state, tokens[:, slot : slot + 1], here)
     return torch.stack(found, 1).cpu()
@@ -356,13 +370,69 @@ def _music(batch: int, dry: bool) -> dict[str, Any]:
     sizes: dict[str, Any] = (
         dict(runs=2, warmup=0, steps=6, frames=20) if dry else dict(runs=5, warmup=1, steps=24)
     )
+
+    def rows(batch: int) -> dict[str, Any]:
+        found = music_sizes.measure_steps(model, settings, batch_size=batch, **sizes)
+        return dict(kind="music-random-weights", architecture="musicgen-medium", rows=_short(found))
+
+    return _that_fits(rows, batch)
+
+
+def latent_sizes(dry: bool) -> Parts:
+    """MAR-B, L and H with random weights, by the published schedule and by two shorter ones."""
+    if dry:
+        return {"mar-b, batch 1": partial(_mar, gpu_tiny.MAR, 1, True)}
+    # First the sizes of which one is most likely to be asked.
+    return {
+        f"mar-{size.lower()}, batch {batch}": partial(_mar, size, batch, False)
+        for batch, size in product((1, 64, 8), "LBH")
+    }
+
+
+def _mar(size: str | dict[str, int], batch: int, dry: bool) -> dict[str, Any]:
+    model = _mar_model(json.dumps(size), "cpu" if dry else "cuda")
+    sizes: dict[str, Any] = dict(runs=1, warmup=0, sampled=2) if dry else dict(runs=3, warmup=1)
+    schedules = ((4, 3),) if dry else continuous_sizes.SCHEDULES
+
+    def rows(batch: int) -> dict[str, Any]:
+        found = continuous_sizes.measure_calls(model, schedules, batch_size=batch, **sizes)
+        return dict(kind="latent-random-weights", architecture=f"MAR {size}", rows=_short(found))
+
+    return _that_fits(rows, batch)
+
+
+@lru_cache(maxsize=1)
+def _mar_model(size: str, device: str) -> Any:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return continuous_sizes.mar(json.loads(size), dtype=dtype, device=choose_device(device))
+
+
+def speech(dry: bool) -> Parts:
+    """VibeVoice-1.5B with random weights: `generate` of transformers, and the same accelerated. A token is a latent."""
+    batches = (1,) if dry else (1, 8)
+    return {f"vibevoice-1.5b, batch {batch}": partial(_speech, batch, dry) for batch in batches}
+
+
+def _speech(batch: int, dry: bool) -> dict[str, Any]:
+    dtype, device = (torch.float32, "cpu") if dry else (torch.bfloat16, "cuda")
+    model = speech_sizes.vibevoice("tiny" if dry else "1.5b", dtype=dtype, device=choose_device(device))
+    sizes: dict[str, Any] = (
+        dict(runs=1, warmup=0, latents=3, prompt=4) if dry else dict(runs=5, warmup=1, latents=32)
+    )
+
+    def rows(batch: int) -> dict[str, Any]:
+        found = speech_sizes.measure_latents(model, batch_size=batch, **sizes)
+        return dict(kind="speech-random-weights", architecture="vibevoice-1.5b", rows=_short(found))
+
+    return _that_fits(rows, batch)
+
+
+def _that_fits(measured: Callable[[int], dict[str, Any]], batch: int) -> dict[str, Any]:
+    """What is measured with this batch, or the largest half, quarter ... of it that the device has room for."""
     while True:
         try:
-            rows = music_sizes.measure_steps(model, settings, batch_size=batch, **sizes)
-            return dict(
-                kind="music-random-weights", architecture="musicgen-medium", batch=batch, rows=_short(rows)
-            )
-        except torch.cuda.OutOfMemoryError:
+            return measured(batch) | {"batch": batch}
+        except (measure.DoesNotFit, torch.cuda.OutOfMemoryError):
             if batch == 1:
                 raise
         torch.cuda.empty_cache()
@@ -370,15 +440,8 @@ def _music(batch: int, dry: bool) -> dict[str, Any]:
 
 
 def _bench_that_fits(options: list[str], batch: int) -> dict[str, Any]:
-    """`bench` with this batch, or the largest half, quarter ... of it that the device has room for."""
-    while True:
-        try:
-            return _bench([*options, "--batch-sizes", str(batch)]) | {"batch": batch}
-        except (measure.DoesNotFit, torch.cuda.OutOfMemoryError):
-            if batch == 1:
-                raise
-        torch.cuda.empty_cache()
-        batch //= 2
+    """`bench` with this batch, or a smaller one that fits."""
+    return _that_fits(lambda batch: _bench([*options, "--batch-sizes", str(batch)]), batch)
 
 
 def _bench(options: list[str]) -> dict[str, Any]:

@@ -255,6 +255,9 @@ class MusicgenState(DecodeState):
     forced: Tensor
     hidden: list[Tensor]
 
+    def narrow(self, width: int) -> None:
+        self.hidden = [layer[:, :width] for layer in self.hidden]
+
 
 class MusicgenColumnModel(MusicgenModules):
     """A `ColumnModel` that predicts one step of the pattern after the other.
@@ -393,7 +396,7 @@ class MusicgenColumnModel(MusicgenModules):
         first `num_places`. Writes all layers' outputs to `state.hidden`."""
         cache = state.cache.self_attention_cache
         assert isinstance(cache, SlotCache)
-        seen = seen_up_to(places, num_places)
+        seen = seen_up_to(places, num_places, state.fixed)
         cache.at(places, seen.shape[-1])
         embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
         state.hidden = self.run(embeddings, seen, state.states, state.seen, state.cache)

@@ -31,13 +31,13 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def seen_up_to(slots: Tensor, num_slots: int) -> Tensor:
+def seen_up_to(slots: Tensor, num_slots: int, whole: bool = False) -> Tensor:
     """Return the mask of a window, bool [R, W, S]: a query sees all slots up to its own, for `slots` long [R, W].
 
     S is `num_slots`. On the host it is only as large as the call needs: reading the maximum needs no synchronisation
-    there, and spares the unused tail.
+    there, and spares the unused tail. With `whole`, S is always `num_slots`.
     """
-    size = int(slots.max()) + 1 if on_host(slots) else num_slots
+    size = int(slots.max()) + 1 if on_host(slots) and not whole else num_slots
     return torch.arange(size, device=slots.device) <= slots[..., None]
 
 
@@ -119,9 +119,13 @@ class StaticCache:
         """Make the next forward write at slots [R, W], all different in a row, and read the first `size` slots."""
         self.places.set(slots, size)
 
-    def causal(self, slots: Tensor) -> Tensor:
-        """Make the next forward write at slots [R, W]. Returns the mask, bool [R, W, size]: up to the own slot."""
-        seen = seen_up_to(slots, self.num_slots)
+    def causal(self, slots: Tensor, whole: bool = False) -> Tensor:
+        """Make the next forward write at slots [R, W]. Returns the mask, bool [R, W, size]: up to the own slot.
+
+        Args:
+            whole: read all slots in every call, so that all calls have one shape.
+        """
+        seen = seen_up_to(slots, self.num_slots, whole)
         self.at(slots, seen.shape[-1])
         return seen
 

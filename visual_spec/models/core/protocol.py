@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +31,10 @@ class TokenGrid:
     codebooks: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
+        for part in fields(self):
+            size = getattr(self, part.name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"TokenGrid {field.name}={size!r}; pass an integer of at least 1.")
+                raise ValueError(f"TokenGrid {part.name}={size!r}; pass an integer of at least 1.")
 
     @property
     def num_tokens(self) -> int:
@@ -74,11 +74,16 @@ class DecodeState:
             unconditional ones.
         guided: whether there are unconditional rows.
         window: the largest number of slots that one call will score.
+        fixed: whether all calls must run the same kernels: then none may be shortened to what it needs.
     """
 
     logits: Tensor
     guided: bool
     window: int
+    fixed: bool = field(default=False, kw_only=True)
+
+    def narrow(self, width: int) -> None:
+        """Forget what the last call computed at the positions after the first `width`, for those who read it."""
 
     def rows(self, samples: Tensor) -> Tensor:
         """Return the rows of the samples long [N]; when guided, followed by their unconditional rows."""
@@ -505,6 +510,17 @@ class MaskedState:
 
     guided: bool
     device: torch.device
+
+    def rows(self, samples: Tensor, count: int) -> Tensor:
+        """Return the rows, out of `count`, of some samples, long [N]; when guided, both rows of each."""
+        return torch.cat([samples, samples + count // 2]) if self.guided else samples
+
+    def select(self, samples: Tensor) -> None:
+        """Keep only some samples, long [N], in this order. One that is named twice is held twice.
+
+        A model needs this only for samplers that score several rows of a sample in one call.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot select samples.")
 
 
 class MaskedModel(Protocol):

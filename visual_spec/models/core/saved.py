@@ -6,6 +6,7 @@ an error. A damaged folder would then draw wrong pictures.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite
+from visual_spec.models.core.whole_folders import written_whole
 
 # Names of dtypes in safetensors files.
 _FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -32,7 +34,8 @@ _OTHERS |= {
 }
 
 # Settings that count parts of a model; each part has weights.
-_COUNTS = ("num_layers", "blocks_per_level")
+_COUNTS = ("num_layers", "num_blocks", "blocks_per_level")
+_MOST_BYTES = 2**26  # of a file of settings
 
 
 class SavedModel(ModelMixin, ConfigMixin):
@@ -63,6 +66,15 @@ class SavedModel(ModelMixin, ConfigMixin):
         check_finite(values, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
         return cast(Self, loaded)  # or a pair, with output_loading_info
 
+    @functools.wraps(ModelMixin.save_pretrained)  # diffusers looks at the arguments
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save as diffusers does, so that a kill in between leaves no half-written file (`written_whole`)."""
+        if kwargs.get("push_to_hub") or (args and not args[0]):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        stale = r"diffusion_pytorch_model(-\d+-of-\d+\.safetensors|\.safetensors(\.index\.json)?)"
+        with written_whole(save_directory, "config.json", "" if kwargs.get("variant") else stale) as folder:
+            super().save_pretrained(folder, *args, **kwargs)
+
 
 def check_folder(folder: Path, model: type[SavedModel], variant: str | None = None) -> None:
     """Refuse a folder whose weights are not those of the model that its config.json describes. Reads headers only.
@@ -78,14 +90,9 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
             mis-shaped or of other dtypes.
     """
     config, weights = _read_config(folder), _read_headers(folder, variant)
-    if config is None or not weights or "quantization_config" in config:
+    if config is None or not weights or _is_quantised(folder, config):
         return
-    for name in _COUNTS:
-        number = config.get(name, 0)
-        if isinstance(number, int) and number > len(weights):
-            raise ValueError(
-                f"{folder}/config.json says {name}={number}, and its weights are {len(weights)} in all."
-            )
+    _check_counts(folder, {name: config.get(name) for name in _COUNTS}, weights)
     try:
         with torch.device("meta"):
             expected: dict[str, Tensor] = model.from_config(config).state_dict()  # pyright: ignore
@@ -98,6 +105,56 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
             f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
         )
     _check_dtypes(folder, weights, expected, (*FLOATING, *model.stored_as))
+
+
+def check_transformers_folder(folder: Path, model: Any, variant: str | None = None) -> None:
+    """Refuse a folder whose weights are not those of the model of transformers that its config.json describes.
+
+    Reads headers only. As `check_folder`, and before the model is loaded; `check_transformers_model` looks at it then.
+
+    Args:
+        folder: as for `check_transformers_model`.
+        model: the class, a `PreTrainedModel`.
+        variant: as for `from_pretrained`.
+
+    Raises:
+        ValueError: a file is damaged; no model can be built from the configuration; or weights are missing, unexpected
+            or mis-shaped.
+    """
+    config = read_settings(folder / "config.json")
+    headers = _read_headers(folder, variant, "model")
+    if not headers or _is_quantised(folder, config):
+        return
+    weights = {_new_name(key): value for key, value in headers.items()}
+    _check_counts(folder, {name: value for name, value in config.items() if _counts_parts(name)}, weights)
+    _check_counts(folder, {f"len({n})": len(v) for n, v in config.items() if isinstance(v, list)}, weights)
+    try:
+        settings = model.config_class.from_dict(config)
+        # Encodec derives its number of codebooks from a bandwidth.
+        _check_counts(folder, {"num_quantizers": getattr(settings, "num_quantizers", 0)}, weights)
+        with torch.device("meta"):
+            built = model(settings)
+    except Exception as error:  # constructors raise anything for values of a wrong kind
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{folder}/config.json makes no {model.__name__}: {reason}") from error
+    held = sum(value.numel() for value in weights.values())
+    made = sum(value.numel() for value in built.buffers())
+    if made > 64 * max(held, 2**20):  # tables that are computed, such as those of positions
+        raise ValueError(
+            f"{folder}/config.json makes tables of {made} numbers for weights of {held}; copy or download it again."
+        )
+    expected = built.state_dict()
+    shapes = {key: tuple(value.shape) for key, value in expected.items()}
+    # Tied weights are stored once.
+    tied = {key for key in getattr(built, "all_tied_weights_keys", None) or {} if key not in weights}
+    if difference := Difference.between(weights, {k: v for k, v in shapes.items() if k not in tied}):
+        raise ValueError(
+            f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
+        )
+
+
+def _counts_parts(name: str) -> bool:
+    return name.startswith("num_") and name.endswith(("layers", "blocks", "codebooks"))
 
 
 def check_transformers_model(folder: Path, model: Any, variant: str | None = None) -> None:
@@ -154,15 +211,48 @@ def _check_dtypes(
 
 def _read_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
+    return read_settings(path) if path.is_file() else None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file.
+
+    Raises:
+        ValueError: there is no such file, or it is no regular one, too large, no JSON, or no object; names it.
+    """
     if not path.is_file():
-        return None
+        what = "is no regular file" if path.exists() else "is missing"
+        raise ValueError(f"{path} {what}; copy or download it again.")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, too many for settings; copy it again.")
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}); copy or download it again.") from error
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(f"{path} is no JSON ({reason}); copy or download it again.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, not settings; copy or download it again.")
     return config
+
+
+def _is_quantised(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether weights are quantised in a format of diffusers or transformers, which check them."""
+    how = config.get("quantization_config")
+    if how is not None and not isinstance(how, dict):
+        raise ValueError(
+            f"{folder}/config.json says quantization_config={str(how)[:60]!r}, which is no object; copy or download it "
+            "again."
+        )
+    return how is not None
+
+
+def _check_counts(folder: Path, counts: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Refuse counts of parts that exceed the number of weights, before as many parts are built."""
+    for name, number in counts.items():
+        if isinstance(number, int | float) and number > len(weights):
+            raise ValueError(
+                f"{folder}/config.json says {name}={number}, and its weights are {len(weights)} in all."
+            )
 
 
 def _read_headers(

@@ -56,6 +56,9 @@ class CachedState(DecodeState):
     def buffers(self) -> list[Tensor]:
         return [*self.cache.buffers(), self.prompt_mask, self.start]
 
+    def narrow(self, width: int) -> None:
+        self.features = self.features[:, :width]
+
 
 def consecutive(ids: list[int]) -> slice | Tensor:
     """Return an index of these rows of a table: a slice, so that indexing is a view, if the ids are consecutive."""
@@ -278,7 +281,7 @@ class CachedDecoder:
         if self.row_end is not None:
             first_row = slots[:, :1] // self.grid.width  # [R, 1]
             count = -(-width // self.grid.width)  # at most this many rows can end in a window
-            if on_host(slots):  # the true number
+            if on_host(slots) and not state.fixed:  # the true number
                 count = int(((slots[:, -1:] + 1) // self.grid.width - first_row).max())
             if count:
                 rows = first_row + torch.arange(count, device=slots.device)
@@ -291,7 +294,7 @@ class CachedDecoder:
                 )
                 offsets = torch.cat([offsets, ends.clamp_max(self.length + 2 * state.window)], 1)
                 embeddings = torch.cat([embeddings, self._end_embedding(len(slots), count)], 1)
-        seen = seen_up_to(offsets, self.length + 2 * state.window + 1)  # [R, W + E, S - T]
+        seen = seen_up_to(offsets, self.length + 2 * state.window + 1, state.fixed)  # [R, W + E, S - T]
         hidden = self._picture_forward(state, embeddings, offsets, offsets, seen)
         if answers is None:
             return hidden

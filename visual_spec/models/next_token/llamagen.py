@@ -81,6 +81,9 @@ class LlamaGenState(DecodeState):
     def buffers(self) -> list[Tensor]:
         return [*self.cache.buffers(), self.prefix_mask]
 
+    def narrow(self, width: int) -> None:
+        self.features = self.features[:, :width]
+
 
 def feed_forward_width(dim: int) -> int:
     """Return the hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""
@@ -403,7 +406,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             seen = seen_in_order(places, F.pad(seen, (prefix, 0), value=True), state.window)
             cache.at(places, seen.shape[-1])
         else:
-            seen = cache.causal(places)
+            seen = cache.causal(places, state.fixed)
         words = F.pad(state.prefix_mask, (0, seen.shape[-1] - prefix), value=True)  # [R, S]
         mask = (seen & words[:, None])[:, None]
         table = state.rotary[slots.clamp_max(self.grid.num_tokens - 1)]

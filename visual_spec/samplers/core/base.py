@@ -27,7 +27,12 @@ from visual_spec.samplers.core.graph import can_record, recorded, wants_graph
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
-from visual_spec.samplers.core.precision import low_precision_of, scales_by_batch
+from visual_spec.samplers.core.precision import (
+    EXACT_WIDTH,
+    low_precision_of,
+    rounding_unit,
+    scales_by_batch,
+)
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import draw_tokens
@@ -53,6 +58,8 @@ class Run:
         parts: the other arguments of the call, by the names in the sampler's `takes`.
         tables: tensors that the method computed once for the whole decode.
         pattern: the codebook pattern (`PatternView`) of a model of columns.
+        fixed_width: positions of every call of the model; None: as many as there are to score.
+        unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
     """
 
     model: Any
@@ -67,6 +74,32 @@ class Run:
     parts: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, Tensor] = field(default_factory=dict)
     pattern: Any = None
+    fixed_width: int | None = None
+    unit: float | None = None
+
+    def score(self, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Call the model on a window, and fill the window up where all calls have one width.
+
+        The tokens behind the window are zeros. No position of the window sees them, and each is written again before
+        it is seen.
+
+        Args:
+            tokens: long [B, W], or [B, W, K] columns.
+            slots: long [B, W], consecutive.
+
+        Returns:
+            logits [R, W, ...], as from the model.
+        """
+        width = slots.shape[1]
+        if self.fixed_width is None:
+            return self.model(cache, tokens, slots)
+        extra = self.fixed_width - width
+        behind = slots[:, -1:] + torch.arange(1, extra + 1, device=slots.device)
+        shape = (len(tokens), extra, *tokens.shape[2:])
+        tokens, slots = torch.cat([tokens, tokens.new_zeros(shape)], 1), torch.cat([slots, behind], 1)
+        logits = self.model(cache, tokens, slots)[:, :width]
+        cache.narrow(width)
+        return logits
 
     @property
     def guided(self) -> bool:
@@ -112,6 +145,7 @@ class State:
         commit_call: long [B, L + scratch], by slot: the last call whose window held the slot. For a committed slot that
             is the call that committed it.
         meter: measures what a lossy rule does to the law; None for a lossless rule.
+        near_ties: long [B], committed slots at near-ties; None where they are not counted.
     """
 
     cache: Any
@@ -121,6 +155,7 @@ class State:
     target_calls: Tensor
     commit_call: Tensor
     meter: DivergenceMeter | None
+    near_ties: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
@@ -142,6 +177,7 @@ class State:
             target_calls=slots.new_ones(run.batch_size),
             commit_call=torch.zeros_like(tokens),
             meter=None if run.rule.lossless else DivergenceMeter(run.batch_size, run.device),
+            near_ties=None if run.unit is None else torch.zeros_like(slots[:, 0]),
             **more,
         )
 
@@ -149,8 +185,15 @@ class State:
         """Return the `count` slots after the committed tokens of each row: long [B, count]."""
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
 
-    def commit(self, slots: Tensor, count: Tensor, num_tokens: int) -> None:
-        """Commit the first `count`, long [B], of the slots long [B, N] of a call; complete rows do not change."""
+    def commit(self, slots: Tensor, count: Tensor, num_tokens: int, near: Tensor | None = None) -> None:
+        """Commit the first `count`, long [B], of the slots long [B, N] of a call; complete rows do not change.
+
+        Args:
+            near: bool [B, N], the near-ties among the slots, where they are counted.
+        """
+        if near is not None:
+            taken = torch.arange(near.shape[1], device=near.device) < count[:, None]
+            self.near_ties = self.near_ties + (near & taken & (slots < num_tokens)).sum(1)
         self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
         self.target_calls += self.lengths < num_tokens
         self.lengths = (self.lengths + count).clamp_(max=num_tokens)
@@ -198,6 +241,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
     # -- what a method may override
 
     @property
+    def fixed_width(self) -> int | None:
+        """Positions of every call of the model under the setting `exact_width`; None: as many as there are to score."""
+        return EXACT_WIDTH if self.config.get("exact_width") else None
+
+    @property
     def identical(self) -> bool:
         """Whether the tokens equal those of plain decoding with the same generator."""
         return (self.promise or self.config.acceptance) == "identical"
@@ -234,9 +282,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
         self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
         """Run the model's prefill on the condition."""
-        return model.prefill(
-            condition, batch_size=batch_size, guided=law.guided, window=self.window_of(model)
-        )
+        window = self.fixed_width or self.window_of(model)
+        cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=window)
+        cache.fixed = self.fixed_width is not None
+        return cache
 
     def num_slots(self, model: Any, parts: dict[str, Any]) -> int:
         """Return the number of slots of one sample. The law does not check logits of later slots."""
@@ -291,7 +340,23 @@ class Sampler(SchedulerMixin, ConfigMixin):
         checked = CheckedLaw(law, self.num_slots(model, parts), deferred=device.type == "cuda")
         rule = self.rule(model, parts, device)
         noise = CounterNoise(keys, device)
-        return Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
+        run = Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
+        run.fixed_width = self.fixed_width
+        if (
+            rule is not None
+            and rule.identical
+            and self.fixed_width is None
+            and (low := low_precision_of(model))
+        ):
+            run.unit = rounding_unit(low)
+        return run
+
+    def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
+        """Return `advance`, with the state's `width` set before each call where calls differ in it."""
+        if self.config.get("window") != AUTO or self.fixed_width is not None:
+            return advance
+        policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
+        return adaptive(advance, state, policy, run.num_tokens)
 
     @torch.no_grad()
     def __call__(
@@ -357,10 +422,10 @@ class Sampler(SchedulerMixin, ConfigMixin):
                 strict=graph is True,
             )
             state, run.law, run.noise = fixed
-        if self.config.get("window") == AUTO:
-            policy = WindowPolicy.of(model, (batch_size, law.guided, str(run.device)))
-            advance = adaptive(advance, state, policy, run.num_tokens)
-        return decode(self, run, state, advance, callback, shrinks=not recording)
+        advance = self.paced(advance, run, state)
+        # With fewer samples a call would have another shape.
+        shrinks = not recording and self.fixed_width is None
+        return decode(self, run, state, advance, callback, shrinks=shrinks)
 
 
 def decode(
@@ -375,7 +440,8 @@ def decode(
     """Call `advance`, one step on `state`, until every sample is complete; then build the result.
 
     Args:
-        shrinks: whether completed samples leave the batch. False for steps that were recorded for the whole batch.
+        shrinks: whether completed samples leave the batch. False for steps that were recorded for the whole batch, and
+            where all calls have one shape.
     """
     active, num_tokens = ActiveSamples(state), run.num_tokens
     shrinks, on_host = shrinks and active.can_shrink, HostCopy()
@@ -434,6 +500,9 @@ def decode(
     )
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding
         trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))
+        trace |= dict(exact_width=run.fixed_width is not None)
+    if getattr(state, "near_ties", None) is not None:
+        trace |= dict(near_ties=active.whole("near_ties", state.near_ties).cpu())
     return sampler.result(run, state, tokens, trace)
 
 
@@ -456,13 +525,15 @@ class ActiveSamples:
     def can_shrink(self) -> bool:
         """Whether all parts of the state can `select` samples."""
         return all(
-            part is None or isinstance(part, Tensor | int) or _selects(part)
+            part is None or isinstance(part, Tensor | int | tuple) or _selects(part)
             for part in self._parts().values()
         )
 
     def leave(self, ended: Tensor, progress: Tensor, *others: Any) -> None:
         """Remove the samples where `ended` is true, bool [those still here] on the host, from `others` as well."""
         results = {name: getattr(self.state, name) for name in self._RESULTS} | {"progress": progress}
+        if getattr(self.state, "near_ties", None) is not None:
+            results["near_ties"] = self.state.near_ties
         self._whole = {name: self.whole(name, here) for name, here in results.items()}
         kept = (~ended).nonzero()[:, 0].to(self.samples.device)
         self.samples = self.samples[kept]

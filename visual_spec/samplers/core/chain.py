@@ -33,7 +33,7 @@ class ChainSampler(Sampler):
             slots: long [B, N + 1], the slots that the call scored.
         """
         state.tokens.scatter_(1, slots, verdict.tokens)
-        state.commit(slots, verdict.kept + 1, run.num_tokens)
+        state.commit(slots, verdict.kept + 1, run.num_tokens, verdict.near)
 
     @property
     def coupled(self) -> bool:
@@ -59,7 +59,7 @@ class ChainSampler(Sampler):
         slots = state.next_slots(draft.tokens.shape[1])  # the slots that this call scores
         newest = state.tokens.gather(1, slots[:, :1] - 1)
         inputs = torch.cat([newest, draft.tokens[:, :-1].clamp(min=0)], 1)
-        logits = run.model(state.cache, inputs, slots - 1)  # [R, N + 1, V]
+        logits = run.score(state.cache, inputs, slots - 1)  # [R, N + 1, V]
         run.lap("model")
         state.round += 1
         verdict = verify(
@@ -75,6 +75,7 @@ class ChainSampler(Sampler):
             redraw=self.redraw(state),
             meter=state.meter,
             needs_laws=self.needs_laws,
+            unit=run.unit,
         )
         self.settle(run, state, slots, verdict)
         run.lap("verify")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import NextTokenModel
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
+from visual_spec.samplers.core.precision import EXACT_WIDTH
 
 # COUPLINGS: how the drafts of a slot in successive rounds depend on each other. ACCEPTANCES: how they are tested.
 COUPLINGS = ("gumbel", "independent", "maximal")
@@ -83,6 +84,28 @@ def check_flag(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}; pass True or False.")
+
+
+def check_exact_width(exact_width: object, acceptance: str, width: int | str) -> None:
+    """Refuse `exact_width` where it promises nothing, or where a call would be wider.
+
+    Args:
+        width: the most positions of a call, or "auto", which is then that of all calls.
+
+    Raises:
+        ValueError: the value is no flag; or it is set, and the acceptance is not "identical" or the width is too large.
+    """
+    check_flag("exact_width", exact_width)
+    if exact_width and acceptance != "identical":
+        raise ValueError(
+            f"exact_width=True with acceptance={acceptance!r}: it keeps the promise of acceptance='identical' where "
+            "numbers are rounded coarsely. Pass acceptance='identical', or leave exact_width out."
+        )
+    if exact_width and isinstance(width, int) and width > EXACT_WIDTH:
+        raise ValueError(
+            f"exact_width=True and calls of up to {width} positions; with it every call has {EXACT_WIDTH}. Pass a "
+            f"window of at most {EXACT_WIDTH} (at most {EXACT_WIDTH - 1} drafts)."
+        )
 
 
 def check_coupled(coupling: str, acceptance: str) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.draw import categorical_reference
+from visual_spec.kernels.draw import categorical_reference, race_reference
 from visual_spec.kernels.philox import SCALAR_BLOCK, philox_log_exponential, philox_normal, philox_uniform
 
 # Purposes of draws. Two draws of one sample and slot are independent when their stream or round differs.
@@ -27,6 +27,7 @@ CHOICE: Final = 6  # which tokens of a masked decode are kept
 # The normal noise of a continuous token. The level of its chain goes to `round`, which may differ from slot to slot and
 # is not a constant of a kernel. A second chain of the same slot, such as a draft's own, uses another stream.
 CHAIN: Final = 7
+ORDER: Final = 8  # in which order a sample's slots are decoded
 
 
 def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:
@@ -152,6 +153,12 @@ class CounterNoise:
                 noise of the two types agrees up to rounding.
         """
         return categorical_reference(log_probs, self.keys, slots, stream, round)
+
+    def race(
+        self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0
+    ) -> tuple[Tensor, Tensor]:
+        """As `categorical`, and by how much the drawn token's score exceeds the second best: [B, W], inf if alone."""
+        return race_reference(log_probs, self.keys, slots, stream, round)
 
     def ranking(
         self, log_probs: Tensor, slots: Tensor, count: int, stream: int, round: int | Tensor = 0

@@ -7,7 +7,7 @@ uses the counter slot s * K + k, called its entry. So one codebook gets the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
 from visual_spec.samplers.core.base import Run, Sampler, State
-from visual_spec.samplers.core.checks import check_allowed, check_batch_size
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size
 from visual_spec.samplers.core.drafts import Draft, rows_of, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
+from visual_spec.samplers.core.precision import rounding_of
 from visual_spec.samplers.core.product_residual import draw_product_residual, product_acceptance
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
 from visual_spec.samplers.core.verification import Verdict, verify_laws
@@ -90,6 +91,7 @@ class ColumnState(State):
             target_calls=steps.new_ones(run.batch_size),
             commit_call=steps.new_zeros(run.batch_size, length),
             meter=None if run.rule.lossless else DivergenceMeter(run.batch_size, run.device),
+            near_ties=None if run.unit is None else steps.new_zeros(run.batch_size),
             **more,
         )
         state.write(steps, pattern.draw(run.noise, target, steps, TOKEN))
@@ -166,7 +168,7 @@ class ColumnChainSampler(ColumnSampler):
             advance: long [B], how many of them are final.
         """
         state.write(steps, verdict.tokens.view(*steps.shape, -1))
-        state.commit(steps, advance, run.num_tokens)
+        state.commit(steps, advance, run.num_tokens, verdict.near)
 
     @property
     def coupled(self) -> bool:
@@ -182,7 +184,7 @@ class ColumnChainSampler(ColumnSampler):
         columns = draft.tokens.view(*steps.shape, -1)
         inputs = torch.cat([rows_of(state.tokens, steps[:, :1] - 1), columns[:, :-1]], 1)
         inputs = pattern.with_special(inputs, steps - 1)
-        logits = run.model(state.cache, inputs, steps - 1)  # [R, N + 1, K, V]
+        logits = run.score(state.cache, inputs, steps - 1)  # [R, N + 1, K, V]
         run.lap("model")
         state.round += 1
         target = pattern.laws(run.law, logits, steps, run.guided).flatten(1, 2)  # [B, (N + 1) * K, V]
@@ -202,9 +204,28 @@ class ColumnChainSampler(ColumnSampler):
                 group=pattern.codebooks,
             )
             found = torch.ones_like(state.pending)
+            if run.unit is not None:
+                verdict = replace(verdict, near=self._near_ties(run, target, logits, steps))
         state.pending = ~found
         self.settle(run, state, steps, verdict, verdict.kept + found)
         run.lap("verify")
+
+    def _near_ties(self, run: Run, target: Tensor, logits: Tensor, steps: Tensor) -> Tensor:
+        """Return the columns with a near-tie in one of their entries, bool [B, N]; see `verification.draw_near`.
+
+        Args:
+            target: [B, N * K, V].
+            logits: [R, N, K, V].
+        """
+        assert run.unit is not None
+        _, margin = run.noise.race(target, run.pattern.slots(steps), TOKEN)
+        valid, law = run.pattern.valid[steps], run.law.law
+        margin = margin.view(valid.shape)  # [B, N, K]
+        if law.temperature == 0:  # all mass is on the largest logit, so the law says nothing about the second
+            open_law = CheckedLaw(replace(law, temperature=1.0, top_k=0, top_p=1.0), 0)
+            best = run.pattern.laws(open_law, logits, steps, run.guided).topk(2, -1).values
+            margin = best[..., 0] - best[..., 1]
+        return (valid & (margin < 2 * rounding_of(logits, law, run.guided, run.unit))).any(-1)
 
     def _verify_products(
         self, run: Run, state: Any, target: Tensor, steps: Tensor, draft: Draft

@@ -34,6 +34,11 @@ class DecodeTrace:
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
         low_precision: the model's floating type where it is below float32, such as "bfloat16", and the sampler scores
             several slots a call: rounding then decides near-ties. None: it decides nothing.
+        near_ties: long [B], committed slots (columns) where rounding may exchange the two best tokens, so that plain
+            decoding may take the other one; None where they are not counted. The first slot is not counted: its
+            logits are those of plain decoding.
+        exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
+            setting.
         scales_by_batch: whether the model quantises activations by scales of a whole call, and the sampler scores
             several slots a call: the law of a slot then depends on what else the call scores.
     """
@@ -52,11 +57,17 @@ class DecodeTrace:
     scales_by_batch: bool = False
     at_least: bool = False
     stopped: bool = False
+    near_ties: Tensor | None = None
+    exact_width: bool = False
 
     @property
     def promises_tokens(self) -> bool:
-        """Whether every token equals that of autoregressive sampling with the same generator, near-ties too."""
-        return self.identical and self.low_precision is None and not self.scales_by_batch
+        """Whether every token equals that of autoregressive sampling with the same generator, near-ties too.
+
+        With `exact_width`, that is autoregressive sampling with `exact_width`.
+        """
+        exact = self.low_precision is None or self.exact_width
+        return self.identical and exact and not self.scales_by_batch
 
     @property
     def tokens_per_call(self) -> Tensor:
@@ -69,14 +80,27 @@ class DecodeTrace:
         if self.scales_by_batch:
             return "not known: the scales of quantised activations depend on the window"
         if self.identical:
-            rounded = f" up to near-ties ({self.low_precision})" if self.low_precision else ""
-            return f"same tokens as autoregressive sampling{rounded}"
+            return f"same tokens as autoregressive sampling{self._condition}"
         if self.lossless:
             return "lossless"
         if self.divergence is None:
             return "lossy"
         bound = "at least " if self.at_least else ""
         return f"lossy, measured divergence {bound}{self.divergence:.4f}"
+
+    @property
+    def _condition(self) -> str:
+        """Under which condition the tokens are the same, in words."""
+        if self.low_precision is None:
+            return ""
+        if self.exact_width:
+            return f" with exact_width ({self.low_precision})"
+        return f" up to near-ties ({self.low_precision})"
+
+    @property
+    def output_text(self) -> str:
+        """The output law in words, and the number of near-ties where they were counted."""
+        return with_near_ties(self.output_law, None if self.near_ties is None else int(self.near_ties.sum()))
 
     def summary(self) -> str:
         """Return one line: tokens, calls, tokens per call, time, and the output law."""
@@ -86,8 +110,15 @@ class DecodeTrace:
         return (
             f"{self.sampler}: {samples} x {length} tokens{stopped}, "
             f"{self.target_calls.float().mean():.1f} target calls "
-            f"({self.tokens_per_call.mean():.2f} tokens per call), {self.seconds:.2f} s{memory}, {self.output_law}"
+            f"({self.tokens_per_call.mean():.2f} tokens per call), {self.seconds:.2f} s{memory}, {self.output_text}"
         )
+
+
+def with_near_ties(output_law: str, count: int | None) -> str:
+    """Return an output law in words with the number of near-ties that were met; None: not counted."""
+    if count is None:
+        return output_law
+    return f"{output_law}, {count} near-{'tie' if count == 1 else 'ties'} met"
 
 
 @dataclass

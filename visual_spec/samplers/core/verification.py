@@ -13,7 +13,7 @@ a serving engine: plain tensors, and no state between calls.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Draft, rows_of
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
+from visual_spec.samplers.core.precision import rounding_of
 from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
 from visual_spec.samplers.core.trace import DivergenceMeter
 
@@ -49,12 +50,14 @@ class Verdict:
         kept: long [B], drafts (columns) before the first refusal; [B, chains] for several chains.
         laws: [B, N, V] log-probabilities of the target; None if a kernel did not need them.
         drawn: long [B, N], a draw from the target law at every position, if a kernel made one; else None.
+        near: bool [B, N], the near-ties; None if they were not asked for.
     """
 
     tokens: Tensor
     kept: Tensor
     laws: Tensor | None
     drawn: Tensor | None = None
+    near: Tensor | None = None
 
 
 def verify(
@@ -71,6 +74,7 @@ def verify(
     redraw: tuple[int, int | Tensor] | None = None,
     meter: DivergenceMeter | None = None,
     needs_laws: bool = False,
+    unit: float | None = None,
 ) -> Verdict:
     """Test the drafts of a window: one chain a sample.
 
@@ -84,7 +88,12 @@ def verify(
             makes these draws on the way (`Verdict.drawn`).
         meter: counts the mass that a lossy rule moves.
         needs_laws: the sampler needs `Verdict.laws` whatever the rule.
+        unit: mark near-ties under the identical rule, where numbers are rounded to this unit (`rounding_unit`).
     """
+    if rule.identical and unit is not None:
+        tokens, near = draw_near(law, noise, logits, slots, guided, unit)
+        target = law(logits, slots, guided) if needs_laws else None
+        return Verdict(tokens, accepted_prefix(tokens == draft.tokens), target, near=near)
     if fits(logits) and rule.identical and not needs_laws:
         tokens = draw_tokens(law, noise, logits, slots, guided)
         return Verdict(tokens, accepted_prefix(tokens == draft.tokens), None)
@@ -321,6 +330,30 @@ def draw_tokens(
     tokens, finite = draw(logits, noise.keys, slots, law.law.numbers(guided, logits.shape[-1]), stream=stream)
     law.remember(~finite, slots)
     return tokens
+
+
+def draw_near(
+    law: CheckedLaw, noise: CounterNoise, logits: Tensor, slots: Tensor, guided: bool, unit: float
+) -> tuple[Tensor, Tensor]:
+    """As `draw_tokens`, and the near-ties, bool [B, N]: rounding may exchange the two best tokens of the slot.
+
+    That is where their scores, law plus noise, lie closer than twice `rounding_of`: each may be off by that much. A
+    token that rounding moves across the threshold of top-k or top-p is not looked for.
+
+    Args:
+        unit: from `rounding_unit`.
+    """
+    if fits(logits):
+        numbers = law.law.numbers(guided, logits.shape[-1])
+        tokens, finite, margin = draw(logits, noise.keys, slots, numbers, stream=TOKEN, margins=True)
+        law.remember(~finite, slots)
+    else:
+        tokens, margin = noise.race(law(logits, slots, guided), slots, TOKEN)
+    if law.law.temperature == 0:  # all mass is on the largest logit, so the law says nothing about the second
+        open_law = replace(law.law, temperature=1.0, top_k=0, top_p=1.0)
+        best = open_law(logits, guided, slots).topk(min(2, logits.shape[-1]), -1).values
+        margin = best[..., 0] - best[..., -1]
+    return tokens, margin < 2 * rounding_of(logits, law.law, guided, unit)
 
 
 def _verify_by_kernel(

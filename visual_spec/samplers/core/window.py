@@ -48,9 +48,9 @@ def check_window(window: object, acceptance: str) -> None:
         )
 
 
-def widest(window: int | str) -> int:
-    """Return the most slots that a call scores."""
-    return WIDTHS[-1] if isinstance(window, str) else window
+def widest(window: int | str, fixed: int | None = None) -> int:
+    """Return the most slots that a call scores; "auto" is `fixed` where all calls have that width."""
+    return (fixed or WIDTHS[-1]) if isinstance(window, str) else window
 
 
 class WindowPolicy:

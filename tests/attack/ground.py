@@ -1,0 +1,75 @@
+"""The undamaged pipelines, checkpoints and samples that malformed ones are made of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.official import add_tiny_presets, write_class_model, write_tokenizer
+from tests.tiny import tiny_pipeline
+from tests.tiny_audio import tiny_audio_pipeline
+from tests.tiny_scales import tiny_scale_pipeline
+from visual_spec import cli
+from visual_spec.eval.quality.samples import SampleFolder
+from visual_spec.pipelines.convert import convert
+
+PROMPTS = {"pictures": "a red circle", "scales": "3", "music": "a slow sad organ"}
+MAKE = {"pictures": tiny_pipeline, "scales": tiny_scale_pipeline, "music": tiny_audio_pipeline}
+
+
+class Ground:
+    """The undamaged things, made once in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        add_tiny_presets(pytest.MonkeyPatch())
+        for name, make in MAKE.items():
+            make().save_pretrained(folder / name)
+        official = folder / "official"
+        official.mkdir()
+        self.files = [write_class_model(official), write_tokenizer(official)]
+        self.legacy = official / "vq_tiny_legacy.pt"
+        torch.save(torch.load(self.files[1]), self.legacy, _use_new_zipfile_serialization=False)
+        convert(self.files, folder / "converted", image_size=8)
+        self.drafter = folder / "drafter"
+        shutil.copytree(folder / "pictures" / "transformer", self.drafter)
+        self.samples = self._samples(folder / "samples")
+
+    def _samples(self, folder: Path) -> Path:
+        """A folder of an evaluation: the samples of one setting, drawn and judged."""
+        place = SampleFolder(folder, {"sampler": "x", "batch_size": 4})
+        for first in (0, 4):
+            draws = {name: np.arange(4.0) for name in ("moved_mass", "calls")}
+            draws |= {"tokens": np.zeros((4, 16), np.int16), "prompts": np.array(json.dumps(["a"] * 4))}
+            draws |= {
+                name: np.array(1.0) for name in ("seconds", "processor_seconds", "divergence", "length")
+            }
+            place.write("draws", first, first + 4, draws)
+            judged = {
+                "hits": np.array(json.dumps([{"a": True}] * 4)),
+                "judge": np.array("j"),
+                "x": np.ones((4, 2)),
+            }
+            place.write("judged", first, first + 4, judged)
+        return folder
+
+    def output(self, kind: str) -> bytes:
+        """What the undamaged pipeline makes."""
+        out = self.folder / f"out-{kind}"
+        if not out.exists():
+            assert cli.main(generate(kind, self.folder / kind, out)) == 0
+        return next(out.glob("000-*")).read_bytes()
+
+
+def generate(kind: str, model: Path | str, out: Path, *more: str) -> list[str]:
+    """The command that makes one sample."""
+    return ["generate", PROMPTS[kind], "--model", str(model), "--out", str(out), "--device", "cpu", *more]
+
+
+def copied(ground: Ground, kind: str, folder: Path) -> Path:
+    return Path(shutil.copytree(ground.folder / kind, folder / "model"))

@@ -1,0 +1,52 @@
+"""What the rows of an evaluation say about a setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from visual_spec.eval.quality.figures import setting_figures
+from visual_spec.eval.quality.samples import Samples
+from visual_spec.eval.settings import parse_setting
+from visual_spec.samplers.core.law import TokenLaw
+
+
+def samples(promises: list[bool]) -> Samples:
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("batch_sizes", "batch_seconds", "batch_processor_seconds", "batch_divergence", "hits"), []
+    )
+    empty: dict[str, Any] = dict(
+        batch_cache_held=[], batch_cache_peak=[], batch_lossless=[], batch_peak_memory=[]
+    )
+    return Samples(
+        stored=np.zeros((2, 4), np.int16),
+        calls=np.array([2, 2]),
+        length=4,
+        moved_mass=np.full(2, np.nan),
+        features={},
+        batch_promises=promises,
+        **nothing,
+        **empty,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "promises", "identical"),
+    [
+        ("speculative-jacobi", [True, True], True),
+        ("speculative-jacobi", [True, False], False),  # in bfloat16
+        ("speculative-jacobi", [], True),  # of an older version
+        # Its tokens are those of plain decoding with exact_width, which the plain setting has not.
+        ("speculative-jacobi:exact_width=true", [True, True], False),
+        ("speculative-jacobi:coupling=gumbel,acceptance=exact", [False, False], False),
+    ],
+)
+def test_identical_follows_the_precision_of_the_draws(text, promises, identical):
+    plain, setting = (parse_setting(one, TokenLaw(), 0) for one in ("autoregressive", text))
+    found = setting_figures(setting, plain, samples(promises), samples([True, True]))
+    assert found["identical"] is identical
+    # The count is told in any precision.
+    same = None if "exact," in text or "acceptance" in text else 2
+    assert found["identical_samples"] == same

@@ -1,0 +1,186 @@
+"""Checks of a saved pipeline before anything of it is built: model_index.json, and what it says of every component.
+
+Only configurations and the headers of weights are read. What diffusers and transformers would meet halfway, with an
+error about something else or after minutes of work, is refused here by the name of its file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+from visual_spec.models.core.saved import SavedModel, check_folder, check_transformers_folder, read_settings
+from visual_spec.pipelines import components
+from visual_spec.pipelines.components import resolved
+from visual_spec.pipelines.embedded import part_folder
+from visual_spec.samplers.core.law import TokenLaw
+
+INDEX = "model_index.json"
+_LIBRARIES = ("diffusers", "transformers")
+_TOKENIZER = "PreTrainedTokenizerBase"
+# What an annotation of a setting allows; a number is finite.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "None": lambda value: value is None,
+    "bool": lambda value: isinstance(value, bool),
+    "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and _finite(value),
+    "str": lambda value: isinstance(value, str),
+    "list[str]": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+    "ScaleBudget": lambda value: isinstance(value, dict),
+}
+
+
+def read_index_file(folder: Path) -> dict[str, Any]:
+    """Return what the model_index.json of a folder says.
+
+    Raises:
+        ValueError: it is no JSON object, or names no class of a pipeline; names the file.
+    """
+    path = folder / INDEX
+    index = resolved(read_settings(path))
+    if not isinstance(index.get("_class_name"), str):
+        raise ValueError(
+            f"{path} says _class_name={_short(index.get('_class_name'))}; it should name the class of a pipeline. Copy "
+            "or download it again."
+        )
+    return index
+
+
+def check_saved_pipeline(
+    folder: Path, kind: type, *, given: Mapping[str, Any] | None = None, variant: str | None = None
+) -> None:
+    """Refuse a folder from which a pipeline cannot be built as its files say.
+
+    Args:
+        folder: with model_index.json.
+        kind: the class of the pipeline.
+        given: components and settings that the caller passes; what the folder says of them does not matter.
+        variant: as for `from_pretrained`.
+
+    Raises:
+        ValueError: a file is damaged, or its values are of wrong kinds or do not fit the weights; names the file.
+    """
+    index, parameters = read_index_file(folder), dict(inspect.signature(kind.__init__).parameters)
+    del parameters["self"]
+    given = {name: value for name, value in (given or {}).items() if name in parameters}
+    sampler: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        if name in given:
+            continue
+        kinds = _kinds(parameter.annotation)
+        if _is_setting(kinds):
+            _check_setting(folder / INDEX, name, index.get(name), kinds, there=name in index)
+            continue
+        if name not in index and parameter.default is inspect.Parameter.empty:
+            raise ValueError(f"{folder / INDEX} names no {name}; copy or download it again.")
+        value = index.get(name)
+        if value is None or value == [None, None]:
+            continue
+        component = _class_of(folder / INDEX, name, value, kinds)
+        if issubclass(component, SchedulerMixin):
+            sampler = _check_sampler(part_folder(folder, name), component)
+        else:
+            _check_component(part_folder(folder, name), component, variant)
+    _check_law(folder / INDEX, kind, {**index, **given}, sampler)
+
+
+def _kinds(annotation: Any) -> list[str]:
+    """The kinds that an annotation allows, classes without their modules."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    parts = [part.strip() for part in text.split("|")]
+    return [part if "[" in part else part.rpartition(".")[2] for part in parts]
+
+
+def _is_setting(kinds: list[str]) -> bool:
+    return all(kind in _KINDS for kind in kinds)
+
+
+def _check_setting(path: Path, name: str, value: Any, kinds: list[str], *, there: bool) -> None:
+    if there and not any(_KINDS[kind](value) for kind in kinds):
+        allowed = " or ".join("null" if kind == "None" else kind.partition("[")[0] for kind in kinds)
+        raise ValueError(f"{path} says {name}={_short(value)}; it should be {allowed}.")
+
+
+def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
+    """The class of a component."""
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)):
+        raise ValueError(
+            f"{path} says {name}={_short(value)}; it should be a pair of a module and a class. Copy or download it "
+            "again."
+        )
+    library, class_name = value
+    home: Any = components if library.startswith("visual_spec.") else None
+    if library in _LIBRARIES:
+        home = __import__(library)
+    found = getattr(home, class_name, None) if class_name.isidentifier() else None
+    if not isinstance(found, type):
+        raise ValueError(
+            f"{path} says {name}={_short(value)}, which is no class of visual_spec, diffusers or transformers; pass "
+            f"{name}=... if it is your own."
+        )
+    fits = {parent.__name__ for parent in found.__mro__}
+    if _TOKENIZER in kinds:
+        fits |= {_TOKENIZER} if "Tokenizer" in class_name else set()
+    if not fits & set(kinds):
+        wanted = ", ".join(kind for kind in kinds if kind != "None")
+        raise ValueError(f"{path} says that {name} is a {class_name}; it should be one of {wanted}.")
+    return found
+
+
+def _check_sampler(folder: Path, kind: Any) -> dict[str, Any]:
+    """Refuse settings of which no sampler is made; returns them."""
+    path = folder / "sampler_config.json"
+    config = read_settings(path)
+    try:
+        kind.from_config(config)
+    except Exception as error:  # constructors raise anything for values of a wrong kind
+        raise ValueError(f"{path} makes no {kind.__name__}: {_reason(error)}") from error
+    return config
+
+
+def _check_component(folder: Path, kind: type, variant: str | None) -> None:
+    if _TOKENIZER in {parent.__name__ for parent in kind.__mro__} or "Tokenizer" in kind.__name__:
+        for path in sorted(folder.glob("*.json")):
+            read_settings(path)
+        return
+    config = read_settings(folder / "config.json")
+    if issubclass(kind, SavedModel):
+        saved_as = config.get("_class_name", kind.__name__)
+        if saved_as != kind.__name__:
+            raise ValueError(
+                f"{folder / 'config.json'} is of a {_short(saved_as)}, where the pipeline has a {kind.__name__}; copy "
+                "or download it again."
+            )
+        check_folder(folder, kind, variant)
+    elif hasattr(kind, "config_class"):
+        check_transformers_folder(folder, kind, variant)
+
+
+def _check_law(path: Path, kind: Any, index: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
+    """Refuse defaults of the law that are out of range."""
+    try:
+        TokenLaw(**kind.facts_of(index, sampler).default_settings)
+    except Exception as error:  # whatever is wrong with a value
+        raise ValueError(f"{path}: {_reason(error)}") from error
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
