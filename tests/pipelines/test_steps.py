@@ -75,15 +75,16 @@ def test_what_a_callback_asks_for_and_returns_is_checked(name):
         kind.ask(pipe, callback_on_step_end_tensor_inputs=["latents"])
 
     class Official(PipelineCallback):
-        tensor_inputs = ["latents"]
+        tensor_inputs: Any = ["latents"]  # pyright: ignore[reportIncompatibleVariableOverride]
 
         def callback_fn(self, pipeline, step_index, timestep, callback_kwargs):
             return callback_kwargs
 
+    official: Any = Official
     with pytest.raises(ValueError, match=r"holds \['latents'\]"):
-        kind.ask(pipe, callback_on_step_end=Official(None, 1))
-    Official.tensor_inputs = [own]
-    kind.ask(pipe, callback_on_step_end=Official(None, 1))
+        kind.ask(pipe, callback_on_step_end=official(None, 1))
+    official.tensor_inputs = [own]
+    kind.ask(pipe, callback_on_step_end=official(None, 1))
     with pytest.raises(TypeError, match="returned a int; return a dictionary"):
         kind.ask(pipe, callback_on_step_end=lambda *given: 1)
     with pytest.raises(ValueError, match=f"returned {own} as torch.float64 of shape"):

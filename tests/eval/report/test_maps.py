@@ -21,7 +21,7 @@ def shapes_of(svg: str):
     return root, [(shape.tag, shape.attrib) for shape in root]
 
 
-def painted(svg: str, x: float, y: float) -> tuple[int, int, int] | None:
+def painted(svg: str, x: float, y: float) -> tuple[int, ...] | None:
     """The colour at a place, None for the ground: by the shapes alone, the last one wins."""
     found = None
     for tag, given in shapes_of(svg)[1]:
