@@ -26,8 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
 	$(BIN)/visual-spec generate $(DEMO_CLASSES) --model shapes_var --compare --out demo/scales --overwrite
-	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --compare --window 4 --out demo/music --overwrite
-	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes_masked --out demo/music-masked --overwrite
+	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --masked tunes_masked --sampler masked:steps=10/5/5/5,clock=magnet,temperature=falling --compare --out demo/music --overwrite
 
 test: $(STAMP)
 	$(PYTEST)

@@ -23,11 +23,16 @@ from visual_spec.training.loop import write_json
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--tokenizer", type=Path, required=True, help="folder that scripts/train_tokenizer.py wrote"
+        "--tokenizer",
+        type=Path,
+        required=True,
+        help="folder that python -m visual_spec.training.tokenizer wrote",
     )
-    parser.add_argument("--ar", type=Path, required=True, help="folder that scripts/train_ar.py wrote")
     parser.add_argument(
-        "--drafter", type=Path, help="the folder `drafter` that scripts/train_drafter.py wrote"
+        "--ar", type=Path, required=True, help="folder that python -m visual_spec.training.ar wrote"
+    )
+    parser.add_argument(
+        "--drafter", type=Path, help="the folder `drafter` that python -m visual_spec.training.drafter wrote"
     )
     parser.add_argument("--guidance-scale", type=float, default=1.5, help="default of the pipeline")
     parser.add_argument("--out", type=Path, required=True)

@@ -35,9 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokenizer", type=Path, required=True, help="what train_var_tokenizer.py wrote")
-    parser.add_argument("--transformer", type=Path, required=True, help="what train_var.py wrote")
-    parser.add_argument("--refiner", type=Path, help="what train_var.py --size small wrote")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="what visual_spec.training.var_tokenizer wrote"
+    )
+    parser.add_argument("--transformer", type=Path, required=True, help="what visual_spec.training.var wrote")
+    parser.add_argument("--refiner", type=Path, help="what visual_spec.training.var --size small wrote")
     parser.add_argument("--tuned-refiner", type=Path, help="the same, fine-tuned with --teacher")
     parser.add_argument("--num-draft-scales", type=int, help="of the transformer (default: all but two)")
     parser.add_argument(

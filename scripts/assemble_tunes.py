@@ -2,14 +2,13 @@
 
 `python scripts/assemble_tunes.py --codec FOLDER --autoregressive FOLDER --out visual_spec/models/weights/tunes`, and
 with `--masked FOLDER --out .../tunes_masked` in place of `--autoregressive` that of the masked model. To the former
-belongs `--drafter FOLDER`, the folder `drafter` that scripts/train_column_drafter.py wrote.
+belongs `--drafter FOLDER`, the folder `drafter` that python -m visual_spec.training.column_drafter wrote.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
-from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.training.loop import write_json
 
@@ -31,17 +30,23 @@ MASKED: dict[str, Any] = {"steps": (20, 10, 10, 10), "clock": "magnet", "span": 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--codec", type=Path, required=True, help="folder that scripts/train_codec.py wrote")
+    parser.add_argument(
+        "--codec", type=Path, required=True, help="folder that python -m visual_spec.training.codec wrote"
+    )
     kind = parser.add_mutually_exclusive_group(required=True)
     for name in ("autoregressive", "masked"):
         kind.add_argument(
-            f"--{name}", type=Path, help=f"folder that scripts/train_music.py --kind {name} wrote"
+            f"--{name}",
+            type=Path,
+            help=f"folder that python -m visual_spec.training.music --kind {name} wrote",
         )
     parser.add_argument("--drafter", type=Path, help="of columns, with --autoregressive")
     parser.add_argument("--guidance-scale", type=float, default=1.5, help="default of the pipeline")
     parser.add_argument("--temperature", type=float, default=1.0, help="default of the pipeline")
     parser.add_argument(
-        "--shared-with", type=Path, help="a pipeline made before; equal parts become links into its folder"
+        "--shared-with",
+        type=Path,
+        help="a pipeline made before, beside this one; equal parts stay in its folder",
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -53,7 +58,7 @@ def main() -> None:
         transformer=MusicgenForCausalLM.from_pretrained(source / "transformer"),
         codec=EncodecModel.from_pretrained(arguments.codec),
         text_encoder=CaptionEncoder.from_pretrained(source / "text_encoder"),
-        sampler=MaskedSampler(**MASKED) if masked else ColumnJacobiSampler(),
+        sampler=MaskedSampler(**MASKED) if masked else ColumnAutoregressiveSampler(),
         masked=masked,
         default_guidance_scale=arguments.guidance_scale,
         default_temperature=arguments.temperature,
@@ -77,16 +82,18 @@ def main() -> None:
             record = json.loads((folder / "training.json").read_text())
             write_json(arguments.out / part / "training.json", record)
     if arguments.shared_with is not None:
-        link_equal_parts(arguments.out, arguments.shared_with)
+        share_equal_parts(arguments.out, arguments.shared_with)
 
 
-def link_equal_parts(out: Path, other: Path) -> None:
-    """Replace parts whose weights another pipeline has, too, by links to its own."""
+def share_equal_parts(out: Path, other: Path) -> None:
+    """Leave out parts whose weights another pipeline has, too, and say so in `shared.json`."""
+    shared = {}
     for part in ("codec", "text_encoder"):
         here, there = (sorted((folder / part).glob("*.safetensors")) for folder in (out, other))
         if [path.read_bytes() for path in here] == [path.read_bytes() for path in there]:
             shutil.rmtree(out / part)
-            (out / part).symlink_to(os.path.relpath(other / part, out))
+            shared[part] = other.name
+    write_json(out / "shared.json", shared)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.masked import MaskedSampler
 
 PROMPT = "a slow organ"
+JACOBI = ("--sampler", "column-jacobi")
+BESIDE = ("--compare", "--masked", "tunes_masked")
 
 
 def masked_sampler() -> MaskedSampler:
@@ -56,20 +58,20 @@ def test_a_clip_per_seed_and_each_can_be_played_again_alone_and_plainly(tmp_path
     assert play(tmp_path / "all", PROMPT, "sad melody", "--num-images", "2", "--seed", "5", "--json") == 0
     document = last_line(capsys)
     assert [clip["seed"] for clip in document["clips"]] == [5, 6, 7, 8]
-    assert document["model"] == "tunes" and document["sampler"]["name"] == "column-jacobi"
+    assert document["model"] == "tunes" and document["sampler"]["name"] == "columns"
     names = sorted(path.name for path in (tmp_path / "all").iterdir())
     assert names[0] == "000-a-slow-organ-seed5.wav" and len(names) == 4
     third = document["clips"][2]
-    assert play(tmp_path / "one", "sad melody", "--seed", "7", "--sampler", "columns", "--json") == 0
+    assert play(tmp_path / "one", "sad melody", "--seed", "7", "--sampler", "column-jacobi", "--json") == 0
     again = last_line(capsys)["clips"][0]
     both = [samples(clip["file"]).astype(int) for clip in (third, again)]
     assert len(both[0]) == 80 and np.abs(both[0] - both[1]).max() <= 1  # the codec rounds in another order
-    assert third["calls"] < again["calls"] == 22
+    assert again["calls"] < third["calls"] == 22
 
 
 def test_compare_proves_equality_and_writes_the_page(tmp_path, capsys):
     length = ["--seconds", "0.5", "--extend-stride", "0.1"]
-    assert play(tmp_path, PROMPT, "sad melody", "--compare", "--window", "4", *length) == 0
+    assert play(tmp_path, PROMPT, "sad melody", "--compare", *JACOBI, "--window", "4", *length) == 0
     out = capsys.readouterr().out
     header, _, *rows = out.splitlines()
     assert header.split() == ["prompt", "calls", "columns/call", "seconds", "speed-up", "identical"]
@@ -86,9 +88,8 @@ def test_compare_proves_equality_and_writes_the_page(tmp_path, capsys):
 
 
 def test_compare_says_when_codes_differ_and_fails_when_a_promise_is_broken(tmp_path, capsys, monkeypatch):
-    assert (
-        play(tmp_path / "a", PROMPT, "--compare", "--coupling", "independent", "--acceptance", "exact") == 0
-    )
+    exact = ["--coupling", "independent", "--acceptance", "exact"]
+    assert play(tmp_path / "a", PROMPT, "--compare", *JACOBI, *exact) == 0
     assert "The output is: lossless." in capsys.readouterr().out
     assert (tmp_path / "a" / "comparison.html").read_text().count("data:audio/wav") == 2
     plain = ColumnAutoregressiveSampler.__call__
@@ -99,7 +100,7 @@ def test_compare_says_when_codes_differ_and_fails_when_a_promise_is_broken(tmp_p
         return result
 
     monkeypatch.setattr(ColumnAutoregressiveSampler, "__call__", wrong)
-    assert play(tmp_path / "b", PROMPT, "--compare") == 1
+    assert play(tmp_path / "b", PROMPT, "--compare", *JACOBI) == 1
     assert "promises the plain codes, and did not give them" in capsys.readouterr().err
 
 
@@ -116,6 +117,37 @@ def test_a_masked_model_plays_by_the_sampler_it_was_saved_with(tmp_path, capsys)
     assert np.abs(samples(clip["file"]) / 32767 - waves).max() < 1e-4
     assert play(tmp_path / "fewer", PROMPT, "--sampler", "masked:steps=2/1/1", "--seed", "3", *masked) == 0
     assert last_line(capsys)["sampler"]["steps"] == [2, 1, 1]
+
+
+def test_a_masked_model_is_compared_with_the_model_of_columns_beside_it(tmp_path, capsys):
+    assert play(tmp_path / "both", PROMPT, "--seed", "3", *BESIDE, "--json") == 0
+    document = last_line(capsys)
+    assert document["masked"] == "tunes_masked" and document["sampler"]["steps"] == [4, 2, 2]
+    (row,) = document["comparison"]
+    assert (row["plain_calls"], row["calls"], row["identical"]) == (22, 4 + 2 + 2, False)
+    page = (tmp_path / "both" / "comparison.html").read_text()
+    assert "fills in hidden codes" in page and "another law" in page and "codes differ" not in page
+    assert page.count("data:audio/wav") == 2
+    # What is played is what the masked model plays alone.
+    assert play(tmp_path / "alone", PROMPT, "--seed", "3", "--model", "tunes_masked") == 0
+    files = [next((tmp_path / folder).glob("*.wav")).read_bytes() for folder in ("both", "alone")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare"], "tunes decodes plainly by default, and --compare would compare that with itself"),
+        (["--masked", "tunes_masked"], "--masked tunes_masked given without --compare"),
+        (["--compare", "--masked", "tunes"], "takes a masked model of music beside one of columns"),
+        (["--compare", "--masked", "shapes"], "takes a masked model of music beside one of columns"),
+    ],
+)
+def test_a_comparison_with_itself_is_refused(tmp_path, capsys, arguments, message):
+    assert play(tmp_path / "out", PROMPT, *arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("visual-spec: error: ") and message in error and "\n" not in error
+    assert not list((tmp_path / "out").glob("*"))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +184,8 @@ def test_nothing_is_overwritten_unasked(tmp_path, capsys):
         ([PROMPT, "--seconds", "9"], "trained on clips of 0.2 s; pass at most that, or extend_stride_in_s"),
         ([PROMPT, "--extend-stride", "1"], "extend_stride_in_s=1.0"),
         ([PROMPT, "--sampler", "autoregressive"], "does not decode several codebooks; those that do: Column"),
-        ([PROMPT, "--coupling", "maximal"], "acceptance='identical'"),
+        ([PROMPT, *JACOBI, "--coupling", "maximal"], "acceptance='identical'"),
+        ([PROMPT, "--window", "4"], "the columns sampler has no setting window"),
         ([PROMPT, "--temperature", "nan"], "temperature=nan"),
         ([PROMPT, "--model", "shapes"], "shapes draws pictures; leave --music out"),
         (

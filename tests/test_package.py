@@ -22,7 +22,7 @@ BELOW = {
     "samplers": {"models", "kernels"},
     "pipelines": {"samplers", "models", "kernels"},
     "data": set(),
-    "training": {"models", "kernels", "data"},
+    "training": {"pipelines", "samplers", "models", "kernels", "data"},
     "eval": {"pipelines", "samplers", "models", "kernels", "data"},
 }
 

@@ -2,11 +2,14 @@
 
 import torch
 
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.masked import MaskedSampler
 
 WORDS = ["a", "blue", "circle", "on", "red", "square"]
 
@@ -40,6 +43,23 @@ def tiny_pipeline(sampler=None) -> ImagePipeline:
     pipe = ImagePipeline(
         tiny_transformer(), tiny_vq_model(), tiny_text_encoder(), sampler or AutoregressiveSampler()
     )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def tiny_masked_transformer(**changes) -> MaskedImageTransformer:
+    torch.manual_seed(0)
+    settings = dict(vocab_size=12, dim=16, num_layers=2, num_heads=2, grid_size=4, prefix_length=6)
+    model = MaskedImageTransformer(**{**settings, "num_classes": None, "caption_dim": 8, **changes})
+    with torch.no_grad():  # a fresh network's layers are the identity
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.4)
+    return model.eval()
+
+
+def tiny_masked_pipeline(sampler=None) -> MaskedImagePipeline:
+    parts = tiny_masked_transformer(), tiny_vq_model(), tiny_text_encoder()
+    pipe = MaskedImagePipeline(*parts, sampler or MaskedSampler(steps=3))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
+from tests.tiny import (
+    seeded,
+    tiny_masked_pipeline,
+    tiny_masked_transformer,
+    tiny_pipeline,
+    tiny_transformer,
+    tiny_vq_model,
+)
 from tests.tiny_audio import tiny_audio_pipeline
 from tests.tiny_infinity import tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline
@@ -14,6 +21,7 @@ from tests.tiny_t5 import tiny_t5, tiny_tokenizer
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline
+from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.scales import ScaleWiseSampler
@@ -57,6 +65,11 @@ def _masked() -> Any:
     return tiny_audio_pipeline(sampler, masked=True, reach=4)
 
 
+def _masked_classes() -> Any:
+    transformer = tiny_masked_transformer(num_classes=5, caption_dim=None, prefix_length=0)
+    return MaskedClassImagePipeline(transformer, tiny_vq_model(), MaskedSampler(steps=3))
+
+
 def _quiet(make: Callable[[], Any]) -> Callable[[], Any]:
     def made() -> Any:
         torch.manual_seed(0)
@@ -72,6 +85,8 @@ KINDS: dict[str, Kind] = {
     "classes": Kind(_quiet(_classes), 3, "num_images_per_label"),
     "scales": Kind(_quiet(tiny_scale_pipeline), 3, "num_images_per_label"),
     "bits": Kind(_quiet(_bits), "a red circle"),
+    "masked captions": Kind(_quiet(tiny_masked_pipeline), "a red circle"),
+    "masked classes": Kind(_quiet(_masked_classes), 3, "num_images_per_label"),
     "music": Kind(_quiet(tiny_audio_pipeline), "a slow sad organ", "num_waveforms_per_prompt"),
     "masked music": Kind(_quiet(_masked), "a slow sad organ", "num_waveforms_per_prompt"),
 }

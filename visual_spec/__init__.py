@@ -19,14 +19,22 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.infinity import InfinityPipeline
+    from visual_spec.pipelines.latent_image import LatentImagePipeline
+    from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
+    from visual_spec.pipelines.masked_image import MaskedImagePipeline
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
     from visual_spec.samplers.columns import ColumnAutoregressiveSampler
     from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+    from visual_spec.samplers.continuous import ContinuousSampler
+    from visual_spec.samplers.continuous_drafted import SpeculativeContinuousSampler
+    from visual_spec.samplers.continuous_head import HeadSpeculativeSampler
+    from visual_spec.samplers.continuous_jacobi import ContinuousJacobiSampler
     from visual_spec.samplers.core.law import TokenLaw
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
     from visual_spec.samplers.masked import MaskedSampler
+    from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
     from visual_spec.samplers.mulo import MultiscaleSampler
     from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
     from visual_spec.samplers.proactive import ProactiveJacobiSampler
@@ -41,6 +49,9 @@ _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
+    "LatentImagePipeline": "visual_spec.pipelines.latent_image",
+    "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
+    "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
     "Stage": "visual_spec.samplers.scales",
     "TokenGrid": "visual_spec.models.core.protocol",

@@ -1,4 +1,4 @@
-"""The command line: visual-spec generate | convert | models | bench | eval | report.
+"""The command line: visual-spec generate | convert | models | bench | eval | sample | score | report.
 
 Only the standard library is imported before the arguments are known to be good, so that `--help`, a misspelt flag, or
 a file in the way are answered at once.
@@ -24,6 +24,14 @@ from visual_spec.samplers.registry import names
 _OWN_ARGUMENTS = {
     "bench": ("visual_spec.eval.speed.bench", "measure calls and seconds"),
     "eval": ("visual_spec.eval.quality.command", "what samplers gain, and what it costs in quality"),
+    "sample": (
+        "visual_spec.eval.quality.sample_command",
+        "draw a set of samples as files, on any number of processes",
+    ),
+    "score": (
+        "visual_spec.eval.quality.score_command",
+        "FID, KID, IS, precision, recall, CLIP, FAD of such a set",
+    ),
     "report": ("visual_spec.eval.report.frontier", "draw speed against quality from the results of eval"),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -35,7 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"visual-spec {visual_spec.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="generate | convert | models | bench | eval | report"
+        dest="command",
+        required=True,
+        metavar="generate | convert | models | bench | eval | sample | score | report",
     )
     _add_generate(commands)
     _add_convert(commands)
@@ -81,6 +91,11 @@ def _add_generate(commands: Any) -> None:
 
     music = generate.add_argument_group("music")
     music.add_argument("--music", action="store_true", help="as --model tunes, where no model is named")
+    music.add_argument(
+        "--masked",
+        metavar="MODEL",
+        help="with --compare: a masked model of the same codec, which is compared with --model",
+    )
     music.add_argument("--seconds", type=float, metavar="S", help="length (default: that of the training)")
     music.add_argument(
         "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"
@@ -128,11 +143,13 @@ def _add_convert(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help="a transformer (of Infinity 8B its folder), its tokenizer, or both in any order; of VAR also a smaller "
-        "transformer, for CoDe",
+        "transformer, for CoDe; or the folder of a MusicGen of audiocraft",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(
-        "--text-encoder", metavar="DIR", help="folder or Hub id of flan-t5-xl, to be copied too"
+        "--text-encoder",
+        metavar="DIR",
+        help="folder or Hub id of flan-t5-xl, to be copied too; of MusicGen its T5 (t5-base)",
     )
     convert.add_argument(
         "--image-size",

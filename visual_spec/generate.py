@@ -17,9 +17,14 @@ from typing import Any
 
 from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
 from visual_spec.eval.tables import plain_table
+from visual_spec.models.core.calls import COLUMNS, MASKED
 
 SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
 LAW_SETTINGS = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
+
+SLOWER = (
+    "column-jacobi:window=4"  # the same codes in fewer calls, and in more time (docs/RESULTS.md, "Music")
+)
 
 MAX_SEED = 2**64 - 1  # of a `torch.Generator`
 
@@ -86,11 +91,17 @@ def generate(args: argparse.Namespace) -> int:
     _check_before_loading(args, given)
     pipe = _load(args)
     name, sampler, plan = chosen or _fast_sampler(args, pipe)
+    if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
+        raise ValueError(
+            f"{args.model} decodes plainly by default, and --compare would compare that with itself; name a sampler, "
+            f"such as --sampler {SLOWER}, or a masked model beside it, such as --masked tunes_masked."
+        )
     if pipe.medium == "audio":
         given |= _lengths(args)
     _check(args, pipe, sampler, plan)
     document: dict[str, Any] = {
         "model": args.model,
+        **({"masked": args.masked} if args.masked else {}),
         "device": str(pipe.device),
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         **({"sampling_rate": pipe.sampling_rate} if pipe.medium == "audio" else {}),
@@ -186,6 +197,7 @@ class _Run:
                 "identical": row.identical,
                 "output_law": row.output_law,
                 **({} if row.near_ties is None else {"near_ties": row.near_ties}),
+                **_head_calls(row),
             }
             for row, (_, seed), path in zip(rows, self.jobs, self.files, strict=True)
         ]
@@ -198,6 +210,12 @@ class _Run:
 def _near_ties(trace: Any, index: int) -> dict[str, int]:
     """The number of near-ties of a sample, where they were counted."""
     return {} if trace.near_ties is None else {"near_ties": int(trace.near_ties[index])}
+
+
+def _head_calls(row: Any) -> dict[str, int]:
+    """Calls of the head, where a model of continuous tokens has one."""
+    calls = getattr(row, "head_calls", None)
+    return {} if calls is None else {"plain_head_calls": calls[0], "head_calls": calls[1]}
 
 
 def _verdict(rows: Sequence[Any], medium: Medium) -> int:
@@ -235,6 +253,11 @@ def _comparison_table(rows: Sequence[Any], unit: str) -> str:
                 "yes" if row.identical else "no",
             ]
         )
+    heads = [getattr(row, "head_calls", None) for row in rows]
+    if all(heads):
+        header.insert(2, "head calls")
+        for line, calls in zip(lines, heads, strict=True):
+            line.insert(2, f"{calls[0]} -> {calls[1]}")
     return plain_table(header, lines)
 
 
@@ -305,6 +328,17 @@ def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None
     TokenLaw(**law)  # refuses values out of range
     if args.music and read_facts(args.model).medium != "audio":
         raise ValueError(f"{args.model} draws pictures; leave --music out.")
+    if args.masked is None:
+        return
+    if not args.compare:
+        raise ValueError(
+            f"--masked {args.masked} given without --compare; pass both, or --model {args.masked} to play by it alone."
+        )
+    if [read_facts(name).calls for name in (args.model, args.masked)] != [(COLUMNS,), (MASKED,)]:
+        raise ValueError(
+            f"--masked {args.masked} given with --model {args.model}; it takes a masked model of music beside one of "
+            "columns, such as --model tunes --masked tunes_masked."
+        )
 
 
 def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any) -> None:
@@ -347,6 +381,10 @@ def _load(args: argparse.Namespace) -> Any:
     pipe = load_pipeline(args.model).to(**place)
     if args.drafter is not None:
         pipe.drafter = load_drafter(args.drafter).to(**place)
+    if args.masked is not None:
+        from visual_spec.eval.pair import MusicPair
+
+        return MusicPair(pipe, load_pipeline(args.masked).to(**place))
     return pipe
 
 

@@ -23,6 +23,7 @@ SHARES = {
     "square": lambda u: 1 - u * u,
     "cubic": lambda u: 1 - u * u * u,
     "root": lambda u: 1 - math.sqrt(u),
+    "power_2.5": lambda u: 1 - math.sqrt(u) * u * u,
 }
 
 
@@ -38,7 +39,9 @@ class Plain:
     noise: float = 0.0
     span: int = 1
     span_score: str = "max"
-    falling_temperature: bool = False
+    temperature_curve: str = "constant"
+    last_temperature: float = 0.7
+    entropy_bound: float | None = None
     guidance: str = "constant"
     least_guidance: float = 1.0
     filtered_score: bool = False
@@ -71,19 +74,28 @@ class Plain:
         states = {start: 1.0}
         before = len(units)
         for step in range(steps):
-            at = step / steps if self.clock == "maskgit" else step / max(steps - 1, 1)
+            at = step / max(steps - 1, 1) if self.clock == "magnet" else step / steps
             share = max(SHARES[self.schedule](at), 0.0)
             after = 0
             if step < steps - 1:
-                following = (step + 1) / steps if self.clock == "maskgit" else (step + 1) / (steps - 1)
+                following = (step + 1) / (steps - 1) if self.clock == "magnet" else (step + 1) / steps
                 after = int(len(units) * SHARES[self.schedule](following) + 1e-9)
-                if self.clock == "maskgit":
+                if self.clock == "halton":
+                    kept = len(units) * (1 - SHARES[self.schedule](following))
+                    after = len(units) - int(kept + 1e-9)
+                if self.clock != "magnet":
                     after = min(after, before - 1)
                 after = min(max(after, 1), len(units))
-            left = (steps - 1 - step) / steps
             found: dict[Tokens, float] = defaultdict(float)
             for tokens, weight in states.items():
-                for result, probability in self.step(tokens, stage, unknown, after, share, left, order):
+                if self.entropy_bound is not None and mask not in tokens:
+                    found[tokens] += weight
+                    continue
+                if self.entropy_bound is not None and step < steps - 1:
+                    after = -1
+                for result, probability in self.step(
+                    tokens, stage, unknown, after, share, (step, steps), order
+                ):
                     found[result] += weight * probability
             states, before = found, after
         return dict(states)
@@ -95,16 +107,25 @@ class Plain:
         unknown: list[int],
         after: int,
         share: float,
-        left: float,
+        clock: tuple[int, int],
         order: list[int] | None,
     ) -> Iterator[tuple[Tokens, float]]:
+        """Outcomes of the step clock[0] of clock[1]. `after` units stay hidden; -1: those beyond the entropy bound."""
         mask, books = self.model.vocab_size, self.model.grid.codebooks
         scale = self.scale
+        left = (clock[1] - 1 - clock[0]) / clock[1]
+        past = clock[0] / max(clock[1] - 1, 1)
         if scale > 1 and self.guidance == "falling":
             scale = share * scale + (1 - share) * self.least_guidance
         if scale > 1 and self.guidance == "rising":
             scale = (1 - share) * scale + share * self.least_guidance
-        temperature = max(self.temperature * left, 0.01) if self.falling_temperature else self.temperature
+        if scale > 1 and self.guidance == "ramp":
+            scale = past * scale + (1 - past) * self.least_guidance
+        temperature = self.temperature
+        if self.temperature_curve == "falling":
+            temperature = max(temperature * left, 0.01)
+        if self.temperature_curve == "root":
+            temperature *= self.last_temperature + (1 - math.sqrt(past)) * (1 - self.last_temperature)
         hidden = [i for i in unknown if tokens[i * books + stage] == mask]
         plain, filtered = {}, {}
         for i in hidden:
@@ -128,6 +149,11 @@ class Plain:
             for i in hidden:
                 units[i // self.span].append(sure[i])
             scores = {u: max(s) if self.span_score == "max" else sum(s) for u, s in units.items()}
+            if after == -1:
+                stays = self.beyond(scores, {i: entropy(filtered[i]) for i in hidden}, order)
+                result = [mask if i in stays else entry for i, entry in enumerate(draft)]
+                yield tuple(result), weight
+                continue
             for stays, chance in self.stays(scores, after, left, order):
                 result = list(draft)
                 for i in hidden:
@@ -137,7 +163,7 @@ class Plain:
 
     def sure(self, probability: float, law: list[float]) -> float:
         if self.score == "entropy":
-            return sum(p * math.log(p) for p in law if p > 0)
+            return -entropy(law)
         return math.log(probability) if self.score == "log_probability" else probability
 
     def stays(
@@ -159,6 +185,20 @@ class Plain:
                     chance, rest = chance * odds[u] / rest, rest - odds[u]
                 yield set(ranking[len(ranking) - count :]), chance
 
+    def beyond(
+        self, scores: dict[int, float], entropies: dict[int, float], order: list[int] | None
+    ) -> set[int]:
+        """The units left over when the surest are taken while their entropies, less the largest, stay in the bound."""
+        assert self.entropy_bound is not None
+        ranking = sorted(scores, key=lambda u: (-scores[u], u))
+        if order is not None:
+            ranking = [u for u in order if u in scores]
+        for count in range(len(ranking), 1, -1):
+            taken = [entropies[u] for u in ranking[:count]]
+            if sum(taken) - max(taken) <= self.entropy_bound:
+                return set(ranking[count:])
+        return set(ranking[1:])
+
     def logits(self, tokens: Tokens, stage: int, slot: int, scale: float) -> list[float]:
         context = 0
         for entry in tokens:
@@ -168,6 +208,10 @@ class Plain:
             return with_text
         without = self.model.logits[-1, stage, context, slot].tolist()
         return [u + scale * (c - u) for c, u in zip(with_text, without, strict=True)]
+
+
+def entropy(law: list[float]) -> float:
+    return -sum(p * math.log(p) for p in law if p > 0)
 
 
 def softmax(logits: list[float], temperature: float) -> list[float]:

@@ -39,7 +39,11 @@ def over_rows(
     if not is_dataclass(first) or id(first) in known:
         return known.get(id(first), first)
     found = known[id(first)] = copy.copy(first)
-    rows = len(parts[0].logits) if getattr(first, "guided", False) else -1
+    rows = -1
+    if getattr(first, "guided", False):
+        # A masked model's state has no logits; what it holds of the condition has a line for every row.
+        held = [value for value in vars(first).values() if isinstance(value, Tensor)]
+        rows = len(getattr(first, "logits", held[0]))
 
     def inside(tensors: list[Tensor]) -> Tensor:
         if len(tensors[0]) != rows:

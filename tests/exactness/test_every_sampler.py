@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.mixtures import Mixture, MixtureModel, far_apart, straight_chain
 from tests.exactness.regions import total_variation
+from tests.exactness.test_masked_speculative import ORDERS, one_a_call
 from tests.exactness.test_scales_law import parts as pyramid
 from tests.exactness.test_scales_law import product_law
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.calls import COLUMNS, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularColumnModel, TabularModel
+from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
+from visual_spec.samplers.continuous import ContinuousSampler
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import DRAFTER, SAMPLERS, SamplerEntry, sampler_class
 from visual_spec.samplers.scales import Stage
 
@@ -68,6 +72,9 @@ def enumerated(entry: SamplerEntry) -> tuple[Enumeration, Tensor]:
         tokenizer, [pyramid_model] = pyramid("3 ** 5")
         found = Enumerator(sampler, [Stage(pyramid_model, range(2))], tokenizer=tokenizer).run()
         return found, product_law(tokenizer, [pyramid_model] * 2, [PLAIN] * 2)
+    if entry.calls == MASKED:
+        hiding = TabularMaskedModel(TokenGrid(2, 2), 2)
+        return Enumerator(sampler, hiding).run(), one_a_call(hiding, ORDERS[sampler.config.order])
     if entry.calls == COLUMNS:
         valid = CodebookPattern.delay([0, 1]).valid(2).T
         model, other = (TabularColumnModel(valid, 2, seed=seed) for seed in (0, 50))
@@ -88,10 +95,42 @@ def is_lossless(entry: SamplerEntry) -> bool:
 
 
 @pytest.mark.parametrize("entry", [*filter(is_lossless, SAMPLERS)], ids=lambda entry: entry.name)
-def test_every_lossless_sampler_follows_the_law(entry):
+def test_every_lossless_sampler_follows_the_law(entry, keys_in_bulk):
+    if entry.calls == CONTINUOUS:
+        return check_distances(entry)
     found, law = enumerated(entry)
     assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
     assert total_variation(found.law, law) < 1e-10
+
+
+def check_distances(entry: SamplerEntry) -> None:
+    """Vectors cannot be enumerated: samples of three tokens that depend on each other, beside the chain written out."""
+    settings, count = dict(head_steps=10, eta=1.0, final_noise=0.1), 2000
+    made, laws = sampler_class(entry), []
+    for place, spread in ((1.0, 0.5), (0.8, 0.6)):
+        first = Mixture([0.5, 0.5], [-place, place], [spread, spread])
+        laws.append([first, *[Mixture([1.0], [0.1 - 0.1 * place], [spread])] * 2])
+    target, draft = (MixtureModel(law, slope=0.6, flow=True) for law in laws)
+    parts = {"drafter": draft} if entry.needs == DRAFTER else {}
+    smallest = {k: v for k, v in SMALLEST.items() if k in inspect.signature(made.__init__).parameters}
+
+    def draw(model: Any, sampler: Any, **more: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(4)
+        return sampler(model, None, law=TokenLaw(), generator=generator, batch_size=count, **more).tokens[
+            ..., 0
+        ]
+
+    generator, known, columns = (
+        torch.Generator().manual_seed(5),
+        torch.zeros(4 * count, 1, dtype=torch.float64),
+        [],
+    )
+    for slot in range(3):
+        columns.append(straight_chain(target, slot, 0.6 * known, generator, **settings))
+        known = known + columns[-1]
+    expected = torch.cat(columns, 1)
+    assert far_apart(draw(target, made(**smallest, **settings), **parts), expected) < 1
+    assert far_apart(draw(draft, ContinuousSampler(**settings)), expected) > 1
 
 
 def test_all_that_promise_it_are_there():

@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.heads import case as head_case
 from tests.kernels.laws import LAWS, Window, window
 from tests.kernels.relaxing import codes, laws
 from tests.kernels.verification import case, compare
 from visual_spec.kernels.clustered_mass import clustered_mass_triton
 from visual_spec.kernels.draw import draw_reference, draw_triton
 from visual_spec.kernels.grouped_mass import grouped_mass_triton
+from visual_spec.kernels.head_step import head_step_reference, head_step_triton
 from visual_spec.kernels.lantern_mass import lantern_mass_triton
 from visual_spec.kernels.masked_sample import masked_sample_reference, masked_sample_triton
 from visual_spec.kernels.philox import (
@@ -131,6 +133,26 @@ def test_relaxed_masses(rule):
     kernel, more = kernels[rule]
     found = here(kernel(*there(given), *there(more)))
     torch.testing.assert_close(found, expected[rule](), rtol=1e-4, atol=1e-6)
+
+
+# Widths of the heads of MAR-B, L and H; rows of a batch of 1, 8 and 64 with guidance.
+@pytest.mark.parametrize(
+    "width, count", [(40, 3)] if INTERPRETED else [(1024, 64), (1280, 8), (1536, 1), (192, 20)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, dict(learned=False, guided=False, noisy=False)], ids=str)
+def test_head_step(width, count, dtype, settings):
+    given = head_case(count, 16, width, 2, dtype=dtype, **settings)
+    x, modulations, weights, *rest = given.arguments
+    with torch.no_grad():
+        found = here(
+            head_step_triton(there(x), there(modulations), list(map(there, weights)), *map(there, rest))
+        )
+        rounded = head_step_reference(*given.arguments)
+    for one, other, exact in zip(found, rounded, given.expected, strict=True):
+        # Not further from the exact computation than the definition in this dtype.
+        allowed = 1.5 * float((other - exact).abs().max()) + 1e-5 * float(exact.abs().max())
+        assert float((one - exact).abs().max()) <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

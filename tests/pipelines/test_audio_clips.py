@@ -22,7 +22,8 @@ from tests.tiny_audio import (
     tiny_audio_pipeline,
 )
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
-from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel
+from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.pipelines import audio as audio_module
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.audio_files import audio_bytes, prepare_clip, write_audio

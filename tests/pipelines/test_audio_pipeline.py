@@ -66,7 +66,7 @@ def test_output_types(pipe):
 def test_accelerated_music_is_the_plain_music(pipe, guidance_scale):
     settings: Any = dict(num_waveforms_per_prompt=3, guidance_scale=guidance_scale)
     plain = pipe(PROMPT, generator=seeded(1, 2, 3), **settings)
-    assert visual_spec.accelerate(pipe) is pipe and isinstance(pipe.sampler, ColumnJacobiSampler)
+    assert visual_spec.accelerate(pipe, "column-jacobi") is pipe
     fast = pipe(PROMPT, generator=seeded(1, 2, 3), **settings)
     assert fast.codes.equal(plain.codes) and np.array_equal(fast.audios, plain.audios)
     assert (fast.trace.target_calls < plain.trace.target_calls).all()
@@ -281,7 +281,6 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], Any, str]] = {
     "both": (dict(prompt_embeds=torch.zeros(1, 6, 32)), ValueError, "both of prompt and prompt_embeds"),
     "empty prompt": (dict(prompt=""), ValueError, "no words; give at least one"),
     "empty list": (dict(prompt=[]), ValueError, "empty list; pass at least one"),
-    "over-long prompt": (dict(prompt="a " * 7), ValueError, "7 words given; at most 6"),
     "prompt of another type": (dict(prompt=3), TypeError, "prompt=3; pass a string or a list"),
     "no length": (
         dict(audio_length_in_s=0),

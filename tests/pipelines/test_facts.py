@@ -76,7 +76,7 @@ EXPECTED = {
             unit="columns",
             calls=("columns",),
             plain_sampler="columns",
-            fast_sampler="column-jacobi",
+            fast_sampler="columns",
             default_settings={"guidance_scale": 3.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
         ),
     ),

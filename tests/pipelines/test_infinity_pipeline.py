@@ -12,7 +12,8 @@ from tests.tiny import seeded
 from tests.tiny_infinity import SIDES, tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline
 from tests.tiny_t5 import tiny_t5, tiny_tokenizer
-from visual_spec.models.next_scale.infinity_scales import scales_for
+from visual_spec.models.next_scale.infinity import InfinityTransformer
+from visual_spec.models.next_scale.infinity_scales import scales_for, size_by_name
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.t5_features import T5Features
@@ -85,10 +86,8 @@ def test_lists_of_guidance_and_temperature_and_a_negative_prompt():
         output_type="latent",
     )  # fmt: skip
     other = pipe.text_encoder(["blue"])
-    condition = (
-        pipe.text_encoder(PROMPTS),
-        TextCondition(other.features.expand(2, -1, -1), other.mask.expand(2, -1)),
-    )
+    condition = pipe.text_encoder(PROMPTS)
+    condition.negative = TextCondition(other.features.expand(2, -1, -1), other.mask.expand(2, -1))
     laws = [TokenLaw(s, t, top_p=0.9) for s, t in zip(cfg, tau, strict=True)]
     assert torch.equal(result.tokens, by_hand(pipe, condition, laws, (1, 2)).tokens)
     plain = pipe(
@@ -115,19 +114,23 @@ def test_compression_is_kept_and_measured(tmp_path: Path):
     )
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    """A transformer and a tokenizer as the official files have them."""
-    model = tiny_infinity(dtype=torch.float32, caption_dim=8, num_levels=15)
+def write_files(folder: Path, bits: int = 3, **changes: Any) -> tuple[Path, Path]:
+    """A transformer and a tokenizer as the official files have them; `changes` of the tokenizer."""
+    tokenizer = tiny_bits(dtype=torch.float32, base_channels=32, norm_groups=32, bits=bits, **changes)
+    model = tiny_infinity(dtype=torch.float32, caption_dim=8, num_levels=15, bits=tokenizer.code_dim)
     weights = {}
     for key, value in model.state_dict().items():
         weights[key.replace("blocks.", "block_chunks.0.module.") if key.startswith("blocks.") else key] = (
             value.clone()
         )
-    torch.save(weights, tmp_path / "model.pth")
-    tokenizer = tiny_bits(dtype=torch.float32, base_channels=32, norm_groups=32)
-    torch.save({"vae": tokenizer.state_dict()}, tmp_path / "vae.pth")
-    return tmp_path / "model.pth", tmp_path / "vae.pth"
+    torch.save(weights, folder / "model.pth")
+    torch.save({"vae": tokenizer.state_dict()}, folder / "vae.pth")
+    return folder / "model.pth", folder / "vae.pth"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return write_files(tmp_path)
 
 
 def test_official_files(tmp_path: Path, files: tuple[Path, Path]):
@@ -141,6 +144,52 @@ def test_official_files(tmp_path: Path, files: tuple[Path, Path]):
     assert pipe.transformer.scales == scales_for(256, 1.5) and pipe.image_size == (42, 28)
     assert pipe.text_encoder.max_words == 7
     assert pipe("a red circle", generator=seeded(1)[0]).images[0].size == (28, 42)
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("infinity_2b_reg.pth", 1024),
+        ("infinity_8b_weights", 1024),
+        ("infinity_8b_512x512_weights", 512),
+        ("infinity_125M_256x256.pth", 256),
+        ("model.pth", None),
+        ("infinity_2b_512x768.pth", None),  # official sizes are those of squares
+        ("infinity_2b_300x300.pth", None),  # no size of Infinity
+        ("infinity_2b_256x256_512x512.pth", None),
+        ("my_infinity_2b_reg.pth", None),
+    ],
+)
+def test_the_name_of_a_file_tells_the_size_of_its_pictures(name: str, size: int | None):
+    assert size_by_name(Path("weights") / name) == size
+
+
+def test_the_size_is_that_of_the_name_or_asked_for(tmp_path: Path, files: tuple[Path, Path]):
+    model, tokenizer = files
+    message = (
+        r"model.pth does not tell the size of the pictures .* pass size \(image_size to convert, --image-size on the "
+        r"command line\), one of \[256, 512, 768, 1024\], or give it its official name"
+    )
+    for given in ([model, tokenizer], [model]):
+        with pytest.raises(ValueError, match=message):
+            convert(given, tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        InfinityPipeline.from_official(model, tokenizer)
+    named = model.rename(tmp_path / "infinity_125M_256x256.pth")
+    pipe = InfinityPipeline.from_official(named, tokenizer)
+    assert pipe.transformer.scales == pipe.vq_model.scales == scales_for(256)
+    assert pipe.config["default_guidance_scale"] == 4 and pipe.config["default_temperature"] == 0.5
+    convert([named], tmp_path / "one")
+    assert InfinityTransformer.from_pretrained(tmp_path / "one").scales == scales_for(256)
+    wide = InfinityPipeline.from_official(named, tokenizer, size=512)
+    assert wide.transformer.scales == scales_for(512)
+
+
+def test_the_8b_is_drawn_with_the_guidance_and_temperature_of_its_authors(tmp_path: Path):
+    model, tokenizer = write_files(tmp_path, 2, channel_multipliers=(1, 1, 1, 1), patchify=True)
+    pipe = InfinityPipeline.from_official(model, tokenizer, size=256)
+    assert pipe.vq_model.config["patchify"]
+    assert pipe.make_laws() == [TokenLaw(3.0, 1.0, top_p=0.97)] * 7
 
 
 def test_official_files_become_a_folder(tmp_path: Path, files: tuple[Path, Path]):
@@ -185,8 +234,6 @@ def test_what_cannot_be_drawn_is_refused():
         pipe([3])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="has no words"):
         pipe(" ")
-    with pytest.raises(ValueError, match="prompt of 8 tokens given; at most 7 are allowed"):
-        pipe("a red circle on a blue square")
     with pytest.raises(ValueError, match="3 values of guidance_scale given for 4 scales"):
         pipe("a", guidance_scale=[1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="num_images_per_prompt=0"):

@@ -1,8 +1,15 @@
 """What users of diffusers expect of a pipeline, in the spirit of its own pipeline tests, of every kind of ours."""
 
+import inspect
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from diffusers.hooks.layerwise_casting import apply_layerwise_casting
+from PIL import Image
 
+from tests.tiny import seeded
 from tests.tiny_pipelines import KINDS
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
@@ -71,17 +78,113 @@ def test_a_class_that_does_not_load_a_pipeline_names_the_one_that_does(tmp_path)
     assert isinstance(Mine.from_pretrained(tmp_path), Mine)
 
 
-def test_prompts_are_encoded_without_the_other_components():
-    whole = KINDS["captions"].make()
-    want = whole.encode_prompt(["a red circle"] * 2)
-    alone = ImagePipeline(None, None, whole.text_encoder, None)
-    got = alone.encode_prompt(["a red circle"] * 2)
-    assert torch.equal(got.features, want.features) and torch.equal(got.mask, want.mask)
-    with pytest.raises(
-        ValueError, match="loaded without its transformer and vq_model and sampler; set pipe.trans"
-    ):
-        alone("a red circle")
-    told = dict(prompt_embeds=got.features, prompt_attention_mask=got.mask, output_type="latent")
-    generators = [[torch.Generator().manual_seed(seed) for seed in (1, 2)] for _ in range(2)]
-    drawn = whole(**told, generator=generators[0]).tokens
-    assert drawn.equal(whole(["a red circle"] * 2, generator=generators[1]).tokens)
+def made_of(output: Any) -> tuple[Any, torch.Tensor]:
+    """Pictures or waves, and the tokens that they were made of."""
+    music = hasattr(output, "codes")
+    return (output.audios, output.codes) if music else (output.images, output.tokens)
+
+
+def test_every_call_takes_the_arguments_that_all_pipelines_take(kind):
+    pipe = kind.make()
+    given = inspect.signature(type(pipe).__call__).parameters
+    common = {"generator", "output_type", "return_dict", "guidance_scale", kind.each}
+    common |= {"callback_on_step_end", "callback_on_step_end_tensor_inputs"}
+    if "text_encoder" in pipe.components:
+        common |= {"prompt", "negative_prompt", "prompt_embeds", "prompt_attention_mask"}
+        common |= {"negative_prompt_embeds", "negative_prompt_attention_mask"}
+    assert common <= set(given)
+    assert all(given[name].default is not inspect.Parameter.empty for name in common)
+
+
+def test_a_tuple_holds_what_the_output_does(kind):
+    pipe = kind.make()
+    output, plain = kind.ask(pipe, seed=1), kind.ask(pipe, seed=1, return_dict=False)
+    assert torch.equal(plain[0], made_of(output)[0])
+    assert torch.equal(plain[2 if pipe.medium == "audio" else 1], made_of(output)[1])
+    assert isinstance(plain, tuple) and len(plain) == len(output.to_tuple())
+
+
+def test_all_output_types_are_of_the_same_picture_or_clip(kind):
+    pipe = kind.make()
+    tensor, array, latent = (kind.ask(pipe, seed=1, output_type=name) for name in ("pt", "np", "latent"))
+    values = made_of(array)[0]
+    assert isinstance(values, np.ndarray)
+    if pipe.medium == "image":
+        values = np.moveaxis(values, -1, 1)
+        (picture,) = kind.ask(pipe, seed=1, output_type="pil").images
+        assert isinstance(picture, Image.Image)
+        assert np.abs(np.moveaxis(np.asarray(picture), -1, 0) / 255 - values[0]).max() <= 0.5 / 255 + 1e-6
+    assert np.allclose(values, made_of(tensor)[0].numpy(), atol=1e-6)
+    assert torch.equal(made_of(latent)[1], made_of(tensor)[1])
+    with pytest.raises(ValueError, match="output_type='jpeg'; pass one of"):
+        kind.ask(pipe, output_type="jpeg")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_samples_of_each_and_each_alone(kind, count):
+    pipe = kind.make()
+    asked = [kind.asked] * 2
+    seeds = range(2 * count)
+    together = pipe(asked, generator=seeded(*seeds), output_type="latent", **{kind.each: count})
+    tokens = made_of(together)[1]
+    assert len(tokens) == 2 * count
+    for row, seed in enumerate(seeds):
+        alone = pipe(kind.asked, generator=seeded(seed), output_type="latent")
+        assert torch.equal(made_of(alone)[1][0], tokens[row])
+
+
+def test_guidance_changes_what_is_made(kind):
+    pipe = kind.make()
+    tokens = [made_of(kind.ask(pipe, seed=2, guidance_scale=scale))[1] for scale in (1.0, 7.5)]
+    assert tokens[0].shape == tokens[1].shape and not torch.equal(*tokens)
+
+
+def test_parts_that_may_be_missing_stay_missing(kind, tmp_path):
+    pipe = kind.make()
+    for name in set(pipe._optional_components) - {"codec"}:
+        setattr(pipe, name, None)
+    pipe.save_pretrained(tmp_path)
+    loaded = type(pipe).from_pretrained(tmp_path)
+    for name, part in pipe.components.items():
+        assert (getattr(loaded, name) is None) == (part is None), name
+
+
+def test_variants_are_saved_and_loaded(kind, tmp_path):
+    pipe = kind.make()
+    want = made_of(kind.ask(pipe, seed=3))[1]
+    pipe.save_pretrained(tmp_path, variant="fp16")
+    weights = list(tmp_path.rglob("*.safetensors"))
+    assert weights and all(".fp16." in path.name for path in weights)
+    loaded = type(pipe).from_pretrained(tmp_path, variant="fp16")
+    loaded.set_progress_bar_config(disable=True)
+    assert torch.equal(made_of(kind.ask(loaded, seed=3))[1], want)
+    pipe.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="variant=fp16"):
+        type(pipe).from_pretrained(tmp_path / "plain", variant="fp16")
+
+
+def test_dtypes_by_component(kind, tmp_path):
+    pipe = kind.make()
+    pipe.save_pretrained(tmp_path)
+    asked = {"transformer": torch.bfloat16, "default": torch.float64}
+    loaded = type(pipe).from_pretrained(tmp_path, dtype=asked)
+    for name, part in loaded.components.items():
+        if isinstance(part, torch.nn.Module):
+            assert part.dtype == asked.get(name, torch.float64), name
+
+
+def test_weights_kept_in_eight_bits_draw_as_rounded_ones(kind):
+    """Layerwise casting of diffusers stores weights in 8 bits, and casts those of a layer when it works."""
+    cast, rounded = kind.make(), kind.make()
+    apply_layerwise_casting(cast.transformer, torch.float8_e4m3fn, torch.float32)
+    stored = {
+        name for name, weight in cast.transformer.named_parameters() if weight.dtype == torch.float8_e4m3fn
+    }
+    assert len(stored) > 3
+    for name, weight in rounded.transformer.named_parameters():
+        if name in stored:
+            weight.data = weight.data.to(torch.float8_e4m3fn).to(weight.dtype)
+    for seed in (1, 2):
+        got, want = (made_of(kind.ask(pipe, seed=seed)) for pipe in (cast, rounded))
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    assert next(w for n, w in cast.transformer.named_parameters() if n in stored).dtype == torch.float8_e4m3fn

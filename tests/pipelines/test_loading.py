@@ -96,10 +96,13 @@ def test_trap_1_hub_ids_load(folder, tmp_path):
 
 
 def test_trap_2_the_generic_class_does_not_find_ours(folder):
-    """A folder of ours is loaded by ImagePipeline: DiffusionPipeline looks its class up in diffusers only."""
-    assert json.loads((folder / "model_index.json").read_text())["_class_name"] == "ImagePipeline"
+    """DiffusionPipeline looks a class up in diffusers only, unless the folder holds a script that names it."""
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["_class_name"] == ["pipeline", "ImagePipeline"]  # see test_saving.py
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "ImagePipeline"}))
     with pytest.raises(AttributeError, match="ImagePipeline"):
         DiffusionPipeline.from_pretrained(folder)
+    assert isinstance(ImagePipeline.from_pretrained(folder), ImagePipeline)
 
 
 def test_trap_3_a_fresh_process_knows_every_component(folder):
@@ -116,12 +119,15 @@ def saved_classes(folder: Path) -> dict[str, list[str]]:
 
 
 def test_trap_4_modules_are_recorded_whole(folder):
-    """diffusers records a class of its own or of transformers by its library, and every other one by its module."""
-    components = saved_classes(folder)
-    assert components.pop("drafter") == [None, None]
-    assert set(components) == {"transformer", "vq_model", "text_encoder", "sampler"}
-    for library, class_name in components.values():
-        assert library.startswith("visual_spec.") and hasattr(sys.modules[library], class_name)
+    """diffusers records a class of its own or of transformers by its library, and every other one by its module.
+
+    Ours are recorded by the one module that finds them all, so that `DiffusionPipeline` needs no other.
+    """
+    classes = saved_classes(folder)
+    assert classes.pop("drafter") == [None, None] and classes.pop("_class_name")[0] == "pipeline"
+    assert set(classes) == {"transformer", "vq_model", "text_encoder", "sampler"}
+    for library, class_name in classes.values():
+        assert library == components.__name__ and getattr(components, class_name).__name__ == class_name
 
 
 def test_trap_5_a_module_without_its_base_class_is_no_trap(folder, monkeypatch):
@@ -144,8 +150,7 @@ def test_classes_are_found_by_name_wherever_they_lived_when_they_were_saved(fold
     assert isinstance(loaded.sampler, SpeculativeJacobiSampler)
     loaded.save_pretrained(tmp_path / "again")
     places = {name: module for name, (module, _) in saved_classes(tmp_path / "again").items()}
-    assert places["transformer"] == "visual_spec.models.next_token.llamagen"
-    assert places["sampler"] == "visual_spec.samplers.jacobi"
+    assert places["transformer"] == places["sampler"] == "visual_spec.pipelines.components"
     swapped = ImagePipeline.from_pretrained(folder, sampler=AutoregressiveSampler())
     assert isinstance(swapped.sampler, AutoregressiveSampler)
     index["transformer"][1] = "NoSuchTransformer"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import visual_spec
-from tests.models.masked.test_magnet_checkpoint import (
+from tests.audiocraft_files import (
     CODEC_SETTINGS,
     SETTINGS,
     TEXT,
@@ -18,17 +18,19 @@ from tests.models.masked.test_magnet_checkpoint import (
 from tests.tiny import seeded
 from tests.tiny_audio import BOOKS, HOP, LONGEST, RATE, tiny_audio_pipeline
 from tests.tiny_t5 import tiny_t5, tiny_tokenizer
+from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel
-from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+from visual_spec.models.masked.magnet_checkpoint import load_magnet
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
+from visual_spec.pipelines.audio_stream import plan_windows
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
 
 PROMPT = "a slow sad organ"
-FRAMES = round(LONGEST * RATE / HOP)
+FRAMES = round(LONGEST * RATE / HOP) // 3 * 3  # whole spans
 LAW = dict(default_guidance_scale=2.0, default_temperature=1.7, default_top_p=0.9)
 
 
@@ -66,13 +68,13 @@ def test_long_form_goes_on_from_what_is_kept(pipe):
     output = pipe(PROMPT, generator=seeded(1), audio_length_in_s=0.36, extend_stride_in_s=0.1)
     condition, generators = pipe.encode_prompt(PROMPT), seeded(1)
     codes = torch.zeros(1, BOOKS, 0, dtype=torch.long)
-    for kept, new in [(0, 20), (10, 10), (10, 6)]:
+    for kept, new in [(0, 18), (8, 10), (10, 8)]:
         window = by_hand(pipe, condition, codes[..., codes.shape[-1] - kept :], new, generators)
         codes = torch.cat([codes, window[..., kept:]], -1)
     assert output.codes.equal(codes)
     trace = output.trace
     assert trace.target_calls.tolist() == [24] and trace.entry_call.shape == (1, 36, BOOKS)
-    first, second, third = trace.entry_call.split([20, 10, 6], 1)
+    first, second, third = trace.entry_call.split([18, 10, 8], 1)
     assert (0, 7) == (int(first.min()), int(first.max())) and (8, 15) == (
         int(second.min()),
         int(second.max()),
@@ -96,6 +98,28 @@ def test_music_goes_on_from_a_clip_and_is_streamed(pipe):
     assert np.array_equal(torch.cat([waves for _, waves in heard], -1).numpy(), output.audios)
 
 
+@pytest.mark.parametrize(
+    "length, stride, given, windows",
+    [
+        (10.0, None, 0, [(0, 498)]),
+        (10.0, None, 100, [(100, 398)]),
+        # As in audiocraft: windows of 500 frames lose two of them, before the next one is planned.
+        (20.0, 5.0, 0, [(0, 498), (248, 250), (248, 250), (248, 1)]),
+        (0.06, None, 0, [(0, 3)]),
+    ],
+)
+def test_windows_are_of_whole_spans(length, stride, given, windows):
+    assert plan_windows(length, stride, given, limit=10.0, frame_rate=50.0, span=3) == windows
+    assert plan_windows(10.0, None, limit=10.0, frame_rate=50.0) == [(0, 500)]
+
+
+def test_clips_shorter_than_a_span_are_refused(pipe):
+    with pytest.raises(
+        ValueError, match="audio_length_in_s=0.02; pass at least one span of 3 frames, of 0.03 s"
+    ):
+        pipe(PROMPT, audio_length_in_s=0.02)
+
+
 def test_round_trip(pipe, tmp_path):
     pipe.save_pretrained(tmp_path)
     loaded = AudioPipeline.from_pretrained(tmp_path)
@@ -114,11 +138,16 @@ def test_samplers_of_other_models_are_refused(pipe):
 
 
 def test_official_files(tmp_path):
-    write(tmp_path, "state_dict.bin", language_model_weights(), SETTINGS)
+    halves = {name: value.half() for name, value in language_model_weights().items()}
+    write(tmp_path, "state_dict.bin", halves, SETTINGS)
     write(tmp_path, "compression_state_dict.bin", codec_weights(), CODEC_SETTINGS)
     encoder, tokenizer = tiny_t5(d_model=TEXT), tiny_tokenizer()
     # The two files are of two rates; 8 frames are what the first calls its length.
     pipe = AudioPipeline.from_magnet(tmp_path, encoder, tokenizer, max_audio_length_in_s=8 * 6 / 400)
+    assert pipe.transformer.dtype == torch.float32
+    assert (
+        AudioPipeline.from_magnet(tmp_path, encoder, tokenizer, dtype=None).transformer.dtype == torch.float16
+    )
     pipe.set_progress_bar_config(disable=True)
     output = pipe(["a red circle", "blue"], generator=seeded(1, 2))
 
@@ -139,7 +168,7 @@ def test_official_files(tmp_path):
     result = official(model, condition, law=law, generator=seeded(1, 2), batch_size=2)
     codes = model.codes(result.tokens)
     assert output.codes.equal(codes)
-    waves = decode_codes(load_magnet_codec(tmp_path), codes)
+    waves = decode_codes(load_audiocraft_codec(tmp_path), codes)
     assert np.abs(output.audios - waves.numpy()).max() < 1e-5
     with pytest.raises(ValueError, match="keep the official files"):
         pipe.save_pretrained(tmp_path / "saved")

@@ -19,11 +19,12 @@ import visual_spec
 from tests.tiny import seeded
 from tests.tiny_scales import tiny_var
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
-from visual_spec.models.next_scale.scale_cache import CompressedVAR
+from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines import scale_image
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages, published_code_stages
 
@@ -294,6 +295,37 @@ def test_calibration_finds_budgets_for_both_models():
     assert make().calibrate(2, 0.7, top_k=3)[1] is None
 
 
+def test_calibration_draws_the_first_scales_at_their_own_temperature():
+    pair = make_pair(transformer=var(5, num_layers=6), warm_temperature=50.0, num_warm_scales=3)
+    labels = list(range(5))
+
+    def warm(model: Any, *args: Any, **settings: Any) -> Any:
+        stages = [Stage(model, range(3), late_temperature=50.0), Stage(model, range(3, 4))]
+        return ScaleWiseSampler()(stages, *args, **settings)
+
+    want, cold = (
+        calibrate(
+            pair.transformer,
+            pair.vq_model,
+            torch.tensor(labels),
+            sampler=sampler,
+            law=pair.make_law(),
+            share=0.7,
+            batch_size=5,
+            generator=seeded(*labels),
+            num_drafters=3,
+        )
+        for sampler in (warm, ScaleWiseSampler())
+    )
+    assert want != cold  # the temperature decides which layers draft
+    assert pair.calibrate(labels, 0.7, num_drafters=3, generator=seeded(*labels))[0] == want
+    with ScalePlan("all", 0.7, num_drafters=3).on(pair):
+        assert pair.budget == want
+    pair.register_to_config(warm_temperature=1.0)
+    with ScalePlan("all", 0.7, num_drafters=3).on(pair):
+        assert pair.budget == cold
+
+
 # -- saving, loading --
 
 
@@ -308,7 +340,7 @@ def test_round_trip(tmp_path):
     assert not again.sampler.config["ramp"] and again.config["id2label"] == NAMES
     assert again("dog", generator=seeded(1)).tokens.equal(pair("dog", generator=seeded(1)).tokens)
     index = json.loads((tmp_path / "pair" / "model_index.json").read_text())
-    assert index["refiner"] == ["visual_spec.models.next_scale.var", "VARTransformer"]
+    assert index["refiner"] == ["visual_spec.pipelines.components", "VARTransformer"]
     half = ScaleImagePipeline.from_pretrained(tmp_path / "pair", dtype=torch.bfloat16, refiner=None,
                                               num_draft_scales=None)  # fmt: skip
     assert half.refiner is None and np.isfinite(half(0, output_type="np").images).all()

@@ -274,35 +274,6 @@ def test_lengths_of_the_picture_are_no_restriction():
         restore(model)
 
 
-def test_emu3_generate_is_accelerated_or_says_that_it_is_not():
-    model = MODELS["emu3"]
-    inputs = dict(INPUTS["emu3"])
-    text = {key: value for key, value in inputs.items() if key != "image_sizes"}
-    eol, count, width = model.vocabulary_mapping.eol_token_id, inputs["input_ids"].shape[1], 5
-
-    def allowed(row: int, ids: torch.Tensor) -> list[int]:
-        place = len(ids) - count
-        return [eol] if place % (width + 1) == width else model.vocabulary_mapping.image_tokens
-
-    documented = dict(prefix_allowed_tokens_fn=allowed, max_new_tokens=18, do_sample=False)
-    want = model.generate(**text, **documented)
-    words = model.generate(**text, max_new_tokens=4, do_sample=False)
-    accelerate(model, SpeculativeJacobiSampler(6))
-    try:
-        with pytest.warns(
-            UserWarning, match="prefix_allowed_tokens_fn is not accelerated.*leave image_sizes in"
-        ):
-            assert torch.equal(model.generate(**text, **documented), want)
-        assert model.last_trace is None
-        drawn = model.generate(**inputs, do_sample=False)
-        assert torch.equal(drawn[:, : count + 18], want)
-        trace: Any = model.last_trace
-        assert trace.commit_call.shape == (3, 15)
-        assert torch.equal(model.generate(**text, max_new_tokens=4, do_sample=False), words)
-    finally:
-        restore(model)
-
-
 class PeftModel(torch.nn.Module):
     """What `accelerate` uses of PEFT's."""
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, MusicgenMelodyConfig, MusicgenMelodyForConditionalGeneration
+from transformers import GenerationConfig
 
 import visual_spec
 from tests.models.columns.test_musicgen import CODES, FRAMES, IDS, MASK, native_codes
 from tests.tiny import seeded
 from tests.tiny_audio import tiny_musicgen
-from visual_spec.pipelines import transformers_music
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -49,7 +48,7 @@ def test_greedy_audio_is_that_of_generate(model, batch, scale):
         input_ids=settings["input_ids"],
         attention_mask=settings["attention_mask"],
     )
-    assert visual_spec.accelerate(model) is model and isinstance(model.sampler, ColumnJacobiSampler)
+    assert visual_spec.accelerate(model) is model and isinstance(model.sampler, ColumnAutoregressiveSampler)
     got = model.generate_audio(**settings)
     assert model.last_codes.equal(codes) and got.shape == want.shape
     assert (got - want).abs().max() < 1e-10
@@ -171,26 +170,3 @@ def test_what_does_not_fit_is_refused(model):
     ]:
         with pytest.raises(error, match=message):
             model.generate_audio(**{"max_new_tokens": 12, **arguments})
-
-
-def test_musicgen_melody_is_refused_with_the_reason():
-    whole = tiny_musicgen()
-    melody = MusicgenMelodyForConditionalGeneration._from_config(
-        MusicgenMelodyConfig(
-            text_encoder=whole.config.text_encoder,
-            audio_encoder=whole.config.audio_encoder,
-            decoder=dict(
-                vocab_size=CODES,
-                num_hidden_layers=1,
-                ffn_dim=8,
-                num_attention_heads=2,
-                hidden_size=8,
-                max_position_embeddings=8,
-            ),
-        )
-    )
-    assert transformers_music.is_music_model(melody)
-    with pytest.raises(
-        TypeError, match="Melody puts its condition before the codes and has no cross-attention"
-    ):
-        visual_spec.accelerate(melody)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.models.continuous.tiny import calm, tiny_causal
 from tests.samplers.test_columns import MODEL as COLUMN_MODEL
 from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
 from tests.tiny import seeded
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
-from visual_spec.models.core.calls import COLUMNS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
 from visual_spec.samplers.core.law import TokenLaw
@@ -77,6 +78,17 @@ RASTER_DRAFTER.transformer = TabularModel(TokenGrid(2, 2), 12, order=1, conditio
 CODES = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 SIDES = (1, 2, 3, 4)
 
+
+def _latents(spread: float = 0.0) -> Any:
+    """A causal model whose head knows little, so that drafts of a model near it are kept now and then."""
+    model = calm(tiny_causal(head_kind="velocity", head_steps=4, eta=1.0, final_noise=0.4))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
 _pictures = Kind(RASTER_MODEL, _table, RASTER_DRAFTER, {"codebook": CODES})
 KINDS = {
     RASTER: _pictures,
@@ -84,6 +96,7 @@ KINDS = {
     ORDER: _pictures,
     COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
     MASKED: Kind(TabularMaskedModel(TokenGrid(1, 5), 3, conditions=3), _table),
+    CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
     SCALES: Kind(
         TableScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": FormulaTokenizer(SIDES, 7)}
     ),
@@ -94,7 +107,7 @@ def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5),
     """Some samples of the kind's model, each with its own generator and condition, as one batch."""
     kind = KINDS[entry.calls]
     options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
-    if entry.calls == MASKED:
+    if entry.calls in (MASKED, CONTINUOUS):
         options["law"] = TokenLaw(guidance_scale=1.8)
     return sampler(
         kind.model, condition=kind.condition(samples), **kind.parts(sampler), **{**options, **more}
@@ -130,7 +143,23 @@ CHANGED: dict[str, dict[str, Any]] = {
     "MaskedSampler": dict(
         steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
-        rescorer_share=0.25,
+        rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
     ),
+    "ContinuousSampler": dict(
+        steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,
+        graph=False,
+    ),
+    "SpeculativeContinuousSampler": dict(
+        rule="aligned", num_drafts=2, tolerance=0.3, prefill=0.2, measure=True, order=None, guidance="constant",
+        head_steps=3, eta=0.5, final_noise=0.2,
+    ),
+    "ContinuousJacobiSampler": dict(
+        window=3, rule="aligned", tolerance=0.3, order=None, guidance="constant", head_steps=3, eta=0.5,
+        final_noise=0.2,
+    ),
+    "HeadSpeculativeSampler": dict(
+        levels=2, steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2
+    ),
+    "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
     "ScaleWiseSampler": dict(ramp=False, smooth=True, measure=True),
 }  # fmt: skip

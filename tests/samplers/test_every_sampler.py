@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.samplers.kinds import CHANGED, KINDS, LAW, decode
 from tests.samplers.settings import settings_of
-from visual_spec.models.core.calls import MASKED, SCALES
+from visual_spec.models.core.calls import CONTINUOUS, MASKED, SCALES
 from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
 
 EVERY = pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
@@ -28,13 +28,20 @@ def changed(entry: SamplerEntry) -> Any:
     return sampler_class(entry)(**CHANGED[entry.class_name])
 
 
+def same_tokens(one: Tensor, other: Tensor) -> bool:
+    """Ids have to be equal; vectors of models in float64 as far as products of other widths round alike."""
+    if one.is_floating_point():
+        return one.dtype == torch.float64 and torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+    return torch.equal(one, other)
+
+
 @EVERY
 def test_the_changed_settings_are_all_there_and_changed(entry):
     defaults, settings = defaults_of(sampler_class(entry)), CHANGED[entry.class_name]
     assert set(settings) == set(defaults)
     same = {name for name in settings if settings[name] == defaults[name]}
-    # "k-seq" is not for acceptance "identical", and "exact_width" for no other.
-    assert same <= {"sibling_rule", "exact_width"}
+    # "k-seq" is not for acceptance "identical", "exact_width" for no other; steps and order not for causal models.
+    assert same <= {"sibling_rule", "exact_width", *(("steps", "order") if entry.calls == CONTINUOUS else ())}
 
 
 @EVERY
@@ -75,7 +82,7 @@ def test_a_sample_is_what_it_is_alone(entry, settings):
     together = decode(entry, sampler)
     for sample in range(5):
         alone = decode(entry, sampler, [sample])
-        assert torch.equal(alone.tokens[0], together.tokens[sample])
+        assert same_tokens(alone.tokens[0], together.tokens[sample])
         assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[sample])
         assert alone.trace.target_calls[0] == together.trace.target_calls[sample]
 
@@ -108,7 +115,7 @@ def test_a_sampler_holds_no_tensors_and_no_state(entry):
     assert vars(sampler) == before
     assert not any(isinstance(value, Tensor) for value in vars(sampler).values())
     assert not hasattr(sampler, "state")
-    assert torch.equal(decode(entry, sampler).tokens, first.tokens)
+    assert same_tokens(decode(entry, sampler).tokens, first.tokens)
 
 
 @EVERY
@@ -130,13 +137,16 @@ def test_unknown_parts_are_refused_by_name_before_any_compute(entry, monkeypatch
 @EVERY
 def test_the_trace_says_what_the_sampler_promises(entry):
     sampler = sampler_class(entry)()
-    trace = decode(entry, sampler, law=LAW).trace if entry.calls != MASKED else decode(entry, sampler).trace
+    unfiltered = entry.calls in (MASKED, CONTINUOUS)
+    trace = (decode(entry, sampler) if unfiltered else decode(entry, sampler, law=LAW)).trace
     assert trace.sampler == entry.class_name
     assert (trace.lossless, trace.identical) == (sampler.lossless, sampler.identical)
     assert (entry.needs == "drafter") == sampler.needs_drafter == ("drafter" in sampler.takes)
     plain: Any = next(other for other in SAMPLERS if other.plain and _same_text(other, entry))
     if sampler.identical:
         expected = decode(plain, sampler_class(plain)())
+        if entry.calls == MASKED:  # its plain decoding is one token a call in the same order
+            expected = decode(entry, sampler_class(entry)(num_drafts=0))
         assert torch.equal(decode(entry, sampler).tokens, expected.tokens)
 
 

@@ -11,21 +11,27 @@ from torch import Tensor
 
 from tests.models.columns.test_musicgen import CODES, IDS, MASK, musicgen, rows_of
 from tests.tiny import seeded
-from visual_spec.models.columns.musicgen import (
-    MagnetModel,
-    MusicCondition,
-    MusicgenColumnModel,
-    text_condition,
-)
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.samplers.core import masking
+from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masking import Spans, halton_order, hidden_counts, hidden_shares, least_sure
+from visual_spec.samplers.core.masked_presets import PRESETS
+from visual_spec.samplers.core.masking import (
+    Spans,
+    draw_and_score,
+    halton_order,
+    hidden_counts,
+    hidden_shares,
+    least_sure,
+)
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.masked import PRESETS, MaskedSampler, MaskedTrace
+from visual_spec.samplers.masked import MaskedSampler, MaskedTrace
 from visual_spec.samplers.masked_hybrid import hybrid_decode
 
 FRAMES = 10
@@ -55,6 +61,51 @@ def test_the_schedule_of_magnet(units, steps):
     times = torch.linspace(0, 1, steps, dtype=torch.float64)
     expected = [max(int(math.cos(float(t) * math.pi * 0.5) * units + 1e-9), 1) for t in times]
     assert counts("cosine", "magnet", steps, units) == expected
+
+
+@pytest.mark.parametrize("units, steps", [(256, 32), (576, 32), (256, 16), (16, 12)])
+def test_the_schedule_of_halton(units, steps):
+    """After step i, int(N (1 - 2 arccos((i + 1) / T) / pi)) are kept, and i + 1 at least."""
+    kept = [
+        max(i + 1, int((1 - math.acos((i + 1) / steps) / (math.pi / 2)) * units + 1e-9))
+        for i in range(steps - 1)
+    ]
+    assert counts("arccos", "halton", steps, units) == [units, *(units - count for count in kept)]
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.1, 0.5, 2.0, 50.0])
+def test_the_entropy_bound_keeps_what_diffusers_keeps(bound):
+    """Slots of least entropy first, as its scheduler for discrete diffusion accepts them."""
+    from diffusers.schedulers.scheduling_entropy_bound import EntropyBoundScheduler
+
+    logits = 3 * torch.randn(4, 12, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scheduler = EntropyBoundScheduler(entropy_bound=bound, t_max=1.0, t_min=1.0)
+    accepted: Any = scheduler.step(logits, 0, torch.zeros(4, 12, dtype=torch.long)).accepted_index  # pyright: ignore
+    entropy = masking.entropy_of(logits.log_softmax(-1))
+    stays = masking.beyond_entropy_bound(-entropy, entropy, torch.ones_like(accepted), bound)
+    assert torch.equal(~stays, accepted)
+    hidden = torch.zeros_like(accepted)
+    hidden[:, 3:] = True
+    assert not (masking.beyond_entropy_bound(-entropy, entropy, hidden, bound) & ~hidden).any()
+
+
+def test_under_an_entropy_bound_rows_end_at_their_own_call():
+    class Certain(TabularMaskedModel):
+        def forward(self, state, tokens, stage):
+            logits = super().forward(state, tokens, stage).clone()
+            logits[0, :, 0] += 1e4  # nothing is open in the first sample
+            return logits
+
+    model = Certain(TokenGrid(1, 5), 3)
+    result = MaskedSampler(5, entropy_bound=0.0)(
+        model, None, law=TokenLaw(), batch_size=2, generator=seeded(1, 2)
+    )
+    assert result.trace.target_calls.tolist() == [1, 5]
+    assert result.tokens[0].tolist() == [0] * 5 and (result.tokens < 3).all()
+    assert sorted(result.trace.commit_call[1].tolist()) == [0, 1, 2, 3, 4]
+    assert MaskedSampler(2, entropy_bound=0.0)(
+        model, None, law=TokenLaw(), batch_size=2
+    ).trace.target_calls.tolist() == [1, 2]
 
 
 def test_counts_that_should_be_whole_are():
@@ -135,6 +186,7 @@ def plain_magnet(
     prompt: Tensor,
     rescorer: MusicgenColumnModel | None = None,
     share: float = 0.5,
+    greedy: bool = False,
 ) -> Tensor:
     """MAGNeT's loop over one clip with spans of 3: codes [K, T]. prompt: [K, P]."""
     noise, books, frames = CounterNoise(key, "cpu"), model.num_codebooks, model.grid.width
@@ -162,7 +214,8 @@ def plain_magnet(
             for t in hidden:
                 log_law = nucleus(plain[t], law.top_p).log()[None, None]
                 slot = torch.tensor([[t * books + stage]])
-                codes[stage, t] = noise.categorical(log_law, slot, TOKEN, step)[0, 0]
+                drawn = noise.categorical(log_law, slot, TOKEN, step)[0, 0]
+                codes[stage, t] = logits[t].argmax() if greedy else drawn
             probability = plain.gather(1, codes[stage][:, None])[:, 0]
             if rescorer is not None:
                 other = rescorer.teacher_forced(codes[None], condition)[0, stage].softmax(-1)
@@ -176,13 +229,15 @@ LAW = TokenLaw(guidance_scale=4.0, temperature=2.0, top_p=0.9)
 STEPS = [5, 3, 2, 1]
 
 
+@pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("prompt_frames", [0, 4])
 @pytest.mark.parametrize("rescored", [False, True])
-def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescored):
+def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescored, greedy):
     model = magnet()
     rescorer = MusicgenColumnModel(musicgen(), FRAMES) if rescored else None
     prompt = torch.randint(0, CODES, (3, 4, prompt_frames), generator=torch.Generator().manual_seed(4))
-    sampler = MaskedSampler(STEPS, **MAGNET, rescorer_share=0.6)  # pyright: ignore[reportArgumentType]
+    settings: Any = dict(MAGNET, rescorer_share=0.6, greedy=greedy)
+    sampler = MaskedSampler(STEPS, **settings)
     result = sampler(
         model,
         text(),
@@ -205,8 +260,37 @@ def test_magnet_is_that_of_a_plain_loop_over_single_clips(prompt_frames, rescore
             prompt=prompt[row],
             rescorer=rescorer,
             share=0.6,
+            greedy=greedy,
         )
         assert torch.equal(model.codes(result.tokens)[row], wanted)
+
+
+def test_greedy_clips_are_ranked_at_the_temperature_of_the_step():
+    """At a high temperature tokens rank in another order than at temperature 1."""
+    model, condition = magnet(), text()
+
+    def codes(law: TokenLaw, greedy: bool) -> Tensor:
+        settings: Any = dict(MAGNET, greedy=greedy)
+        return MaskedSampler(STEPS, **settings)(model, condition, law=law, batch_size=3).tokens
+
+    warm = codes(TokenLaw(guidance_scale=4.0, temperature=20.0), True)
+    assert torch.equal(warm, codes(TokenLaw(guidance_scale=4.0, temperature=20.0, top_p=0.5), True))
+    assert not torch.equal(warm, codes(TokenLaw(guidance_scale=4.0, temperature=0.0), False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_greedy_draws_are_scored_by_the_law(dtype):
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(3)).to(dtype)
+    slots = torch.arange(3).expand(1, -1)
+    law = CheckedLaw(TokenLaw(guidance_scale=3.0, temperature=2.5), 3)
+    noise = CounterNoise(torch.tensor([5]), "cpu")
+    drawn, score, _ = draw_and_score(
+        law, noise, logits, slots, slots, 0, score="log_probability", filtered=False, greedy=True
+    )
+    guided = logits[1] + 3 * (logits[0] - logits[1])
+    assert drawn[0].tolist() == guided.argmax(-1).tolist()
+    assert score is not None
+    assert (score[0] - (guided / 2.5).log_softmax(-1).amax(-1)).abs().max() < 1e-5
 
 
 def test_rescoring_ranks_by_both_models():
@@ -278,7 +362,7 @@ def test_the_trace_tells_when_tokens_were_kept():
 
 def test_an_image_model_gives_tokens_without_codebooks():
     model = TabularMaskedModel(TokenGrid(2, 2), 3)
-    for name in ("maskgit", "mage", "amused", "halton"):
+    for name in ("maskgit", "mage", "amused", "halton", "recap", "entropy-bound", "maskgct"):
         preset = PRESETS[name]
         sampler = MaskedSampler(**{**preset.settings, "steps": 3})
         result = sampler(model, None, law=preset.law, batch_size=5)
@@ -389,6 +473,8 @@ def test_hybrid_refuses_a_beginning_that_does_not_fit():
         (dict(least_guidance=0.5), "least_guidance=0.5; pass a finite number of at least 1"),
         (dict(rescorer_share=1.5), "rescorer_share=1.5; pass a finite number of at least 0 and at most 1"),
         (dict(score="halton", choice_temperature=1.0), "choice_temperature=1.0 with score='halton'"),
+        (dict(entropy_bound=-0.1), "entropy_bound=-0.1; pass a finite number of at least 0"),
+        (dict(last_temperature=2.0), "last_temperature=2.0; pass a finite number"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):
@@ -408,6 +494,7 @@ def test_requests_that_cannot_be_served_are_refused():
     refused(MaskedSampler((20, 10)), r"steps=\(20, 10\) are those of 2 codebooks, and the model has 4")
     refused(MaskedSampler(4, span=11), r"span=11, but the model decodes 1 x 1 x 10 slots; pass 1 to 10")
     refused(MaskedSampler(4, span=2), r"span=2.*1 x 2 x 2 slots; pass 1: spans are for sequences", image)
+    refused(MaskedSampler(4, entropy_bound=0.1), "entropy_bound=0.1, but the model has 4 codebooks")
     refused(MaskedSampler(4), "batch_size=0", batch_size=0)
     refused(MaskedSampler(4), "guidance_until=3, but masked decoding", law=TokenLaw(guidance_until=3))
     refused(MaskedSampler(4), "beyond the vocabulary of 16", law=TokenLaw(allowed=(0, 17)))

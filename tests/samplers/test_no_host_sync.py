@@ -9,15 +9,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.models.continuous.tiny import tiny_causal, tiny_mar
 from tests.samplers.drafting import captions, draft_model, eagle_pair
 from tests.samplers.settings import lossy
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny_audio import tiny_decoder
 from tests.tiny_scales import tiny_var, tiny_var_vq
-from visual_spec.models.columns.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
-from visual_spec.models.core.calls import COLUMNS, MASKED, SCALES
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition
+from visual_spec.models.continuous import blocks as continuous_blocks
+from visual_spec.models.continuous import causal as continuous_causal
+from visual_spec.models.continuous import mar as continuous_mar
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, SCALES
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers import mulo
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
@@ -194,14 +200,38 @@ def test_music(monkeypatch, name):
     watch_music(monkeypatch, MUSIC[name])
 
 
-@pytest.mark.parametrize("name", REGISTERED)
+# Samplers of continuous tokens that test drafts: what replaces one is drawn by rejection, until it is found.
+WAITING = {"speculative-continuous", "continuous-jacobi", "head-speculation"}
+
+
+def watch_latents(monkeypatch: Any, sampler: Any) -> None:
+    for module in (continuous_blocks, continuous_causal, continuous_mar):
+        if hasattr(module, "check_labels"):  # it looks at the labels, once
+            monkeypatch.setattr(module, "check_labels", lambda *_: None)
+    stand_in(monkeypatch)
+    for model in (tiny_mar(head_steps=3), tiny_causal(head_steps=3)):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            condition = without_numbers(torch.tensor([1, 0, 2]))
+            watch(monkeypatch, sampler, without_numbers(model), condition, TokenLaw(guidance_scale=2.0))
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTERED if name not in WAITING])
 def test_what_is_registered_as_it_comes(monkeypatch, name):
     entry = REGISTERED[name]
     sampler = sampler_class(entry)()
     if entry.calls == SCALES:
         watch_scales(monkeypatch, sampler)
+    elif name == "speculative-masked":
+        model = MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3)
+        labels = torch.tensor([0, 1, 2])
+        monkeypatch.setattr(MaskedImageTransformer, "check_condition", lambda *_: None)
+        stand_in(monkeypatch)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            watch(monkeypatch, sampler, without_numbers(model), without_numbers(labels), LAW)
     elif entry.calls in (COLUMNS, MASKED):
         watch_music(monkeypatch, sampler)
+    elif entry.calls == CONTINUOUS:
+        watch_latents(monkeypatch, sampler)
     elif name == "multiscale":
         # Before its first call it looks at the laws of the small picture, and makes a table of the codebook.
         monkeypatch.setattr(mulo, "CheckedLaw", partial(CheckedLaw, deferred=True))

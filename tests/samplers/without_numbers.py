@@ -55,6 +55,7 @@ def stand_in(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         HeadTree, "layout", cache(HeadTree.layout.__wrapped__)
     )  # what has no numbers must not stay
-    monkeypatch.setattr(philox, "philox_uniform_triton", lambda out, *_: out)
+    for kind in ("uniform", "normal"):
+        monkeypatch.setattr(philox, f"philox_{kind}_triton", lambda out, *_: out)
     monkeypatch.setattr(Stopwatch, "lap", lambda *_: None)
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import runpy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +22,7 @@ from visual_spec.training.codebook import CodeAverages
 from visual_spec.training.tokenizer import reconstruction_loss, to_signed
 from visual_spec.training.var import (
     VarTraining,
+    accuracy_of_draws,
     deepened,
     guided_laws,
     held_out_losses,
@@ -470,9 +469,8 @@ def test_settings_that_train_nothing_are_refused():
         VarTraining(label_dropout=1.5)
 
 
-def test_drawn_pictures_are_judged_from_seeds_of_their_own():
+def test_drawn_pictures_are_judged_from_seeds_of_their_own(monkeypatch):
     """A class that comes again must not be drawn with the same noise: 480 pictures were 48 once."""
-    judge = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train_var.py"))["accuracy_of_draws"]
     seeds, labels = [], []
 
     def sampler(model, vq_model, part, *, generator, batch_size, law):
@@ -481,9 +479,8 @@ def test_drawn_pictures_are_judged_from_seeds_of_their_own():
         assert len(generator) == len(part) == batch_size
         return SimpleNamespace(canvas=torch.zeros(batch_size, 3, 4, 4))
 
-    judge.__globals__.update(
-        ScaleWiseSampler=lambda: sampler, class_accuracy=lambda pictures, ids: {"seen": (len(pictures), ids)}
-    )
-    found = judge(None, SimpleNamespace(decode_canvas=lambda canvas: canvas), 2.0, 100)
+    monkeypatch.setattr(var, "ScaleWiseSampler", lambda: sampler)
+    monkeypatch.setattr(var, "class_accuracy", lambda pictures, ids: {"seen": (len(pictures), ids)})
+    found = accuracy_of_draws(None, SimpleNamespace(decode_canvas=lambda canvas: canvas), 2.0, 100)
     assert len(set(seeds)) == 100 and labels == [k % 48 for k in range(100)]
     assert found["seen"] == (100, labels)

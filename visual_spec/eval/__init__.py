@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from visual_spec.eval.quality.metrics import frechet_distance as frechet_distance
     from visual_spec.eval.quality.metrics import precision_recall as precision_recall
     from visual_spec.eval.report.pages import ComparisonRow as ComparisonRow
-    from visual_spec.eval.report.pages import acceptance_map as acceptance_map
     from visual_spec.eval.report.pages import contact_sheet as contact_sheet
-    from visual_spec.eval.report.pages import paid_slots as paid_slots
     from visual_spec.eval.report.pages import write_html as write_html
+    from visual_spec.eval.report.pictures import acceptance_map as acceptance_map
+    from visual_spec.eval.report.pictures import paid_slots as paid_slots
 
 # `evaluate` is not offered here: the name is that of the sub-module.
 _HOME = {
     "ComparisonRow": "report.pages",
-    "acceptance_map": "report.pages",
+    "acceptance_map": "report.pictures",
     "contact_sheet": "report.pages",
     "density_coverage": "quality.metrics",
     "frechet_distance": "quality.metrics",
-    "paid_slots": "report.pages",
+    "paid_slots": "report.pictures",
     "precision_recall": "quality.metrics",
     "summarise": "quality.accuracy",
     "wilson_interval": "intervals",

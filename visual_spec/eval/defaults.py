@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.models.core.calls import MASKED
+from visual_spec.models.core.calls import CONTINUOUS, MASKED
 from visual_spec.samplers.registry import SAMPLERS, fitting
 
 if TYPE_CHECKING:
@@ -26,6 +26,12 @@ _COOLER = 0.9  # and with less noise: its temperature as a share of the model's 
 _REFINED = (4, 3, 2, 1)
 _SHARES = (0.05, 0.1, 0.2, 0.5, 1.0)
 _SHARE_OF_TWO = 0.1  # of both caches, where two models draw
+# Of a model of continuous tokens: fewer calls, fewer levels of the head, and levels that fall from call to call (DiSA).
+_FEWER_CALLS = (64, 32, 16)
+_FEWER_LEVELS = (50, 25, 10, 5)
+_FALLING = (50, 5)
+_FINAL_NOISE = 0.05  # where a rule needs noise in the last level, and the model has none
+_TOLERANCES = (0.05, 0.1, 0.2)
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ def settings_of_model(name: str) -> ModelSettings:
         return scale_settings(facts, index, read_config(name, "vq_model")["scales"])
     if MASKED in facts.calls:
         return _masked_settings(facts)
+    if CONTINUOUS in facts.calls:
+        return latent_settings(facts, index, read_config(name, "transformer"))
     return settings_for(facts, index)
 
 
@@ -161,6 +169,76 @@ def _masked_settings(facts: PipelineFacts) -> ModelSettings:
     half = [max(1, count // 2) for count in steps] if isinstance(steps, list) else max(1, steps // 2)
     fewer = write_sampler(name, {**settings, "steps": half})
     return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), (fewer,))
+
+
+def latent_settings(
+    facts: PipelineFacts, index: Mapping[str, Any], config: Mapping[str, Any]
+) -> ModelSettings:
+    """The settings of a model of continuous tokens: its rivals at lower cost, and every rule of speculation.
+
+    Rules that compare densities may need noise that the model's chain does not have, or none. Then plain decoding with
+    that noise is measured too, because it is their law.
+
+    Args:
+        facts: of the pipeline.
+        index: its configuration.
+        config: of its transformer.
+    """
+    from visual_spec.models.core.latents import ChainSettings
+    from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
+
+    name, own = parse_sampler(facts.plain_sampler)
+    usual = ChainSettings()
+
+    def value(setting: str) -> Any:
+        found = own.get(setting)
+        return config.get(setting, getattr(usual, setting)) if found is None else found
+
+    levels, eta, final_noise = (value(setting) for setting in ("head_steps", "eta", "final_noise"))
+    # A causal model says in which order; it draws one token a call.
+    causal = "order" in config
+    calls = config["grid_size"] ** 2 if own.get("steps") is None else own["steps"]
+    falling = {"head_steps": min(_FALLING[0], levels), "last_head_steps": min(_FALLING[1], levels)}
+    fewer = [] if causal else [{"steps": count} for count in _FEWER_CALLS if count < calls]
+    rivals: list[dict[str, Any]] = [
+        *fewer,
+        *({"head_steps": count} for count in _FEWER_LEVELS if count < levels),
+        *({**one, **falling} for one in ({}, *fewer)),
+    ]
+
+    # What each kind of rule asks of the chain, as far as the model's own does not have it.
+    deterministic = eta == 0 or (eta is None and config.get("head_kind") == "flow")
+    steps = {"eta": 1} if deterministic else {}
+    last = {} if final_noise else {"final_noise": _FINAL_NOISE}
+    still = {} if deterministic and not final_noise else {"eta": 0, "final_noise": 0}
+    laws = [one for one in (steps, last, {**steps, **last}, still) if one]
+    # Speculation draws one token a call, as far as nothing is accepted.
+    chain = {
+        key: part
+        for key, part in own.items()
+        if key in ("order", "guidance", "head_steps", "eta", "final_noise")
+    }
+    found = [write_sampler(name, {**own, **one}) for one in [*rivals, *laws]]
+    found.append(write_sampler("head-speculation", {**own, **steps}))
+    found.append(write_sampler("continuous-jacobi", {"rule": "chain", **chain, **last}))
+    found += [
+        write_sampler("continuous-jacobi", {"rule": "aligned", "tolerance": one, **chain})
+        for one in _TOLERANCES
+    ]
+    if _holds(index, "drafter"):
+        needs = {
+            "chain": last, "path": {**steps, **last}, "ode": still, "aligned": {}, "cspd": {**steps, **last},
+            "cspd-release": steps,
+        }  # fmt: skip
+        for rule, more in needs.items():
+            for tolerance in [{"tolerance": one} for one in _TOLERANCES] if rule == "aligned" else [{}]:
+                if rule != "cspd-release" or not causal:
+                    settings = {"rule": rule, **tolerance, **chain, **more}
+                    found.append(write_sampler("speculative-continuous", settings))
+    cooler = f"temperature={_COOLER * facts.default_settings.get('temperature', 1.0):g}"
+    plain = facts.plain_sampler
+    controls = (with_setting(plain, cooler), with_setting(plain, _OTHER_SEEDS))
+    return ModelSettings(facts, plain, controls, tuple(dict.fromkeys(found)))
 
 
 def is_masked(text: str) -> bool:

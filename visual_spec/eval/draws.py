@@ -27,7 +27,8 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
         commits one or more of, the tokens of a picture or the columns of a clip; calls [N]; moved_mass [N] and
         divergence, nan for a sampler that measures none; promises, whether its tokens are those of plain decoding
         without a condition; seconds and processor_seconds of the batch; prompts, as JSON.
-        On a GPU peak_memory; of a next-scale pipeline also cache_held, cache_peak and lossless.
+        Of continuous tokens head_calls [N]; on a GPU peak_memory; of a next-scale pipeline also cache_held,
+        cache_peak and lossless.
     """
     with setting.on(pipe):
         busy = time.process_time()
@@ -47,6 +48,8 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
     busy *= trace.seconds / (trace.seconds + trace.phase_seconds.get(MEASURE, 0.0))
     if trace.peak_memory is not None:
         more["peak_memory"] = np.array(trace.peak_memory)
+    if getattr(trace, "head_calls", None) is not None:
+        more["head_calls"] = trace.head_calls.cpu().numpy()
     nothing = np.full(len(prompts), np.nan)
     return {
         "length": np.array(trace.commit_call.shape[1]),

@@ -36,6 +36,13 @@ def load(
     return pipe if masked is None else MusicPair(pipe, load(masked, device, dtype, threads))
 
 
+def own_device(asked: str | None) -> str | None:
+    """The device that was asked for; under torchrun, the GPU of this process."""
+    if asked is not None or "LOCAL_RANK" not in os.environ:
+        return asked
+    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+
+
 def choose_device(name: str | None) -> torch.device:
     """The device of a name; without one a GPU if there is one, else the CPU.
 

@@ -66,6 +66,8 @@ def pictures_of(pipe: Any, stored: np.ndarray) -> np.ndarray:
 def encode_pictures(pipe: Any, pictures: np.ndarray) -> Tensor:
     """Token ids [N, L], or canvases [N, D, h, w], of pictures uint8 [N, H, W, 3]."""
     signed = torch.from_numpy(pictures).permute(0, 3, 1, 2)  # [N, 3, H, W]
+    if pipe.medium == "image" and hasattr(pipe, "encode_canvas"):
+        return pipe.encode_canvas(signed / 127.5 - 1)
     ids = pipe.vq_model.encode_tokens(signed.to(pipe.device, pipe.vq_model.dtype) / 127.5 - 1)
     return pipe.decode_tokens(ids, "latent") if pipe.stored_as == "canvas" else ids
 

@@ -46,6 +46,11 @@ class MusicPair:
         return getattr(self.columns, name)
 
     @property
+    def fast_sampler(self) -> str:
+        """That of the masked model, as it was saved."""
+        return self.masked.plain_sampler
+
+    @property
     def components(self) -> dict[str, Any]:
         """Those of both."""
         more = {f"masked_{name}": part for name, part in self.masked.components.items()}
@@ -64,6 +69,11 @@ class MusicPair:
     def player(self) -> Any:
         """The pipeline that plays by the sampler."""
         return self.masked if isinstance(self.sampler, MaskedSampler) else self.columns
+
+    def set_progress_bar_config(self, **settings: Any) -> None:
+        """As `DiffusionPipeline.set_progress_bar_config`, of both."""
+        for pipe in (self.columns, self.masked):
+            pipe.set_progress_bar_config(**settings)
 
     def check_sampler(self) -> None:
         """As `AudioPipeline.check_sampler`."""

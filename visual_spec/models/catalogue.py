@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER_TREE_ORDER, SCALES
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, RASTER_TREE_ORDER, SCALES
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,7 @@ EXTRAS = {
 PIPELINES = {
     "ImagePipeline": RASTER_TREE_ORDER,
     "ClassImagePipeline": RASTER_TREE_ORDER,
+    "LatentImagePipeline": (CONTINUOUS,),
     "ScaleImagePipeline": (SCALES,),
     "AudioPipeline": (COLUMNS, MASKED),
     "InfinityPipeline": (SCALES,),

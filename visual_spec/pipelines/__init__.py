@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.infinity import InfinityPipeline
+    from visual_spec.pipelines.latent_image import LatentImagePipeline
     from visual_spec.pipelines.loading import load_pipeline
+    from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
+    from visual_spec.pipelines.masked_image import MaskedImagePipeline
     from visual_spec.pipelines.output import AudioPipelineOutput, ImagePipelineOutput
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
@@ -35,6 +38,9 @@ __all__ = [
     "ImagePipeline",
     "ImagePipelineOutput",
     "InfinityPipeline",
+    "LatentImagePipeline",
+    "MaskedClassImagePipeline",
+    "MaskedImagePipeline",
     "ScaleImagePipeline",
     "VisualPipeline",
     "load_pipeline",

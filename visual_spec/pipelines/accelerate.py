@@ -15,17 +15,18 @@ _PLAIN = "_visual_spec_plain_sampler"
 
 
 def accelerate(pipe: Any, sampler: Any = None) -> Any:
-    """Make a pipeline decode with another sampler; by default the one that returns the same tokens in fewer calls.
+    """Make a pipeline decode with another sampler; by default the fastest one that returns the same tokens.
 
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
     refused changes nothing.
 
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, or a
-            MusicGen of transformers: see `visual_spec.pipelines.transformers_models` and `transformers_music` for what
-            those get.
+            MusicGen, VibeVoice or PocketTTS of transformers: see `visual_spec.pipelines.transformers_models`,
+            `transformers_music` and `transformers_speech` for what those get.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
-            "speculative-jacobi" or, of music, "column-jacobi"; a pipeline that has a sampler of this class keeps it.
+            "speculative-jacobi" or, of music, "columns", plain decoding: no sampler of the same codes has been faster
+            there. A pipeline that has a sampler of this class keeps it. Speech takes none.
 
     Returns:
         The same pipeline.
@@ -78,8 +79,10 @@ def _adapter(thing: Any) -> Any:
     """The module that accelerates a model of transformers, or what holds one; None for a pipeline of ours."""
     if isinstance(thing, VisualPipeline):
         return None
-    from visual_spec.pipelines import transformers_models, transformers_music
+    from visual_spec.pipelines import transformers_models, transformers_music, transformers_speech
 
+    if transformers_speech.is_speech_model(thing):
+        return transformers_speech
     return transformers_music if transformers_music.is_music_model(thing) else transformers_models
 
 

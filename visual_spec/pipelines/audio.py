@@ -2,56 +2,44 @@
 
 import math
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
-from einops import repeat
 from torch import Tensor
 from transformers import (
     EncodecModel,
     MusicgenForCausalLM,
-    MusicgenForConditionalGeneration,
-    PreTrainedTokenizerBase,
-    T5EncoderModel,
 )
 
-from visual_spec.models.columns.encodec import check_codec, encode_waves
-from visual_spec.models.columns.musicgen import (
-    MagnetModel,
-    MusicgenColumnModel,
-    MusicgenModules,
-    text_condition,
-)
-from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.calls import COLUMNS, MASKED
+from visual_spec.models.columns.encodec import encode_waves
+from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, text_condition
 from visual_spec.models.core.offload import at_hand
-from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio_files import prepare_clip
+from visual_spec.pipelines.audio_parts import AudioParts
 from visual_spec.pipelines.audio_stream import WaveStream, decode_windows, plan_windows
-from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.inputs import check_generator, check_prompts, check_words
+from visual_spec.pipelines.inputs import check_generator, check_words
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
+from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
+from visual_spec.pipelines.texts import Texts, tokenized, warn_unknown
 from visual_spec.samplers.core.checks import check_count
-from visual_spec.samplers.core.law import TokenLaw
 
 OUTPUT_TYPES = ("np", "pt", "latent")
 
 AudioListener = Callable[[Any, int, Tensor], Any]
 
 
-class AudioPipeline(VisualPipeline):
+class AudioPipeline(AudioParts):
     """Plays music from prompts.
 
     Args:
         transformer: a `MusicgenForCausalLM` that reads the text encoder's features as they are, or a whole
-            `MusicgenForConditionalGeneration`, which brings its own text encoder, projection and codec.
+            `MusicgenForConditionalGeneration` or `MusicgenMelodyForConditionalGeneration`, which brings its own text
+            encoder, projection and codec. None here, or for the sampler: the pipeline only encodes prompts
+            (`encode_prompt`).
         codec: an `EncodecModel`. None: that of a whole MusicGen.
         text_encoder: `CaptionEncoder`, or an encoder of transformers beside its `tokenizer`. None: that of a whole
             MusicGen; if there is none either, pass `prompt_embeds`.
@@ -77,58 +65,6 @@ class AudioPipeline(VisualPipeline):
         >>> pipe("a slow sad organ melody in A minor").save("tune.wav")
     """
 
-    model_cpu_offload_seq = "text_encoder->drafter->transformer"
-    # A clip that is streamed is heard while it is decoded.
-    _exclude_from_cpu_offload = ["codec"]
-    _optional_components = ["codec", "text_encoder", "tokenizer", "drafter"]
-    _callback_tensor_inputs = ["lengths"]
-    _fitting_drafter = "a ColumnEagleDrafter trained for this model (scripts/train_column_drafter.py)"
-
-    transformer: Any
-    codec: Any
-    text_encoder: Any
-    tokenizer: Any
-
-    def __init__(
-        self,
-        transformer: MusicgenForCausalLM | MusicgenForConditionalGeneration,
-        codec: EncodecModel | None,
-        text_encoder: CaptionEncoder | T5EncoderModel | None,
-        sampler: SchedulerMixin,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        default_guidance_scale: float = 3.0,
-        default_top_k: int = 0,
-        max_audio_length_in_s: float = 30.0,
-        pattern: str = "delay",
-        padding: str = "masked",
-        default_temperature: float = 1.0,
-        default_top_p: float = 1.0,
-        masked: bool = False,
-        reach: int | None = 5,
-        drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
-    ):
-        super().__init__()
-        self.register_modules(
-            transformer=transformer,
-            codec=codec,
-            text_encoder=text_encoder,
-            sampler=sampler,
-            tokenizer=tokenizer,
-            drafter=drafter,
-        )
-        self.register_to_config(
-            default_guidance_scale=default_guidance_scale,
-            default_top_k=default_top_k,
-            max_audio_length_in_s=max_audio_length_in_s,
-            pattern=pattern,
-            padding=padding,
-            default_temperature=default_temperature,
-            default_top_p=default_top_p,
-            masked=masked,
-            reach=reach,
-        )
-        self._check_parts()
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
         """As `VisualPipeline.from_pretrained`. Without a dtype: float32, whatever the files hold."""
@@ -143,9 +79,10 @@ class AudioPipeline(VisualPipeline):
         """A pipeline around a MusicGen of transformers, with the published guidance 3 and top-k 250.
 
         Args:
-            model: a `MusicgenForConditionalGeneration`, mono or stereo; it is not changed.
+            model: a `MusicgenForConditionalGeneration` or `MusicgenMelodyForConditionalGeneration`, mono or stereo; it
+                is not changed.
             tokenizer: of its text encoder, or the processor that holds it.
-            sampler: default `ColumnJacobiSampler()`: the codes of plain sampling, in fewer calls.
+            sampler: default `ColumnAutoregressiveSampler()`, plain decoding.
             settings: of the class, in place of the published ones.
 
         Raises:
@@ -153,8 +90,47 @@ class AudioPipeline(VisualPipeline):
         """
         published = {"default_top_k": 250, "max_audio_length_in_s": 30.0}
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        chosen = sampler or make_sampler("column-jacobi")
+        chosen = sampler or make_sampler("columns")
         return cls(model, None, None, chosen, tokenizer, **published | settings)
+
+    @classmethod
+    def from_audiocraft(
+        cls,
+        source: str | os.PathLike,
+        text_encoder: Any,
+        tokenizer: Any,
+        *,
+        codec: EncodecModel | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        sampler: SchedulerMixin | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A pipeline around an official MusicGen or AudioGen checkpoint of audiocraft, mono or stereo.
+
+        It has the published law, and the treatment of padding of audiocraft.
+
+        Args:
+            source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
+            text_encoder, tokenizer: the T5 that the checkpoint names (`t5-base` for music), as transformers loads it.
+            codec: in place of the folder's.
+            dtype: of the decoder, as in `from_magnet`.
+            sampler, settings: as in `from_musicgen`.
+
+        Raises:
+            FileNotFoundError, OSError, ValueError: as `visual_spec.models.columns.musicgen_checkpoint.load_musicgen`.
+        """
+        from visual_spec.models.columns.musicgen_checkpoint import load_musicgen
+
+        loaded = load_musicgen(source, text_encoder, codec=codec, dtype=dtype)
+        own = loaded.settings
+        published: dict[str, Any] = dict(
+            default_guidance_scale=own.guidance_scale,
+            default_temperature=own.temperature,
+            default_top_k=own.top_k,
+            max_audio_length_in_s=own.duration,
+            padding="zeros",
+        )
+        return cls.from_musicgen(loaded.model, tokenizer, sampler, **published | settings)
 
     @classmethod
     def from_magnet(
@@ -164,48 +140,29 @@ class AudioPipeline(VisualPipeline):
         tokenizer: Any,
         *,
         codec: EncodecModel | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = torch.float32,
         **settings: Any,
     ) -> Self:
         """A pipeline around an official MAGNeT checkpoint, with the steps, span and law it was published with.
 
         It cannot be saved: what projects the text has no place in a folder of transformers. Keep the official files.
+        Audiocraft's `use_sampling=False` is the setting `greedy` of `MaskedSampler`.
 
         Args:
             source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
             text_encoder, tokenizer: the T5 that the checkpoint names (`t5-base` for music), as transformers loads it.
             codec: in place of the folder's.
-            dtype: of the transformer; None keeps that of the file.
+            dtype: of the transformer, which is loaded onto the CPU, where audiocraft computes in float32. Pass
+                torch.float16 for a GPU; None keeps that of the file, float16 of official ones.
             settings: of the class, in place of the published ones.
 
         Raises:
-            FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_magnet_codec`.
+            FileNotFoundError, OSError, ValueError: as `load_magnet` and `load_audiocraft_codec`.
         """
-        from visual_spec.models.masked.magnet_checkpoint import load_magnet, load_magnet_codec
+        from visual_spec.pipelines.magnet import official_magnet
 
-        loaded = load_magnet(source, dtype=dtype)
-        own = loaded.settings
-        sampler = make_sampler(
-            "masked",
-            steps=own.steps,
-            clock="magnet",
-            span=own.span,
-            temperature="falling",
-            guidance="falling",
-            least_guidance=own.least_guidance,
-        )
-        published: dict[str, Any] = dict(
-            default_guidance_scale=own.guidance_scale,
-            default_temperature=own.temperature,
-            default_top_k=own.top_k,
-            default_top_p=own.top_p,
-            max_audio_length_in_s=own.duration,
-            padding="zeros",
-            masked=True,
-            reach=own.reach,
-        )
-        codec = load_magnet_codec(source) if codec is None else codec
-        return cls(loaded.model, codec, text_encoder, sampler, tokenizer, **published | settings)
+        model, codec, sampler, published = official_magnet(source, codec=codec, dtype=dtype)
+        return cls(model, codec, text_encoder, sampler, tokenizer, **published | settings)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As `DiffusionPipeline.save_pretrained`.
@@ -220,94 +177,6 @@ class AudioPipeline(VisualPipeline):
             )
         super().save_pretrained(save_directory, *args, **kwargs)
 
-    # -- what the parts are --------------------------------------------------------------------------------------------
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler."""
-        masked = bool(settings.get("masked"))
-        return PipelineFacts(
-            medium="audio",
-            unit="columns",
-            calls=(MASKED,) if masked else (COLUMNS,),
-            plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
-            fast_sampler="masked" if masked else "column-jacobi",
-            default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
-            comparable=not masked,
-        )
-
-    @property
-    def _fills_in(self) -> bool:
-        """Whether the model fills in hidden codes, rather than going on."""
-        return MASKED in self.calls
-
-    def _check_parts(self) -> None:
-        modules = MusicgenModules(self._model, self.config["padding"])
-        pattern = self.config["pattern"]
-        CodebookPattern.named(pattern, modules.num_codebooks)  # refuses unknown ones
-        if self._codec is None:
-            raise ValueError("codec is None; pass the EncodecModel that the transformer was trained on.")
-        check_codec(self._codec)
-        books = len(self._codec.quantizer.layers) * self.channels
-        size = self._codec.config.codebook_size
-        if (modules.num_codebooks, modules.vocab_size) != (books, size):
-            raise ValueError(
-                f"the transformer predicts {modules.num_codebooks} codebooks of {modules.vocab_size} codes, but the "
-                f"codec has {books} of {size}; load both from the same model."
-            )
-        if not self.max_frames >= 1:
-            raise ValueError(
-                f"max_audio_length_in_s={self.config['max_audio_length_in_s']}; pass the length that the model was "
-                f"trained on, at least one frame of {1 / self.frame_rate:g} s."
-            )
-
-    @property
-    def _model(self) -> Any:
-        return getattr(
-            self.transformer, "_orig_mod", self.transformer
-        )  # the decoder's parts are run, not `forward`
-
-    @property
-    def _codec(self) -> Any:
-        return getattr(self._model, "audio_encoder", None) if self.codec is None else self.codec
-
-    @property
-    def channels(self) -> int:
-        """1, or 2 of a stereo model."""
-        config = self._model.config
-        return getattr(config, "decoder", config).audio_channels
-
-    @property
-    def sampling_rate(self) -> int:
-        """Samples per second."""
-        return self._codec.config.sampling_rate
-
-    @property
-    def samples_per_frame(self) -> int:
-        """Samples that a frame of codes becomes."""
-        return math.prod(self._codec.config.upsampling_ratios)
-
-    @property
-    def frame_rate(self) -> float:
-        """Frames of codes per second."""
-        return self.sampling_rate / self.samples_per_frame
-
-    @property
-    def max_frames(self) -> int:
-        """Frames of the longest clip that is played in one go."""
-        return round(self.config["max_audio_length_in_s"] * self.frame_rate)
-
-    def make_law(self, guidance_until: int | None = None, **settings: float | None) -> TokenLaw:
-        """The law of a code.
-
-        Args:
-            settings: guidance_scale, temperature, top_k, top_p; None is the default of this model.
-
-        Raises:
-            ValueError: a value out of its range.
-        """
-        return TokenLaw(guidance_until=guidance_until, **self._chosen(**settings))
-
     # -- input ---------------------------------------------------------------------------------------------------------
 
     def check_inputs(
@@ -321,12 +190,13 @@ class AudioPipeline(VisualPipeline):
         sampling_rate: int | None = None,
         num_waveforms_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        prompt_embeds: Tensor | None = None,
-        prompt_attention_mask: Tensor | None = None,
+        melody_features: Tensor | None = None,
         output_type: str = "np",
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **texts: Any,
     ) -> Tensor | None:
-        """Refuse what cannot be played, before any computation. Arguments as in `__call__`.
+        """Refuse what cannot be played, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
 
         Returns:
             The clip to go on from as [B or 1, C, N] at the codec's rate, or None.
@@ -335,26 +205,22 @@ class AudioPipeline(VisualPipeline):
             ValueError, TypeError: names what was given, what is allowed, and what to do.
             ImportError: a clip at another rate, and torchaudio is missing.
         """
+        self.check_complete("transformer", "sampler")
         self.check_sampler()
         each = num_waveforms_per_prompt
         check_count("num_waveforms_per_prompt", each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        unknown = [
-            n for n in callback_on_step_end_tensor_inputs or () if n not in self._callback_tensor_inputs
-        ]
-        if unknown:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
-            )
+        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         if not (math.isfinite(stretch_in_s) and stretch_in_s > 0):
             raise ValueError(f"stretch_in_s={stretch_in_s}; pass the seconds that are made audible at once.")
-        prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
-        if prompts:
-            own = getattr(self._model, "text_encoder", None)
-            check_words(own if self.text_encoder is None else self.text_encoder, self.tokenizer, prompts)
-        count = len(prompts) if prompt_embeds is None else len(prompt_embeds)
+        told = Texts(prompt, **texts)
+        own = getattr(self._model, "text_encoder", None)
+        encoder = own if self.text_encoder is None else self.text_encoder
+        check_words(encoder, self.tokenizer, told.prompts + told.negatives)
+        count = told.count
         check_generator(generator, count * each, "clip")
+        self._check_melody(melody_features, count)
         clip = None
         if audio is not None:
             clip = prepare_clip(audio, sampling_rate, rate=self.sampling_rate, channels=self.channels)
@@ -367,6 +233,22 @@ class AudioPipeline(VisualPipeline):
         given = 0 if clip is None else math.ceil(clip.shape[-1] / self.samples_per_frame)
         self.plan(audio_length_in_s, extend_stride_in_s, given)
         return clip
+
+    def _check_melody(self, features: Tensor | None, count: int) -> None:
+        if features is None:
+            return
+        chroma = getattr(self._model.config, "num_chroma", None)
+        if chroma is None:
+            raise ValueError(
+                "melody_features given, but this model follows no tune; load a MusicgenMelodyForConditionalGeneration, "
+                "or leave them out."
+            )
+        shape = tuple(features.shape)
+        if len(shape) != 3 or shape[0] not in (1, count) or not shape[1] or shape[2] != chroma:
+            raise ValueError(
+                f"melody_features of shape {shape} for {count} prompts; pass [1 or {count}, L, {chroma}], the "
+                "input_features of the model's processor."
+            )
 
     def plan(
         self, audio_length_in_s: float | None, extend_stride_in_s: float | None, given_frames: int = 0
@@ -381,47 +263,57 @@ class AudioPipeline(VisualPipeline):
         """
         limit = self.config["max_audio_length_in_s"]
         length = limit if audio_length_in_s is None else audio_length_in_s
-        return plan_windows(length, extend_stride_in_s, given_frames, limit=limit, frame_rate=self.frame_rate)
+        return plan_windows(
+            length,
+            extend_stride_in_s,
+            given_frames,
+            limit=limit,
+            frame_rate=self.frame_rate,
+            span=self.sampler.config["span"] if self._fills_in else 1,
+        )
 
     def encode_prompt(
         self,
         prompt: str | list[str] | None,
         *,
+        negative_prompt: str | list[str] | None = None,
         num_waveforms_per_prompt: int = 1,
         prompt_embeds: Tensor | None = None,
         prompt_attention_mask: Tensor | None = None,
-    ) -> TextCondition:
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        melody_features: Tensor | None = None,
+    ) -> MusicCondition:
         """Features of the prompts, each repeated for its clips.
 
-        Words the text encoder was not trained on are named in a warning, and stand for nothing in the music.
+        Words the text encoder was not trained on are named in a warning, and stand for nothing in the music. So is the
+        end of a prompt that is longer than the encoder reads.
 
         Returns:
-            TextCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device.
+            MusicCondition with features [prompts * num_waveforms_per_prompt, T, C] on the pipeline's device, and the
+            chroma of the tunes, if given; `negative` of it, of as many rows, where there is a negative prompt.
         """
-        if prompt_embeds is None:
-            condition = self._features([prompt] if isinstance(prompt, str) else list(prompt or ()))
-        else:
-            mask = prompt_attention_mask
-            condition = TextCondition(
-                prompt_embeds, torch.ones(prompt_embeds.shape[:2]) if mask is None else mask
-            )
-        device = self._execution_device
-        return TextCondition(
-            features=condition.features.to(device).repeat_interleave(num_waveforms_per_prompt, 0),
-            mask=condition.mask.to(device, torch.bool).repeat_interleave(num_waveforms_per_prompt, 0),
+        texts = Texts(
+            prompt,
+            prompt_embeds,
+            prompt_attention_mask,
+            negative_prompt,
+            negative_prompt_embeds,
+            negative_prompt_attention_mask,
         )
+        device = self._execution_device
+        told = texts.condition(self._features, num_waveforms_per_prompt, device)
+        melody = None
+        if melody_features is not None:
+            melody = melody_features.to(device).repeat_interleave(len(told.mask) // len(melody_features), 0)
+        return MusicCondition(told.features, told.mask, melody=melody, negative=told.negative)
 
     def _features(self, prompts: list[str]) -> TextCondition:
         encoder = self.text_encoder
         if hasattr(encoder, "word_ids"):
-            unknown = encoder.unknown_words(prompts)
-            if unknown:
-                warnings.warn(
-                    f"the text encoder does not know {', '.join(map(repr, unknown))}; the music will not tell.",
-                    stacklevel=4,
-                )
+            warn_unknown(encoder, prompts, "the music will not tell")
             return encoder(prompts)
-        inputs = self.tokenizer(prompts, padding=True, return_tensors="pt").to(self._execution_device)
+        inputs = tokenized(self.tokenizer, prompts).to(self._execution_device)
         owner = self._model if encoder is None else self
         with at_hand(self._model if encoder is None else encoder):
             return text_condition(owner, inputs["input_ids"], inputs["attention_mask"])
@@ -433,6 +325,7 @@ class AudioPipeline(VisualPipeline):
         self,
         prompt: str | list[str] | None = None,
         *,
+        negative_prompt: str | list[str] | None = None,
         audio_length_in_s: float | None = None,
         extend_stride_in_s: float | None = None,
         audio: Any = None,
@@ -446,42 +339,48 @@ class AudioPipeline(VisualPipeline):
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
         prompt_attention_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        melody_features: Tensor | None = None,
         output_type: str = "np",
         return_dict: bool = True,
         stretch_in_s: float = 0.5,
         callback_on_audio: AudioListener | None = None,
-        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> AudioPipelineOutput:
         """Play.
 
         Args:
             prompt: one prompt or a list.
-            audio_length_in_s: rounded to whole frames; None: the length that the model was trained on.
+            negative_prompt: what guidance leads away from, in place of no text; one for all prompts, or one for each.
+            audio_length_in_s: rounded to whole frames; None: the length that the model was trained on. A masked model
+                whose sampler decodes spans of frames plays whole spans: of 10 s at 50 Hz in spans of 3, 498 frames.
             extend_stride_in_s: for longer clips: the window of the trained length moves by so many seconds, and what
                 is left in it of the music so far is what the model goes on from. The memory of the decoding is that
                 of one window.
             audio, sampling_rate: a clip to go on from, [N], [C, N] or [B, C, N], and its rate in Hz. It counts in
                 `audio_length_in_s`, and what comes out begins with it, as the codec renders it.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
-                the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
-            temperature, top_k, top_p: the law of a code (`visual_spec.samplers.core.law.TokenLaw`). None: the
-                model's own, `default_temperature` and so on.
+                the unconditional rows too, at 1 or below none.
+            temperature, top_k, top_p: the law of a code (`TokenLaw`). None: the model's own, `default_top_k` and so on.
             guidance_until: columns from this one on, of every window, are drawn without guidance.
             num_waveforms_per_prompt: clips of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
-                clip depends on its own generator only, not on the batch it is played in.
+                clip depends on its own generator only.
             prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words),
-                in place of `prompt`, as `encode_prompt` gives them.
-            output_type: "np", "pt", or "latent" for the codes [B, K, T].
-            return_dict: False returns the tuple (audios, sampling_rate, codes, trace).
+                in place of `prompt`, as `encode_prompt` gives them; likewise those of `negative_prompt`.
+            melody_features: of a MusicGen Melody, the chroma of a tune that the clips follow, the `input_features` of
+                transformers' processor: [1 or prompts, L, chroma]. Every window of a longer clip follows the same tune.
+            output_type, return_dict: "np", "pt", or "latent" for the codes [B, K, T]; False returns a tuple.
             stretch_in_s: codes become waves in stretches of so many seconds, streamed or not.
             callback_on_audio: called as (pipe, start, waves) for every stretch, as soon as its columns are committed:
                 `waves`, float32 [B, C, m] on the CPU, begins at sample `start`. All of them are `audios`, bit by bit.
                 A masked model knows no column before it knows its window.
             callback_on_step_end: called as (pipe, step, timestep, kwargs) after every target call: `step` is the
                 index of the call (0: the first prefill), `timestep` the number of columns that the slowest clip has.
-                What it returns is ignored: columns that are committed cannot be changed. Raise to stop.
+                It returns None, or `kwargs` unchanged. After `pipe._interrupt = True` the call ends, with the leading
+                frames that all clips have; a masked model has none of an unfinished window.
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", columns committed [B].
 
         Raises:
@@ -496,7 +395,14 @@ class AudioPipeline(VisualPipeline):
             top_k=top_k,
             top_p=top_p,
         )
-        embeds = dict(prompt_embeds=prompt_embeds, prompt_attention_mask=prompt_attention_mask)
+        texts: dict[str, Any] = dict(
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
         clip = self.check_inputs(
             prompt,
             audio_length_in_s=audio_length_in_s,
@@ -507,10 +413,17 @@ class AudioPipeline(VisualPipeline):
             num_waveforms_per_prompt=num_waveforms_per_prompt,
             generator=generator,
             output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
-            **embeds,  # pyright: ignore[reportArgumentType]
+            melody_features=melody_features,
+            **texts,
         )
-        condition = self.encode_prompt(prompt, num_waveforms_per_prompt=num_waveforms_per_prompt, **embeds)
+        condition = self.encode_prompt(
+            prompt,
+            num_waveforms_per_prompt=num_waveforms_per_prompt,
+            melody_features=melody_features,
+            **texts,
+        )
         given = self._given_codes(clip, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         stream = None
@@ -522,13 +435,10 @@ class AudioPipeline(VisualPipeline):
                 max(1, round(stretch_in_s * self.frame_rate)),
                 None if callback_on_audio is None else lambda *heard: callback_on_audio(self, *heard),
             )
-        asked = self._callback_tensor_inputs
-        if callback_on_step_end_tensor_inputs is not None:
-            asked = callback_on_step_end_tensor_inputs
+        told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
 
-        def listen(step: int, lengths: Tensor) -> None:
-            kwargs = {name: {"lengths": lengths}[name] for name in asked}
-            callback_on_step_end(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
+        def listen(step: int, lengths: Tensor) -> Any:
+            return told(step, lambda: int(lengths.min()), lengths=lengths)
 
         self._guidance_scale = law.guidance_scale
         self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
@@ -547,7 +457,7 @@ class AudioPipeline(VisualPipeline):
                 progress_bar=self.progress_bar,
                 stream=stream,
                 streamed=callback_on_audio is not None and not self._fills_in,
-                listener=None if callback_on_step_end is None else listen,
+                listener=listen,
                 law=law,
                 generator=generator,
                 **self.sampler_parts(),
@@ -570,34 +480,3 @@ class AudioPipeline(VisualPipeline):
         with at_hand(self._model if self.codec is None else self.codec):
             codes = encode_waves(self._codec, clip).to(self._execution_device)
         return codes.repeat_interleave(batch_size // len(codes), 0)
-
-    def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
-        if self._fills_in:
-            settings = {"padding": self.config["padding"], "reach": self.config["reach"]}
-            return MagnetModel(self._model, num_frames, **settings)
-        return self._columns_of(self._model, num_frames, prompt_frames)
-
-    def _window_drafter(self, num_frames: int, prompt_frames: int) -> Any:
-        if isinstance(self.drafter, ColumnEagleDrafter):
-            return self.drafter
-        return self._columns_of(self.drafter, num_frames, prompt_frames)
-
-    def _columns_of(self, model: Any, num_frames: int, prompt_frames: int) -> MusicgenColumnModel:
-        settings: dict[str, Any] = {"padding": self.config["padding"]}
-        if (
-            self.config["pattern"] != "delay"
-        ):  # which is that of the model: of stereo, both channels lag alike
-            books = MusicgenModules(model).num_codebooks
-            settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
-        return MusicgenColumnModel(model, num_frames, prompt_frames=prompt_frames, **settings)
-
-    def sampler_parts(self) -> dict[str, Any]:
-        """What the sampler asks for beside the model: a drafter for each window, the codes of each codebook."""
-        if getattr(self.sampler, "needs_drafter", False):
-            return {"make_drafter": self._window_drafter}
-        if not getattr(self.sampler, "needs_codebook", False):
-            return {}
-        with at_hand(self._codec):
-            books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
-        # Both channels of stereo use the codec's codebooks, and their codes of one level stand side by side.
-        return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}

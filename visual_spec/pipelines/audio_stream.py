@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.columns.encodec import StreamingDecoder
-from visual_spec.models.columns.musicgen import MagnetModel, MusicCondition, MusicgenColumnModel
-from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.pipelines.base import DecodeProgress
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.trace import DecodeTrace
@@ -55,17 +55,32 @@ class WaveStream:
             if waiting.shape[-1] < count:
                 break
             self.decoded += count
-            waves = self.decoder(waiting[..., :count], last=self.decoded == self.total).float().cpu()
+            self._hear(self.decoder(waiting[..., :count], last=self.decoded == self.total))
             waiting = waiting[..., count:]
-            if waves.shape[-1]:
-                self._waves.append(waves)
-                if self.listener is not None:
-                    self.listener(self.heard, waves)
-                self.heard += waves.shape[-1]
         self._waiting = waiting
+
+    def end(self) -> None:
+        """No codes follow: the clip ends with those received."""
+        assert self._waiting is not None
+        self.total = self.received
+        if self.decoded < self.total:
+            self(self._waiting[..., :0])
+        elif self.decoded and not self.decoder.ended:
+            self._hear(self.decoder(self._waiting[..., :0], last=True))
+
+    def _hear(self, waves: Tensor) -> None:
+        if waves.shape[-1]:
+            waves = waves.float().cpu()
+            self._waves.append(waves)
+            if self.listener is not None:
+                self.listener(self.heard, waves)
+            self.heard += waves.shape[-1]
 
     def waves(self) -> Tensor:
         """All that was heard, [B, C, N]."""
+        if not self._waves:
+            assert self._waiting is not None
+            return torch.zeros(len(self._waiting), self.decoder.channels, 0)
         return torch.cat(self._waves, -1)
 
 
@@ -79,9 +94,6 @@ class WatchedModel(MusicgenColumnModel):
     def __init__(self, model: MusicgenColumnModel) -> None:
         vars(self).update(vars(model))
         self.fed = torch.zeros(0)
-        frames = model.pattern.complete_after(model.num_frames)  # [T], in steps
-        # Frames are heard in their order: one waits for all before it.
-        self._complete_after = frames.cummax(0).values - model.first_step
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
         state = super().prefill(condition, batch_size=batch_size, guided=guided, window=window)
@@ -93,17 +105,19 @@ class WatchedModel(MusicgenColumnModel):
         self.fed.scatter_(1, steps[..., None].expand_as(tokens), tokens)
         return super().__call__(state, tokens, steps)
 
-    def frames_known(self, lengths: Tensor) -> int:
-        """Leading frames, those of the prompt included, that are known of every sample; lengths long [B]."""
-        return int((self._complete_after <= int(lengths.min()) - 1).sum())
-
     def codes_fed(self, condition: Any) -> Tensor:
         """Codes [B, K, T]; those of frames that are not known yet mean nothing."""
         return self.codes(self.fed[:, : self.grid.width], condition)
 
 
 def plan_windows(
-    length: float, stride: float | None, given_frames: int = 0, *, limit: float, frame_rate: float
+    length: float,
+    stride: float | None,
+    given_frames: int = 0,
+    *,
+    limit: float,
+    frame_rate: float,
+    span: int = 1,
 ) -> list[tuple[int, int]]:
     """The windows that a clip is decoded in: frames that are kept from before, and frames that are new.
 
@@ -113,18 +127,21 @@ def plan_windows(
         given_frames: of the clip to go on from.
         limit: seconds of a window, the length that the model was trained on.
         frame_rate: frames per second.
+        span: frames that are decoded together. Every window is one of whole spans, and what is left of the length is
+            dropped before the windows are planned: of 500 frames in spans of 3, 498 are decoded, as in audiocraft.
 
     Raises:
         ValueError: a length of zero, or beyond the limit without a stride; a stride out of its range; a clip to go on
             from that fills the length.
     """
-    longest = round(limit * frame_rate)
-    if not (math.isfinite(length) and round(length * frame_rate) >= 1):
+    longest = round(limit * frame_rate) // span * span
+    if not (math.isfinite(length) and round(length * frame_rate) >= span):
+        least = "one frame" if span == 1 else f"one span of {span} frames,"
         raise ValueError(
-            f"audio_length_in_s={length}; pass at least one frame of {1 / frame_rate:g} s, and at most {limit:g} s, or "
-            "more of them with extend_stride_in_s."
+            f"audio_length_in_s={length}; pass at least {least} of {span / frame_rate:g} s, and at most {limit:g} s, "
+            "or more of them with extend_stride_in_s."
         )
-    total = round(length * frame_rate)
+    total = round(length * frame_rate) // span * span
     if given_frames >= total:
         raise ValueError(
             f"audio of {given_frames / frame_rate:g} s leaves nothing to play of audio_length_in_s={length:g}, which "
@@ -151,6 +168,7 @@ def plan_windows(
     while place < total:
         kept = min(place, keep)
         new = min(longest - kept, total - place)
+        kept += -(kept + new) % span
         windows.append((kept, new))
         place += new
     return windows
@@ -159,14 +177,14 @@ def plan_windows(
 def decode_windows(
     sampler: Any,
     make_model: Callable[[int, int], MusicgenColumnModel | MagnetModel],
-    condition: TextCondition,
+    condition: MusicCondition,
     given: Tensor,
     windows: Sequence[tuple[int, int]],
     *,
     progress_bar: Callable[..., Any],
     stream: WaveStream | None,
     streamed: bool,
-    listener: Callable[[int, Tensor], None] | None,
+    listener: Callable[[int, Tensor], Any],
     make_drafter: Callable[[int, int], Any] | None = None,
     **parts: Any,
 ) -> tuple[Tensor, DecodeTrace]:
@@ -179,12 +197,14 @@ def decode_windows(
         windows: (frames kept, frames new) of each.
         progress_bar: makes a tqdm bar of a total.
         stream: gets the codes, behind every window, or if `streamed` as soon as they are committed.
-        listener: called as (call_index, lengths [B]) after every target call, both over all windows.
+        listener: called as (call_index, lengths [B]) after every target call, both over all windows; returns `STOP` to
+            end the decode.
         make_drafter: of a sampler that drafts; takes what `make_model` takes.
         parts: of `sampler.__call__`: law, generator, codebook.
 
     Returns:
-        Codes [B, K, T], those given in front, and one trace of all windows.
+        Codes [B, K, T], those given in front, and one trace of all windows. If the listener ends the decode, T is the
+        number of leading frames that are known of every clip.
     """
     models = {(kept, new): make_model(kept + new, kept) for kept, new in set(windows)}
     batch_size, codes = len(condition.features), given
@@ -194,14 +214,13 @@ def decode_windows(
         stream(given)
     with progress_bar(total=batch_size * total) as bar:
         progress = DecodeProgress(bar, total, listener, unit="columns")
-        silent = bar.disable and listener is None and not streamed
         for window in windows:
             model, kept = models[window], window[0]
             before = codes.shape[-1] - kept  # frames that are out of sight
-            known = MusicCondition(condition.features, condition.mask, codes[..., before:])
+            known = replace(condition, codes=codes[..., before:])
             watched = None
             if isinstance(model, MagnetModel):
-                called: Any = (model, TextCondition(known.features, known.mask))
+                called: Any = (model, condition)
                 extra = {"given": model.given(codes[..., before:])}
             else:
                 watched = WatchedModel(model) if streamed else None
@@ -211,22 +230,39 @@ def decode_windows(
             result = sampler(
                 *called,
                 batch_size=batch_size,
-                callback=None if silent else _advance(progress, traces, stream, watched, known, before),
+                callback=_advance(progress, traces, stream, watched, known, before),
                 **extra,
                 **parts,
             )
-            codes = torch.cat([codes, model.codes(result.tokens, known)[..., kept:]], -1)
+            trace = result.trace
+            decoded = model.codes(result.tokens, known)
+            if trace.stopped:
+                known_steps = int((trace.commit_call >= 0).all(0).long().cumprod(0).sum())
+                decoded = decoded[..., : frames_known(model, known_steps)]
+            codes = torch.cat([codes, decoded[..., kept:]], -1)
             if stream is not None:
                 stream(codes[..., stream.received :])
-            trace = result.trace
             if isinstance(model, MagnetModel):  # whose trace tells of what was kept, too
                 cut: dict[str, Any] = {
                     name: getattr(trace, name)[:, kept:] for name in ("commit_call", "entry_call")
                 }
                 trace = replace(trace, **cut)
             traces.append(trace)
+            if trace.stopped:
+                if stream is not None:
+                    stream.end()
+                break
         progress.finish()
     return codes, joined_traces(traces)
+
+
+def frames_known(model: MusicgenColumnModel | MagnetModel, steps: int) -> int:
+    """Leading frames, those of the prompt included, that are known where the first `steps` steps are."""
+    if isinstance(model, MagnetModel):
+        return steps
+    # Frames are heard in their order: one waits for all before it.
+    complete = model.pattern.complete_after(model.num_frames).cummax(0).values  # [T], in steps
+    return int((complete - model.first_step <= steps).sum())
 
 
 def _advance(
@@ -236,7 +272,7 @@ def _advance(
     watched: WatchedModel | None,
     known: MusicCondition,
     before: int,
-) -> Callable[[int, Tensor], None]:
+) -> Callable[[int, Tensor], Any]:
     """Sampler callback in a window behind `earlier` ones: shows progress, and streams what is committed.
 
     Args:
@@ -246,11 +282,12 @@ def _advance(
     calls = sum(int(trace.target_calls.max()) for trace in earlier)
     columns = sum(trace.commit_call.shape[1] for trace in earlier)
 
-    def advance(call: int, lengths: Tensor) -> None:
-        progress(calls + call, columns + lengths)
+    def advance(call: int, lengths: Tensor) -> Any:
+        answer = progress(calls + call, columns + lengths)
         if stream is not None and watched is not None:
-            heard = before + watched.frames_known(lengths)
+            heard = before + frames_known(watched, int(lengths.min()) - 1)  # the newest step may not be fed
             if heard - stream.received >= stream.stretch:
                 stream(watched.codes_fed(known)[..., stream.received - before : heard - before])
+        return answer
 
     return advance

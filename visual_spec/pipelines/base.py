@@ -5,9 +5,11 @@ one it is for; `tests/pipelines/test_loading.py` reproduces them all, so that a 
 changes one is noticed.
 """
 
+import importlib
 import inspect
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +18,21 @@ from typing import Any, Self, cast
 import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import check_transformers_model
 from visual_spec.models.core.whole_folders import written_whole
+from visual_spec.pipelines.card import COMPANIONS, write_companions
 from visual_spec.pipelines.components import PIPELINES, resolved
-from visual_spec.pipelines.embedded import embedded_folder, embedded_models
+from visual_spec.pipelines.embedded import embedded_folder, embedded_models, part_folder, shared_parts
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
 from visual_spec.samplers import registry
+
+# How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
+_DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
 
 # Only what `save_pretrained` writes: a repository's pickles and scripts are never fetched.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]
@@ -43,7 +50,8 @@ class VisualPipeline(DiffusionPipeline):
     last_trace: Any = None
     _guidance_scale: Any = None  # of the call that runs, or ran last
     _num_timesteps: int = 0
-    _fitting_drafter = "an EagleDrafter trained for this model (scripts/train_drafter.py)"
+    _interrupt: bool = False
+    _fitting_drafter = "an EagleDrafter trained for this model (python -m visual_spec.training.drafter)"
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> Self:
@@ -56,18 +64,35 @@ class VisualPipeline(DiffusionPipeline):
         """
         refuse_no_pipeline(pretrained_model_name_or_path)
         cls._refuse_other_class(pretrained_model_name_or_path)
+        new, old = kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None)
+        if new is not None or old is not None:
+            kwargs[_DTYPE] = old if new is None else new
         name = os.fspath(pretrained_model_name_or_path)
         folder = Path(name) if Path(name).is_dir() else embedded_folder(name)
         if (folder / INDEX).exists():  # else on the Hub
             check_saved_pipeline(folder, cls, given=kwargs, variant=kwargs.get("variant"))
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        shared = [part for part in shared_parts(folder) if part not in kwargs]
+        given = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | given)
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
             of_transformers = isinstance(model, torch.nn.Module) and not isinstance(model, ModelMixin)
-            if of_transformers and part not in kwargs and (folder / part).is_dir():
-                check_transformers_model(folder / part, model, kwargs.get("variant"))
+            where = part_folder(folder, part)
+            if of_transformers and part not in kwargs and where.is_dir():
+                check_transformers_model(where, model, kwargs.get("variant"))
         return cast(Self, loaded)  # or a pair, with output_loading_info
+
+    @classmethod
+    def _load_shared(cls, folder: Path, part: str, **kwargs: Any) -> Any:
+        """A component whose files are in the folder of another pipeline; see `part_folder`."""
+        library, name = cls.load_config(folder)[part]
+        dtype = kwargs.get(_DTYPE)
+        if isinstance(dtype, Mapping):
+            dtype = dtype.get(part, dtype.get("default", torch.float32))
+        kind = getattr(importlib.import_module(library), name)
+        named = "torch_dtype" if issubclass(kind, ModelMixin) else "dtype"
+        return kind.from_pretrained(part_folder(folder, part), **{named: dtype or torch.float32}).eval()
 
     @classmethod
     def _refuse_other_class(cls, name: str | os.PathLike) -> None:
@@ -165,6 +190,14 @@ class VisualPipeline(DiffusionPipeline):
         """Tokens, columns or scales of a sample, in the call that runs, or ran last; 0 before the first one."""
         return self._num_timesteps
 
+    @property
+    def interrupt(self) -> bool:
+        """Whether the call that runs is to end: set `pipe._interrupt = True` in a callback or in another thread.
+
+        It ends after the target call at work, and returns what is there. The next call clears it.
+        """
+        return self._interrupt
+
     # -- loading and moving --------------------------------------------------------------------------------------------
 
     @classmethod
@@ -196,6 +229,13 @@ class VisualPipeline(DiffusionPipeline):
         options = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
         return snapshot_download(name, allow_patterns=_FILES, **options)
 
+    def save_config(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As `ConfigMixin.save_config`; `save_pretrained` calls it. Also writes `pipeline.py` and a model card."""
+        super().save_config(save_directory, push_to_hub, **kwargs)
+        write_companions(self, Path(save_directory))
+
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As `DiffusionPipeline.save_pretrained`. A kill in between leaves no half-written file, and components of two
         saves are never taken for one pipeline (`written_whole`).
@@ -206,6 +246,9 @@ class VisualPipeline(DiffusionPipeline):
         if kwargs.get("push_to_hub"):
             return super().save_pretrained(save_directory, *args, **kwargs)
         with written_whole(save_directory, INDEX) as folder:
+            for name in COMPANIONS:  # somebody's own stay as they are
+                if (Path(save_directory) / name).is_file():
+                    shutil.copy2(Path(save_directory) / name, folder / name)
             super().save_pretrained(folder, *args, **kwargs)
 
     def register_modules(self, **kwargs: Any) -> None:
@@ -361,7 +404,8 @@ class DecodeProgress:
     """Sampler callback: moves a progress bar by committed tokens, and passes each target call on to a listener.
 
     On CUDA the lengths are copied while the next call runs and shown one call late, so that watching costs no
-    synchronisation. A listener is called at once, and synchronises only if it looks at the tensor.
+    synchronisation. A listener is called at once, and synchronises only if it looks at the tensor; what it returns is
+    passed on to the sampler.
 
     Args:
         bar: a tqdm bar over `batch_size * num_tokens` tokens.
@@ -374,7 +418,7 @@ class DecodeProgress:
         self,
         bar: Any,
         num_tokens: int,
-        listener: Callable[[int, torch.Tensor], None] | None = None,
+        listener: Callable[[int, torch.Tensor], Any] | None = None,
         *,
         unit: str = "tokens",
     ):
@@ -385,7 +429,7 @@ class DecodeProgress:
         self.unit = unit
         self._pending: tuple[int, torch.Tensor, Any] | None = None
 
-    def __call__(self, call_index: int, lengths: torch.Tensor) -> None:
+    def __call__(self, call_index: int, lengths: torch.Tensor) -> Any:
         if not self.bar.disable:
             if lengths.is_cuda:
                 self.finish()
@@ -395,8 +439,7 @@ class DecodeProgress:
                 self._pending = (call_index, host, copied)
             else:
                 self._show(call_index, lengths)
-        if self.listener is not None:
-            self.listener(call_index, lengths)
+        return None if self.listener is None else self.listener(call_index, lengths)
 
     def finish(self) -> None:
         """Show the copy that is still on its way, if any."""

@@ -1,7 +1,6 @@
 """Class to image by next-token models: label -> tokens -> picture."""
 
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
@@ -15,6 +14,7 @@ from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
 
 
@@ -113,6 +113,7 @@ class ClassImagePipeline(TokenImagePipeline):
         num_images_per_label: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> None:
         """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
@@ -126,6 +127,7 @@ class ClassImagePipeline(TokenImagePipeline):
             pictures_each=num_images_per_label,
             pictures_each_name="num_images_per_label",
             output_type=output_type,
+            callback=callback_on_step_end,
             callback_tensors=callback_on_step_end_tensor_inputs,
         )
         check_generator(generator, len(self.label_ids(labels)) * num_images_per_label)
@@ -153,7 +155,7 @@ class ClassImagePipeline(TokenImagePipeline):
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
         """Draw.
@@ -180,6 +182,7 @@ class ClassImagePipeline(TokenImagePipeline):
             num_images_per_label=each,
             generator=generator,
             output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
         condition = self.encode_prompt(asked, num_images_per_prompt=each)

@@ -17,11 +17,14 @@ from visual_spec.samplers import registry
 _MODELS = "visual_spec.models"
 COMPONENTS = {  # beside the samplers, which their registry names
     "BitwiseVQModel": f"{_MODELS}.next_scale.infinity_vq",
+    "CausalLatentTransformer": f"{_MODELS}.continuous.causal",
     "CaptionEncoder": f"{_MODELS}.text.caption_encoder",
     "ColumnEagleDrafter": f"{_MODELS}.drafters.column_eagle",
     "EagleDrafter": f"{_MODELS}.drafters.eagle",
     "InfinityTransformer": f"{_MODELS}.next_scale.infinity",
     "LlamaGenTransformer": f"{_MODELS}.next_token.llamagen",
+    "MARTransformer": f"{_MODELS}.continuous.mar",
+    "MaskedImageTransformer": f"{_MODELS}.masked.maskgit",
     "MultiscaleDrafter": f"{_MODELS}.drafters.mulo",
     "MultiscaleVQModel": f"{_MODELS}.next_scale.var_vq",
     "T5Features": f"{_MODELS}.text.t5_features",
@@ -34,6 +37,9 @@ PIPELINES = {
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
+    "LatentImagePipeline": "visual_spec.pipelines.latent_image",
+    "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
+    "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
 }
 
@@ -45,8 +51,13 @@ _BASES = {
 
 
 def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
-    """What model_index.json says, with our classes found by name, whatever module they lived in when it was saved."""
-    return {name: [__name__, value[1]] if _is_ours(value) else value for name, value in index.items()}
+    """What model_index.json says, with our classes found by name, whatever module they lived in when it was saved.
+
+    The class of the pipeline is its name alone; diffusers reads the pair ["pipeline", name].
+    """
+    found = {name: [__name__, value[1]] if _is_ours(value) else value for name, value in index.items()}
+    kind = index.get("_class_name")
+    return found | {"_class_name": kind[-1]} if isinstance(kind, list | tuple) and kind else found
 
 
 def _is_ours(value: Any) -> bool:

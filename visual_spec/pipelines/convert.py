@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
+from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
 from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack_checkpoint
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
 from visual_spec.models.next_scale.infinity_scales import scales_for
@@ -15,16 +17,12 @@ from visual_spec.models.next_scale.var import SCALES, VARTransformer, load_var_c
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
+from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.pipelines.infinity import InfinityPipeline
+from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
-
-_OF_AUDIOCRAFT = (
-    "is of audiocraft (MAGNeT); load its folder by AudioPipeline.from_magnet(folder), and write that pipeline with "
-    "save_pretrained: convert is for pictures."
-)
 
 
 def convert(
@@ -43,13 +41,15 @@ def convert(
     Args:
         files: a LlamaGen transformer, its tokenizer, or both in any order; or a VAR transformer, a smaller one that
             refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of Infinity (of the 8B
-            the folder of its shards), its tokenizer, or both; told apart by their keys.
+            the folder of its shards), its tokenizer, or both; told apart by their keys. Or the folder of a MusicGen of
+            audiocraft, which needs its text encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
-            it can be given at loading, or prompts as embeddings.
+            it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).
         image_size: side of the pictures in pixels; None: what the file or its name says. A transformer by itself is
             taken for one over VQ-16 tokens. Of VAR only its tokenizer, where it stands alone, needs to be told: 256 if
-            it is not. No file of Infinity says it: 1024 if it is not given.
+            it is not. Of Infinity the name of the transformer says it (`size_by_name`); its tokenizer, alone, is made
+            for 1024.
         dtype: of the weights written; None keeps that of each file.
         overwrite: replace what an earlier conversion wrote at `out`.
 
@@ -63,6 +63,12 @@ def convert(
     check_replaceable(out, overwrite)
     found: dict[type, Checkpoint] = {}
     names: dict[str, str] = {}
+    exported = [Path(file) for file in files if (Path(file) / LANGUAGE_MODEL).is_file()]
+    if exported:
+        if len(files) > 1:
+            raise ValueError(f"{exported[0]} is a folder of audiocraft; pass it alone.")
+        model, names = _assemble_musicgen(exported[0], text_encoder, image_size, dtype)
+        return _written(model, out, names)
     sources = [_read(Path(file)) for file in files]
     if any(map(_is_infinity, sources)):
         model, names = _assemble_infinity(sources, text_encoder, image_size, dtype)
@@ -91,12 +97,12 @@ def convert(
 def _read(path: Path) -> Path | Checkpoint:
     """A folder as it is, a file read."""
     if path.is_dir():
-        if (path / "state_dict.bin").is_file():
-            raise ValueError(f"{path} {_OF_AUDIOCRAFT}")
         return path
     content = read_content(path)
     if isinstance(content, Mapping) and "best_state" in content:
-        raise ValueError(f"{path} {_OF_AUDIOCRAFT}")
+        raise ValueError(
+            f"{path} is of audiocraft; pass its folder, with {LANGUAGE_MODEL} (the language model) and {CODEC} in it."
+        )
     return unpack_checkpoint(path, content)
 
 
@@ -109,6 +115,29 @@ def _written(model: Any, out: Path, names: dict[str, str]) -> dict[str, Any]:
         if isinstance(part, torch.nn.Module)
     }
     return {"folder": str(out), "class": type(model).__name__, "files": names, "parameters": counts}
+
+
+def _assemble_musicgen(
+    folder: Path, text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> tuple[Any, dict[str, str]]:
+    """The pipeline of an exported MusicGen, and what the folder is."""
+    kind = kind_of(folder)
+    if kind != "MusicGen":
+        raise ValueError(
+            f"{folder} is a {kind} of audiocraft, whose projection of the text has no place in a saved folder; "
+            "load the official files by AudioPipeline.from_magnet(folder, text_encoder, tokenizer)."
+        )
+    if image_size is not None:
+        raise ValueError(f"image_size={image_size} given for {folder}, which is music; leave it out.")
+    if text_encoder is None:
+        raise ValueError(
+            f"{folder} is a MusicGen of audiocraft, whose files lack its text encoder; name it, too: text_encoder "
+            "(--text-encoder on the command line), the folder or Hub id of the T5 in its settings (t5-base for music)."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(text_encoder)
+    return AudioPipeline.from_audiocraft(folder, text_encoder, tokenizer, dtype=dtype), {
+        str(folder): "MusicGen"
+    }
 
 
 def _is_infinity(source: Path | Checkpoint) -> bool:
@@ -145,17 +174,20 @@ def _assemble_infinity(
             )
     known = {path(source): "Infinity" for source in models}
     known |= {path(source): "Infinity's tokenizer" for source in tokenizers}
-    size = 1024 if image_size is None else image_size
     if models and tokenizers:
         return InfinityPipeline.from_official(
-            models[0], tokenizers[0], text_encoder, size=size, dtype=dtype
+            models[0], tokenizers[0], text_encoder, size=image_size, dtype=dtype
         ), known
     if text_encoder is not None:
         raise ValueError(
             "a text encoder belongs into a pipeline; pass Infinity's transformer and its tokenizer."
         )
-    load: Any = load_infinity_checkpoint if models else load_infinity_vq_checkpoint
-    return load((models or tokenizers)[0], scales=scales_for(size), dtype=dtype), known
+    if tokenizers:
+        # One tokenizer serves all sizes.
+        scales = scales_for(1024 if image_size is None else image_size)
+        return load_infinity_vq_checkpoint(tokenizers[0], scales=scales, dtype=dtype), known
+    scales = scales_for(infinity_size(models[0]) if image_size is None else image_size)
+    return load_infinity_checkpoint(models[0], scales=scales, dtype=dtype), known
 
 
 def _is_var(checkpoint: Checkpoint) -> bool:

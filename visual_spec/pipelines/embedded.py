@@ -6,6 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from visual_spec.pipelines.components import resolved
+
 WEIGHTS_FOLDER = Path(__file__).parent.parent / "models" / "weights"
 
 
@@ -29,6 +31,22 @@ def embedded_folder(name: str) -> Path:
     return WEIGHTS_FOLDER / name
 
 
+def part_folder(folder: Path, part: str) -> Path:
+    """Where the files of a component are: in the pipeline's folder, or in that of the one it is shared with.
+
+    Two embedded pipelines may have a component in common. Its files are in one of their folders, and `shared.json` of
+    the other one says in which: {component: name of the folder}. (Not a link, which a wheel cannot hold.)
+    """
+    owner = shared_parts(folder).get(part)
+    return folder / part if owner is None else folder.parent / owner / part
+
+
+def shared_parts(folder: Path) -> dict[str, str]:
+    """The components of a pipeline whose files are in the folder of another one: {component: name of the folder}."""
+    path = folder / "shared.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
 def describe(folder: Path) -> dict[str, Any]:
     """Facts of a `save_pretrained` folder.
 
@@ -40,36 +58,38 @@ def describe(folder: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: there is no model_index.json in it.
     """
-    index = json.loads((folder / "model_index.json").read_text())
+    index = resolved(json.loads((folder / "model_index.json").read_text()))
     components = {
         name: value[1] for name, value in index.items() if isinstance(value, list) and value[1] is not None
     }
-    weights = {name: sorted((folder / name).glob("*.safetensors")) for name in components}
+    weights = {name: sorted(part_folder(folder, name).glob("*.safetensors")) for name in components}
     return {
         "name": folder.name,
         "pipeline": index["_class_name"],
         "components": components,
         "parameters": {name: sum(map(_count_parameters, paths)) for name, paths in weights.items() if paths},
         "bytes": sum(path.stat().st_size for paths in weights.values() for path in paths),
-        "image_size": _image_size(folder / "vq_model" / "config.json"),
+        "image_size": _image_size(folder),
         "sampling_rate": _sampling_rate(folder),
     }
 
 
-def _image_size(tokenizer_config: Path) -> int | None:
+def _image_size(folder: Path) -> int | None:
     """Side of the pictures of a tokenizer: its setting, or what the scales and levels of a multi-scale one make."""
-    if not tokenizer_config.exists():
-        return None
-    config = json.loads(tokenizer_config.read_text())
-    if "scales" in config:
-        return config["scales"][-1] * 2 ** (len(config["channel_multipliers"]) - 1)
-    return config.get("image_size")
+    for part, setting in (("vq_model", "image_size"), ("vae", "sample_size")):
+        path = part_folder(folder, part) / "config.json"
+        if path.exists():
+            config = json.loads(path.read_text())
+            if "scales" in config:
+                return config["scales"][-1] * 2 ** (len(config["channel_multipliers"]) - 1)
+            return config.get(setting)
+    return None
 
 
 def _sampling_rate(folder: Path) -> int | None:
     """Samples per second of a codec, a component of its own or a part of a whole MusicGen."""
-    for config, inside in ((folder / "codec", None), (folder / "transformer", "audio_encoder")):
-        path = config / "config.json"
+    for part, inside in (("codec", None), ("transformer", "audio_encoder")):
+        path = part_folder(folder, part) / "config.json"
         if path.exists():
             settings = json.loads(path.read_text())
             settings = settings if inside is None else settings.get(inside, {})

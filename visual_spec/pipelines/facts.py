@@ -16,7 +16,8 @@ class PipelineFacts:
         unit: what a call commits, in the plural, as printed: "tokens", "columns" or "scales".
         calls: the kinds of calls that its model answers (`visual_spec.models.core.calls`).
         plain_sampler: its plain decoding, as on the command line.
-        fast_sampler: what `visual_spec.accelerate` sets when no sampler is named.
+        fast_sampler: what `visual_spec.accelerate` sets when no sampler is named; the plain one where no other has been
+            faster by the clock.
         default_settings: the law's settings where none are given.
         comparable: whether an accelerated decoding is compared with the plain one. Masked models and Infinity have one
             way to decode.

@@ -1,8 +1,6 @@
 """Text to image by next-token models: caption -> features -> tokens -> picture."""
 
 import os
-import warnings
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -15,9 +13,11 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCond
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
-from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
+from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.texts import Texts, warn_unknown
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
 
 
@@ -117,12 +117,12 @@ class ImagePipeline(TokenImagePipeline):
         width: int | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        prompt_embeds: torch.Tensor | None = None,
-        prompt_attention_mask: torch.Tensor | None = None,
         output_type: str = "pil",
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **texts: Any,
     ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
+        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
 
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
@@ -133,55 +133,55 @@ class ImagePipeline(TokenImagePipeline):
             pictures_each=num_images_per_prompt,
             pictures_each_name="num_images_per_prompt",
             output_type=output_type,
+            callback=callback_on_step_end,
             callback_tensors=callback_on_step_end_tensor_inputs,
         )
-        prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
-        if prompts:
-            check_own_words(self.text_encoder, prompts)
-        count = len(prompts) if prompt_embeds is None else len(prompt_embeds)
-        check_generator(generator, count * num_images_per_prompt)
+        told = Texts(prompt, **texts)
+        check_own_words(self.text_encoder, told.prompts + told.negatives)
+        check_generator(generator, told.count * num_images_per_prompt)
 
     def encode_prompt(
         self,
         prompt: str | list[str] | None,
         *,
+        negative_prompt: str | list[str] | None = None,
         num_images_per_prompt: int = 1,
         prompt_embeds: torch.Tensor | None = None,
         prompt_attention_mask: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
     ) -> TextCondition:
         """Features of the prompts, each repeated for its pictures.
 
-        Words the text encoder was not trained on are named in a warning, and stand for nothing in the picture.
+        Words the text encoder was not trained on are named in a warning, and stand for nothing in the picture. So is
+        the end of a prompt that is longer than the encoder reads.
 
         Returns:
-            TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device.
+            TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device; `negative` of
+            it, of as many rows, where there is a negative prompt.
         """
         reader = self.text_encoder if self.transformer is None else self.transformer
-        device, dtype = self._execution_device, reader.dtype
-        if prompt_embeds is None:
-            prompts = [prompt] if isinstance(prompt, str) else list(prompt or ())
-            unknown = self.text_encoder.unknown_words(prompts)
-            if unknown:
-                warnings.warn(
-                    f"the text encoder does not know {', '.join(map(repr, unknown))}; the picture will not show it.",
-                    stacklevel=3,
-                )
-            condition = self.text_encoder(prompts)
-            features, mask = condition.features, condition.mask
-        else:
-            features, mask = prompt_embeds, prompt_attention_mask
-            if mask is None:
-                mask = torch.ones(features.shape[:2], dtype=torch.bool)
-        return TextCondition(
-            features=features.to(device, dtype).repeat_interleave(num_images_per_prompt, 0),
-            mask=mask.to(device, torch.bool).repeat_interleave(num_images_per_prompt, 0),
+
+        def encode(prompts: list[str]) -> TextCondition:
+            warn_unknown(self.text_encoder, prompts, "the picture will not show it")
+            return self.text_encoder(prompts)
+
+        texts = Texts(
+            prompt,
+            prompt_embeds,
+            prompt_attention_mask,
+            negative_prompt,
+            negative_prompt_embeds,
+            negative_prompt_attention_mask,
         )
+        return texts.condition(encode, num_images_per_prompt, self._execution_device, reader.dtype)
 
     @torch.no_grad()
     def __call__(
         self,
         prompt: str | list[str] | None = None,
         *,
+        negative_prompt: str | list[str] | None = None,
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
@@ -193,15 +193,19 @@ class ImagePipeline(TokenImagePipeline):
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: torch.Tensor | None = None,
         prompt_attention_mask: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
         """Draw.
 
         Args:
             prompt: one prompt or a list.
+            negative_prompt: what guidance leads away from, in place of no caption; one for all prompts, or one for
+                each.
             height, width: pixels; the model draws one size only, and others are refused.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
                 the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
@@ -213,11 +217,14 @@ class ImagePipeline(TokenImagePipeline):
                 a picture depends on its own generator only, not on the batch it is drawn in.
             prompt_embeds, prompt_attention_mask: features [prompts, T, C] and their mask [prompts, T] (true at words,
                 left-padded), in place of `prompt`, as `encode_prompt` gives them.
+            negative_prompt_embeds, negative_prompt_attention_mask: the same in place of `negative_prompt`.
             output_type: "pil", "np", "pt", or "latent" for the token grid [B, h, w].
             return_dict: False returns the tuple (images, tokens, trace).
             callback_on_step_end: called as (pipe, step, timestep, kwargs) after every target call: `step` is the
                 index of the call (0: the prefill), `timestep` the number of tokens that the slowest picture has.
-                What it returns is ignored: tokens that are committed cannot be changed. Raise to stop.
+                It returns None, or `kwargs` as they are: tokens that are committed cannot be changed. After
+                `pipe._interrupt = True` the call ends, and returns pictures of the tokens so far, with id 0 or a guess
+                in place of the others (`trace.commit_call` is -1 there).
             callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", tokens committed [B].
 
         Raises:
@@ -227,23 +234,26 @@ class ImagePipeline(TokenImagePipeline):
         law = self.make_law(
             guidance_scale, top_k, temperature=temperature, top_p=top_p, guidance_until=guidance_until
         )
+        texts: dict[str, Any] = dict(
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
         self.check_inputs(
             prompt,
             height=height,
             width=width,
             num_images_per_prompt=num_images_per_prompt,
             generator=generator,
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
             output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            **texts,
         )
-        condition = self.encode_prompt(
-            prompt,
-            num_images_per_prompt=num_images_per_prompt,
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-        )
+        condition = self.encode_prompt(prompt, num_images_per_prompt=num_images_per_prompt, **texts)
         return self._draw(
             condition,
             condition.features.shape[0],

@@ -1,19 +1,19 @@
 """Text to image by Infinity: caption -> T5 features -> bits of token maps, coarse to fine -> picture."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from visual_spec.models.core.calls import SCALES
-from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.protocol import area_of
-from visual_spec.models.next_scale.infinity import InfinityTransformer, Prompt
+from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
-from visual_spec.models.next_scale.infinity_scales import scales_for
+from visual_spec.models.next_scale.infinity_scales import SIZES, scales_for, size_by_name
 from visual_spec.models.next_scale.infinity_vq import BitwiseVQModel, load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR
@@ -21,9 +21,11 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.inputs import check_generator, check_own_words, check_prompts
+from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import saved_sampler
+from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
+from visual_spec.pipelines.texts import Texts
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
@@ -34,7 +36,8 @@ class InfinityPipeline(VisualPipeline):
     """Draws pictures of prompts by next-scale prediction of bits.
 
     Args:
-        transformer: draws the bits.
+        transformer: draws the bits. None here, for the tokenizer or for the sampler: the pipeline only encodes prompts
+            (`encode_prompt`).
         vq_model: turns them into pictures.
         text_encoder: turns prompts into T5 features. None: pass `prompt_embeds`.
         sampler: how scales are decoded; guidance of the published pictures has no ramp (`ramp=False`).
@@ -67,10 +70,10 @@ class InfinityPipeline(VisualPipeline):
 
     def __init__(
         self,
-        transformer: InfinityTransformer,
-        vq_model: BitwiseVQModel,
+        transformer: InfinityTransformer | None,
+        vq_model: BitwiseVQModel | None,
         text_encoder: T5Features | None,
-        sampler: ScaleWiseSampler,
+        sampler: ScaleWiseSampler | None,
         default_guidance_scale: float = 4.0,
         default_temperature: float = 0.5,
         default_top_p: float = 0.97,
@@ -96,27 +99,30 @@ class InfinityPipeline(VisualPipeline):
         vq_model: Any,
         text_encoder: str | os.PathLike | T5Features | None = None,
         *,
-        size: int = 1024,
+        size: int | None = None,
         ratio: float = 1.0,
         dtype: torch.dtype | None = None,
         sampler: ScaleWiseSampler | None = None,
         feature_cache: str | os.PathLike | None = None,
     ) -> Self:
-        """A pipeline around official files, with the guidance 4 and the temperature of their published pictures.
+        """A pipeline around official files, with the guidance and temperature of their published pictures: 4 and 0.5 of
+        the 2B, 3 and 1 of the 8B, whose tokenizer joins places to patches.
 
         Args:
             transformer: e.g. `infinity_2b_reg.pth`, or the folder `infinity_8b_weights`.
             vq_model: e.g. `infinity_vae_d32reg.pth` (2B), or `infinity_vae_d56_f8_14_patchify.pth` (8B).
             text_encoder: folder or Hub id of flan-t5-xl, or loaded `T5Features`. None: pass `prompt_embeds` to draw.
             size, ratio: of the pictures: about as many pixels as `size` squared, and height / width; see `scales_for`.
+                No weight depends on them, but a model is trained for one size. None: what the name of the transformer's
+                file says, see `size_by_name`.
             dtype: of all weights; None keeps that of each file (float32 for the text encoder).
             sampler: default `ScaleWiseSampler(ramp=False)`.
             feature_cache: folder that keeps the features of every caption, see `T5Features`.
 
         Raises:
-            ValueError, OSError: a file that is none of these; says what it is.
+            ValueError, OSError: a file that is none of these (says what it is), or one whose name tells no size.
         """
-        scales = scales_for(size, ratio)
+        scales = scales_for(infinity_size(transformer) if size is None else size, ratio)
         model = load_infinity_checkpoint(transformer, scales=scales, dtype=dtype)
         tokenizer = load_infinity_vq_checkpoint(vq_model, scales=scales, dtype=dtype)
         if isinstance(text_encoder, (str, os.PathLike)):
@@ -127,10 +133,15 @@ class InfinityPipeline(VisualPipeline):
                 cache_folder=feature_cache,
                 clean=False,
             )
-        # The 8B, of patches, is drawn warmer.
-        temperature = 1.0 if tokenizer.config["patchify"] else 0.5
-        sampler = sampler or ScaleWiseSampler(ramp=False)
-        return cls(model, tokenizer, text_encoder, sampler, default_temperature=temperature)
+        guidance, temperature = (3.0, 1.0) if tokenizer.config["patchify"] else (4.0, 0.5)
+        return cls(
+            model,
+            tokenizer,
+            text_encoder,
+            sampler or ScaleWiseSampler(ramp=False),
+            default_guidance_scale=guidance,
+            default_temperature=temperature,
+        )
 
     # -- what it is made of ------------------------------------------------------------------------------------------
 
@@ -172,13 +183,15 @@ class InfinityPipeline(VisualPipeline):
         """
         if budget is not None and not isinstance(budget, ScaleBudget):
             budget = ScaleBudget.from_dict(budget)
-        if budget is not None:
+        if budget is not None and self.transformer is not None:
             check_budget(budget, self.transformer.scales, self.transformer.config["num_layers"])
         self.register_to_config(budget=None if budget is None else budget.to_dict())
         return self
 
     def _check_models(self) -> None:
         model, tokenizer = self.transformer, self.vq_model
+        if model is None or tokenizer is None:
+            return  # it encodes prompts, or decodes a canvas
         given, wanted = ((tuple(part.scales), part.code_dim) for part in (model, tokenizer))
         if given != wanted:
             raise ValueError(
@@ -227,14 +240,14 @@ class InfinityPipeline(VisualPipeline):
         self,
         prompt: str | list[str] | None,
         *,
-        negative_prompt: str | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
-        prompt_embeds: torch.Tensor | None = None,
-        prompt_attention_mask: torch.Tensor | None = None,
         output_type: str = "pil",
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
+        **texts: Any,
     ) -> None:
-        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
+        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
 
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
@@ -245,47 +258,40 @@ class InfinityPipeline(VisualPipeline):
         check_count("num_images_per_prompt", count)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        prompts = check_prompts(prompt, prompt_embeds, prompt_attention_mask)
-        texts = prompts + ([] if negative_prompt is None else [negative_prompt])
-        if texts:
-            check_own_words(self.text_encoder, texts)
-        rows = len(prompts) if prompt_embeds is None else len(prompt_embeds)
-        check_generator(generator, rows * count)
+        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
+        told = Texts(prompt, **texts)
+        check_own_words(self.text_encoder, told.prompts + told.negatives)
+        check_generator(generator, told.count * count)
 
     def encode_prompt(
         self,
         prompt: str | list[str] | None,
         *,
-        negative_prompt: str | None = None,
+        negative_prompt: str | list[str] | None = None,
         num_images_per_prompt: int = 1,
         prompt_embeds: torch.Tensor | None = None,
         prompt_attention_mask: torch.Tensor | None = None,
-    ) -> Prompt:
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
+    ) -> TextCondition:
         """What the transformer is told: features of the prompts, each repeated for its pictures.
 
+        The end of a prompt that is longer than the encoder reads is cut off, with a warning.
+
         Returns:
-            A TextCondition of [prompts * num_images_per_prompt, T, C] on the pipeline's device; with a negative
-            prompt a pair, of it and what guidance leads away from.
+            TextCondition with features [prompts * num_images_per_prompt, T, C] on the pipeline's device; `negative` of
+            it, of as many rows, where there is a negative prompt.
         """
-        device, dtype = self._execution_device, self.transformer.dtype
-
-        def placed(condition: TextCondition, times: int) -> TextCondition:
-            return TextCondition(
-                features=condition.features.to(device, dtype).repeat_interleave(times, 0),
-                mask=condition.mask.to(device, torch.bool).repeat_interleave(times, 0),
-            )
-
-        if prompt_embeds is None:
-            condition = self.text_encoder([prompt] if isinstance(prompt, str) else list(prompt or ()))
-        else:
-            mask = prompt_attention_mask
-            if mask is None:
-                mask = torch.ones(prompt_embeds.shape[:2], dtype=torch.bool)
-            condition = TextCondition(prompt_embeds, mask)
-        condition = placed(condition, num_images_per_prompt)
-        if negative_prompt is None:
-            return condition
-        return condition, placed(self.text_encoder([negative_prompt]), len(condition.mask))
+        reader = self.text_encoder if self.transformer is None else self.transformer
+        texts = Texts(
+            prompt,
+            prompt_embeds,
+            prompt_attention_mask,
+            negative_prompt,
+            negative_prompt_embeds,
+            negative_prompt_attention_mask,
+        )
+        return texts.condition(self.text_encoder, num_images_per_prompt, self._execution_device, reader.dtype)
 
     def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
         """Pictures of a canvas [B, D, h, w], finished or as a callback sees it, in the form `output_type` asks for."""
@@ -298,7 +304,7 @@ class InfinityPipeline(VisualPipeline):
         self,
         prompt: str | list[str] | None = None,
         *,
-        negative_prompt: str | None = None,
+        negative_prompt: str | list[str] | None = None,
         guidance_scale: float | Sequence[float] | None = None,
         temperature: float | Sequence[float] | None = None,
         top_p: float | None = None,
@@ -306,25 +312,33 @@ class InfinityPipeline(VisualPipeline):
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: torch.Tensor | None = None,
         prompt_attention_mask: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
         """Draw.
 
         Args:
             prompt: one, or a list.
-            negative_prompt: what guidance leads away from, for all pictures; None: from no caption.
+            negative_prompt: what guidance leads away from, one for all prompts or a list of one each; None: from no
+                caption.
             guidance_scale, temperature: a number, or one for each scale (`cfg` and `tau` of the official code).
             top_p: see `TokenLaw`. Of two values, the rarer is left out where its share is at most 1 - top_p.
             num_images_per_prompt: pictures of each prompt; those of one prompt follow each other.
             generator: one for all pictures, or a list of one per picture; a picture depends on its own noise only.
             prompt_embeds, prompt_attention_mask: T5 features [prompts, words, channels], and which words are there, in
                 place of `prompt`.
+            negative_prompt_embeds, negative_prompt_attention_mask: the same in place of `negative_prompt`.
             output_type: "pil", "np" [B, H, W, 3] or "pt" [B, 3, H, W] in [0, 1], or "latent": the canvas [B, D, h, w].
             return_dict: False gives (images, tokens, trace).
             callback_on_step_end: called after each scale as (pipeline, scale, bits committed a picture, tensors), where
-                `pipeline.decode_canvas(tensors["canvas"])` is the picture so far.
+                `pipeline.decode_canvas(tensors["canvas"])` is the picture so far. If it returns a dictionary with a
+                canvas, the later scales go on from that one. After `pipe._interrupt = True` the call ends, and returns
+                the pictures and the tokens of the scales so far.
+            callback_on_step_end_tensor_inputs: tensors it is given: "canvas" (default), or none.
 
         Returns:
             Pictures; tokens [B, L * T], the T bits of all places, coarse to fine; and the trace, a `ScaleTrace`, whose
@@ -334,27 +348,41 @@ class InfinityPipeline(VisualPipeline):
             ValueError, TypeError: a request that cannot be served; refused before any computation.
             FloatingPointError: logits that are not finite; names the slot.
         """
+        self.check_complete("transformer", "vq_model", "sampler")
         laws = self.make_laws(guidance_scale, temperature, top_p)
-        given: dict[str, Any] = dict(
-            negative_prompt=negative_prompt,
-            num_images_per_prompt=num_images_per_prompt,
+        texts: dict[str, Any] = dict(
             prompt_embeds=prompt_embeds,
             prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
         )
-        self.check_inputs(prompt, generator=generator, output_type=output_type, **given)
-        condition = self.encode_prompt(prompt, **given)
-        batch_size = len((condition[0] if isinstance(condition, tuple) else condition).mask)
+        guided = any(law.guided for law in laws)
+        Texts(prompt, **texts).check_guided(guided, laws[0].guidance_scale)
+        self.check_inputs(
+            prompt,
+            num_images_per_prompt=num_images_per_prompt,
+            generator=generator,
+            output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            **texts,
+        )
+        condition = self.encode_prompt(prompt, num_images_per_prompt=num_images_per_prompt, **texts)
+        batch_size = len(condition.mask)
         self.transformer.check_condition(condition, batch_size)
         sizes = [area_of(side) * self.vq_model.tokens_per_place for side in self.vq_model.scales]
-        self._guidance_scale, self._num_timesteps = [one.guidance_scale for one in laws], len(sizes)
+        scales = [one.guidance_scale for one in laws]
+        self._guidance_scale = scales[0] if len(set(scales)) == 1 else scales
+        self._num_timesteps = len(sizes)
+        told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ["canvas"])
         models, total = (self.transformer, self.vq_model), batch_size * sum(sizes)
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " bits"
 
-            def after_scale(scale: int, canvas: torch.Tensor) -> None:
+            def after_scale(scale: int, canvas: torch.Tensor) -> Any:
                 bar.update(batch_size * sizes[scale])
-                if callback_on_step_end is not None:
-                    callback_on_step_end(self, scale, sum(sizes[: scale + 1]), {"canvas": canvas})
+                return told(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas)
 
             result = self.sampler(
                 self.stages(laws),
@@ -371,3 +399,20 @@ class InfinityPipeline(VisualPipeline):
         if not return_dict:
             return images, result.tokens, result.trace  # type: ignore[return-value]
         return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
+
+
+def infinity_size(transformer: Source) -> int:
+    """The side of the pictures that an official transformer was trained on, by the name of its file.
+
+    Raises:
+        ValueError: the name does not tell it.
+    """
+    path = transformer.path if isinstance(transformer, Checkpoint) else transformer
+    size = size_by_name(path)
+    if size is None:
+        raise ValueError(
+            f"the name of {path} does not tell the size of the pictures that it was trained on, and its weights do not "
+            f"depend on it; pass size (image_size to convert, --image-size on the command line), one of {[*SIZES]}, or "
+            "give it its official name, such as infinity_2b_reg.pth or infinity_8b_512x512_weights."
+        )
+    return size

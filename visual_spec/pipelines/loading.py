@@ -8,7 +8,12 @@ from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
 from visual_spec.pipelines.components import PIPELINES
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, embedded_drafters, embedded_refiners
+from visual_spec.pipelines.embedded import (
+    WEIGHTS_FOLDER,
+    embedded_drafters,
+    embedded_refiners,
+    part_folder,
+)
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.saved_index import INDEX, read_index_file
 
@@ -82,7 +87,7 @@ def read_config(
         ValueError, FileNotFoundError: there is no pipeline, or no such component.
     """
     refuse_no_pipeline(name)
-    return read_settings(_folder(name, **kwargs) / component / file)
+    return read_settings(part_folder(_folder(name, **kwargs), component) / file)
 
 
 def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:

@@ -16,6 +16,8 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.saved import SavedModel, check_folder, check_transformers_folder, read_settings
 from visual_spec.pipelines import components
+from visual_spec.pipelines.components import resolved
+from visual_spec.pipelines.embedded import part_folder
 from visual_spec.samplers.core.law import TokenLaw
 
 INDEX = "model_index.json"
@@ -41,7 +43,7 @@ def read_index_file(folder: Path) -> dict[str, Any]:
         ValueError: it is no JSON object, or names no class of a pipeline; names the file.
     """
     path = folder / INDEX
-    index = read_settings(path)
+    index = resolved(read_settings(path))
     if not isinstance(index.get("_class_name"), str):
         raise ValueError(
             f"{path} says _class_name={_short(index.get('_class_name'))}; it should name the class of a pipeline. Copy "
@@ -82,9 +84,9 @@ def check_saved_pipeline(
             continue
         component = _class_of(folder / INDEX, name, value, kinds)
         if issubclass(component, SchedulerMixin):
-            sampler = _check_sampler(folder / name, component)
+            sampler = _check_sampler(part_folder(folder, name), component)
         else:
-            _check_component(folder / name, component, variant)
+            _check_component(part_folder(folder, name), component, variant)
     _check_law(folder / INDEX, kind, {**index, **given}, sampler)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,7 @@ from visual_spec.pipelines.labels import ClassNames, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
@@ -246,7 +248,8 @@ class ScaleImagePipeline(VisualPipeline):
     ) -> tuple[ScaleBudget, ScaleBudget | None]:
         """Budgets of transformer and refiner for a share of the full cache, found by drawing a picture of each label.
 
-        Changes nothing: `pipe.compress(*pipe.calibrate(range(10), 0.1))`.
+        The first scales are drawn at their own temperature (`warm_temperature`), as in a call. Changes nothing:
+        `pipe.compress(*pipe.calibrate(range(10), 0.1))`.
 
         Args:
             labels: as for `__call__`; about ten do.
@@ -266,7 +269,7 @@ class ScaleImagePipeline(VisualPipeline):
                     model,
                     self.vq_model,
                     condition,
-                    sampler=self.sampler,
+                    sampler=self.warmed(self.sampler),
                     law=laws[model],
                     share=share,
                     batch_size=len(condition),
@@ -403,6 +406,14 @@ class ScaleImagePipeline(VisualPipeline):
                 warmed.append(replace(stage, scales=range(end, stop)))
         return warmed
 
+    def warmed(self, sampler: Callable[..., Any]) -> Callable[..., Any]:
+        """A sampler of single models that draws the first scales at their own temperature, as this pipeline does."""
+
+        def draw(model: Any, *args: Any, **settings: Any) -> Any:
+            return sampler(self._warmed([Stage(model, range(len(model.scales)))]), *args, **settings)
+
+        return draw
+
     def _small(self) -> Any:
         small: Any = self.refiner
         if self.refiner_budget is not None:
@@ -421,6 +432,7 @@ class ScaleImagePipeline(VisualPipeline):
         num_draft_scales: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
     ) -> None:
         """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`.
@@ -441,11 +453,7 @@ class ScaleImagePipeline(VisualPipeline):
         check_count("num_images_per_label", count)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        asked = callback_on_step_end_tensor_inputs or ()
-        if unknown := [name for name in asked if name not in self._callback_tensor_inputs]:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
-            )
+        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         check_generator(generator, len(self.label_ids(labels)) * count)
 
     def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
@@ -456,15 +464,17 @@ class ScaleImagePipeline(VisualPipeline):
 
     @torch.no_grad()
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, L] in the form `output_type` asks for: those they were drawn with, unless the sampler
-        was smooth, whose pictures its tokens do not tell."""
+        """Pictures of tokens [B, L], or of those of the first scales, in the form `output_type` asks for: those they
+        were drawn with, unless the sampler was smooth, or a callback changed the canvas."""
         tokenizer = self.vq_model
         # The type of the logits, in which the sampler adds up the canvas.
         canvas = tokenizer.begin(
             len(tokens), tokens.device, torch.promote_types(tokenizer.dtype, torch.float32)
         )
-        for scale, part in enumerate(tokens.split([side * side for side in tokenizer.scales], 1)):
-            canvas = self.vq_model.accumulate(canvas, scale, part)
+        ends = accumulate(side * side for side in tokenizer.scales)
+        for scale, (side, end) in enumerate(zip(tokenizer.scales, ends, strict=True)):
+            if end <= tokens.shape[1]:
+                canvas = tokenizer.accumulate(canvas, scale, tokens[:, end - side * side : end])
         return self.decode_canvas(canvas, output_type)
 
     @torch.no_grad()
@@ -485,7 +495,7 @@ class ScaleImagePipeline(VisualPipeline):
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
+        callback_on_step_end: StepCallback | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
         """Draw.
@@ -504,7 +514,9 @@ class ScaleImagePipeline(VisualPipeline):
             output_type: "pil", "np" [B, H, W, 3] or "pt" [B, 3, H, W] in [0, 1], or "latent": the canvas [B, D, h, w].
             return_dict: False gives (images, tokens, trace).
             callback_on_step_end: called after each scale as (pipeline, scale, tokens committed a picture, tensors).
-                `pipeline.decode_canvas(tensors["canvas"])` is the picture so far.
+                `pipeline.decode_canvas(tensors["canvas"])` is the picture so far. If it returns a dictionary with a
+                canvas, the later scales go on from that one. After `pipe._interrupt = True` the call ends, and returns
+                the pictures and the tokens of the scales so far.
             callback_on_step_end_tensor_inputs: tensors it is given: "canvas" (default), or none.
 
         Returns:
@@ -527,23 +539,20 @@ class ScaleImagePipeline(VisualPipeline):
             num_draft_scales=num_draft_scales,
             generator=generator,
             output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
         condition = self.encode_prompt(asked, num_images_per_prompt=each)
-        asked = callback_on_step_end_tensor_inputs
-        names = self._callback_tensor_inputs if asked is None else asked
+        told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ["canvas"])
         sizes = [side * side for side in self.vq_model.scales]
         self._guidance_scale, self._num_timesteps = law.guidance_scale, len(sizes)
         models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
             bar.unit = " tokens"
 
-            def after_scale(scale: int, canvas: torch.Tensor) -> None:
+            def after_scale(scale: int, canvas: torch.Tensor) -> Any:
                 bar.update(len(condition) * sizes[scale])
-                if callback_on_step_end is not None:
-                    tensors = {"canvas": canvas}
-                    kwargs = {name: tensors[name] for name in names}
-                    callback_on_step_end(self, scale, sum(sizes[: scale + 1]), kwargs)
+                return told(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas)
 
             result = self.sampler(
                 self.stages(num_draft_scales, law=law),

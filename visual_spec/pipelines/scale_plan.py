@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Settings of a pipeline that say who draws which scales, and with what cache.
 SCHEDULE = ("num_draft_scales", "budget", "refiner_budget", "refiner_guidance_scale", "refiner_first_scale")
 _CALIBRATION_CLASSES = 10  # as many prompts as ScaleKV takes
-# Budgets found for a model, by share, number of drafters and law.
+# Budgets found for a model, by share, number of drafters, law, and temperature and number of the warm scales.
 _BUDGETS: WeakKeyDictionary[Any, dict[tuple[Any, ...], ScaleBudget]] = WeakKeyDictionary()
 
 
@@ -173,7 +173,7 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
 
     law = pipe.make_law() if model is pipe.transformer else pipe.refiner_law(pipe.make_law())
     found = _BUDGETS.setdefault(model, {})
-    key = share, num_drafters, law
+    key = share, num_drafters, law, pipe.config["warm_temperature"], pipe.config["num_warm_scales"]
     if key not in found:
         classes = min(_CALIBRATION_CLASSES, pipe.num_classes)
         labels = [index * pipe.num_classes // classes for index in range(classes)]
@@ -181,7 +181,7 @@ def _budget(pipe: Any, model: Any, share: float, num_drafters: int | None, calib
             model,
             pipe.vq_model,
             pipe.encode_prompt(labels),
-            sampler=ScaleWiseSampler(),
+            sampler=pipe.warmed(ScaleWiseSampler()),
             law=law,
             share=share,
             batch_size=classes,

@@ -1,7 +1,7 @@
 """What the pipelines that draw one picture per grid of tokens share: input checks, decoding, tokens to pixels."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from visual_spec.models.next_token.llamagen_checkpoint import load_pair, officia
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -28,6 +29,8 @@ class TokenImagePipeline(VisualPipeline):
     """
 
     _callback_tensor_inputs = ["lengths"]
+
+    _tokenizer_part = "vq_model"  # the component that turns tokens into pictures
 
     transformer: Any
     vq_model: Any
@@ -83,10 +86,11 @@ class TokenImagePipeline(VisualPipeline):
         pictures_each: Any,
         pictures_each_name: str,
         output_type: str,
+        callback: Any,
         callback_tensors: Sequence[str] | None,
     ) -> None:
         """Refuse what no picture can be drawn with, whatever it is drawn from."""
-        self.check_complete("transformer", "vq_model", "sampler")
+        self.check_complete("transformer", self._tokenizer_part, "sampler")
         self.check_sampler()
         size = self.image_size
         if height not in (None, size[0]) or width not in (None, size[1]):
@@ -98,11 +102,7 @@ class TokenImagePipeline(VisualPipeline):
         check_count(pictures_each_name, pictures_each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        unknown = [name for name in callback_tensors or () if name not in self._callback_tensor_inputs]
-        if unknown:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs holds {unknown}; allowed are {self._callback_tensor_inputs}."
-            )
+        asked_tensors(callback, callback_tensors, self._callback_tensor_inputs)
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter, the codebook."""
@@ -131,31 +131,32 @@ class TokenImagePipeline(VisualPipeline):
         generator: torch.Generator | list[torch.Generator] | None,
         output_type: str,
         return_dict: bool,
-        callback: Callable[[Any, int, int, dict], Any] | None,
+        callback: StepCallback | None,
         callback_tensors: Sequence[str] | None,
+        **given: Any,
     ) -> ImagePipelineOutput:
-        """Decode `batch_size` pictures, with a progress bar, and turn them into pixels."""
-        asked = self._callback_tensor_inputs if callback_tensors is None else callback_tensors
+        """Decode `batch_size` pictures, with a progress bar, and turn them into pixels.
 
-        def listen(step: int, lengths: torch.Tensor) -> None:
-            tensors = {"lengths": lengths}
-            kwargs = {name: tensors[name] for name in asked}
-            callback(self, step, int(lengths.min()), kwargs)  # type: ignore[misc]
+        `given`: what the sampler takes beside, other than `sampler_parts`.
+        """
+        told = StepListener(self, callback, callback_tensors)
+
+        def listen(step: int, lengths: torch.Tensor) -> Any:
+            return told(step, lambda: int(lengths.min()), lengths=lengths)
 
         num_tokens = self._num_timesteps = self.transformer.grid.num_tokens
         self._guidance_scale = law.guidance_scale
-        parts = self.sampler_parts()
+        parts = self.sampler_parts() | given
         models = self.transformer, parts.get("drafter")
         with at_hand(*models), self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
-            listener = listen if callback is not None else None
-            progress = DecodeProgress(bar, num_tokens, listener, unit=self.unit)
+            progress = DecodeProgress(bar, num_tokens, listen, unit=self.unit)
             result = self.sampler(
                 self.transformer,
                 condition,
                 law=law,
                 generator=generator,
                 batch_size=batch_size,
-                callback=None if bar.disable and callback is None else progress,
+                callback=progress,
                 **parts,
             )
             progress.finish()

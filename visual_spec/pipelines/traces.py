@@ -20,9 +20,10 @@ def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
         }
         merged: dict[str, Any] = dict(
             target_calls=first.target_calls + trace.target_calls,
-            commit_call=torch.cat([first.commit_call, trace.commit_call + calls], 1),
+            commit_call=torch.cat([first.commit_call, _later(trace.commit_call, calls)], 1),
             seconds=first.seconds + trace.seconds,
             phase_seconds=phases,
+            stopped=first.stopped or trace.stopped,
         )
         if first.peak_memory is not None and trace.peak_memory is not None:
             merged["peak_memory"] = max(first.peak_memory, trace.peak_memory)
@@ -34,7 +35,11 @@ def joined_traces(traces: list[DecodeTrace]) -> DecodeTrace:
         if first.near_ties is not None and trace.near_ties is not None:
             merged["near_ties"] = first.near_ties + trace.near_ties
         if (entered := getattr(trace, "entry_call", None)) is not None:  # of a `MaskedTrace`
-            later = torch.where(entered < 0, -1, entered + calls)
-            merged["entry_call"] = torch.cat([first.entry_call, later], 1)
+            merged["entry_call"] = torch.cat([first.entry_call, _later(entered, calls)], 1)
         first = dataclasses.replace(first, **merged)
     return first
+
+
+def _later(calls: torch.Tensor, shift: int) -> torch.Tensor:
+    """Indices of calls, shifted; -1, which stands for none, stays."""
+    return torch.where(calls < 0, -1, calls + shift)

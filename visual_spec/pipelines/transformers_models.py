@@ -8,9 +8,9 @@
 `accelerate` hangs functions on the object and touches nothing else: no weight, no class, no module. `generate_images`
 takes what the processor makes and the settings that `generate` takes, falls back to the generation config as `generate`
 does, and returns the ids that `generate` returns. Where `generate` itself draws pictures (Janus with
-`generation_mode="image"`, Emu3 with `image_sizes`, GLM-Image always) it is routed to `generate_images`, so that
-pipelines which call it, such as `diffusers.GlmImagePipeline`, are accelerated unchanged. A compiled model, a PEFT model
-and a pipeline of transformers stand for the model inside.
+`generation_mode="image"`, Emu3 with `image_sizes` or the documented `prefix_allowed_tokens_fn`, GLM-Image always) it is
+routed to `generate_images`, so that pipelines which call it, such as `diffusers.GlmImagePipeline`, are accelerated
+unchanged. A compiled model, a PEFT model and a pipeline of transformers stand for the model inside.
 """
 
 import copy
@@ -28,6 +28,7 @@ from visual_spec.models.core.calls import RASTER_TREE_ORDER
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
+from visual_spec.models.next_token.emu3_constraint import NoLayoutError
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
@@ -373,19 +374,53 @@ def _generate(model: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
             return plain(inputs, **kwargs)
         del kwargs["generation_mode"]
     if kind.family == "Emu3":
-        # Only the function of the caller knows the size of the picture, unless `image_sizes` is left in.
         if kwargs.get("prefix_allowed_tokens_fn") is not None:
-            warnings.warn(
-                "generate with prefix_allowed_tokens_fn is not accelerated: which tokens it allows is known only when "
-                "it is asked. Leave it out and leave image_sizes in: model.generate(**inputs, image_sizes=...).",
-                stacklevel=2,
-            )
-            return plain(inputs, **kwargs)
+            return _generate_constrained(model, plain, inputs, kwargs)
         if kwargs.get("image_sizes") is None or kwargs.get("pixel_values") is not None:
             return plain(inputs, **kwargs)
     if inputs is not None:
         kwargs["input_ids"] = inputs
     return generate_images(model, **kwargs)
+
+
+def _generate_constrained(model: Any, plain: Any, inputs: Tensor | None, kwargs: dict[str, Any]) -> Any:
+    """`generate` of an accelerated Emu3 with `prefix_allowed_tokens_fn`, the constraint of its documentation: by
+    `generate_images` if the function lays out one picture, else as before, with a warning."""
+    settings = {name: value for name, value in kwargs.items() if name != "image_sizes"}
+    allowed, ids = settings.pop("prefix_allowed_tokens_fn"), settings.pop("input_ids", inputs)
+    config = settings.get("generation_config") or model.generation_config
+    try:
+        if not isinstance(ids, Tensor) or settings.get("pixel_values") is not None:
+            raise NoLayoutError("the prompt is not one of text")
+        count = settings.get("num_return_sequences", config.num_return_sequences) or 1
+        kind: Any = image_model_class(model)
+        constraint = kind.constraint(
+            model, allowed, ids.repeat_interleave(count, 0), _most_new_tokens(settings, config, ids.shape[1])
+        )
+    except NoLayoutError as error:
+        warnings.warn(
+            f"generate with this prefix_allowed_tokens_fn is not accelerated: {error}. Leave it out and leave "
+            "image_sizes in: model.generate(**inputs, image_sizes=...).",
+            stacklevel=3,
+        )
+        return plain(inputs, **kwargs)
+    size = [(constraint.height, constraint.width)]
+    output = generate_images(model, ids, image_sizes=size, **settings)
+    whole = output if isinstance(output, Tensor) else output.sequences
+    drawn = whole[:, : ids.shape[1] + constraint.new_tokens]
+    constraint.check(drawn.to(ids.device))
+    if isinstance(output, Tensor):
+        return drawn
+    output.sequences = drawn
+    return output
+
+
+def _most_new_tokens(settings: Mapping[str, Any], config: Any, given: int) -> int:
+    """Tokens that `generate` makes at most behind a prompt of `given`; 20 is its own default."""
+    if (new := settings.get("max_new_tokens", config.max_new_tokens)) is not None:
+        return new
+    length = settings.get("max_length", config.max_length)
+    return 20 if length is None else length - given
 
 
 def _prompt(ids: Tensor, mask: Tensor | None, pad: int | None) -> Prompt:

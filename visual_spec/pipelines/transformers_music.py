@@ -1,7 +1,7 @@
-"""Speed up a MusicGen of transformers that the user already has, and undo it.
+"""Speed up a MusicGen or MusicGen Melody of transformers that the user already has, and undo it.
 
     model = MusicgenForConditionalGeneration.from_pretrained(...)
-    visual_spec.accelerate(model)
+    visual_spec.accelerate(model)  # or another sampler: accelerate(model, "column-jacobi:window=4")
     waves = model.generate_audio(**processor(text=prompts, padding=True, return_tensors="pt"), max_new_tokens=503)
 
 As `visual_spec.pipelines.transformers_models` for images: `accelerate` hangs functions on the object and touches
@@ -19,7 +19,8 @@ from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.columns.encodec import decode_codes, encode_waves
-from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel, text_condition
+from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import WHOLE_MODELS, MusicCondition, text_condition
 from visual_spec.models.core.calls import COLUMNS
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
@@ -27,9 +28,9 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import check_sampler
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back, unwrapped
 
-MODELS = ("MusicgenForConditionalGeneration",)
 CALLS = (COLUMNS,)  # that they answer
-FAST_SAMPLER = "column-jacobi"
+# Plain decoding in a static cache: no sampler of the same codes has been faster (docs/RESULTS.md, "Music").
+FAST_SAMPLER = "columns"
 
 # What is hung on an accelerated model.
 _NAMES = ("sampler", "last_trace", "last_codes", "generate_audio", "generate")
@@ -42,7 +43,7 @@ def is_music_model(model: Any) -> bool:
 
 
 def accelerate(model: Any, sampler: Any) -> Any:
-    """Have a MusicGen of transformers play with a sampler of columns.
+    """Have a MusicGen or MusicGen Melody of transformers play with a sampler of columns.
 
     The model gets `generate_audio`, `sampler` and, after a clip, `last_trace` and `last_codes` (long [B, K, T]).
 
@@ -50,18 +51,11 @@ def accelerate(model: Any, sampler: Any) -> Any:
         The same model.
 
     Raises:
-        TypeError: MusicGen Melody or a bare language model, or a sampler that decodes no columns.
+        TypeError: a bare language model, or a sampler that decodes no columns.
     """
     given, model = model, unwrapped(model)
-    names = {kind.__name__ for kind in type(model).__mro__}
-    if not names & set(MODELS):
-        melody = any(name.startswith("MusicgenMelody") for name in names)
-        why = (
-            " MusicGen Melody puts its condition before the codes and has no cross-attention."
-            if melody
-            else ""
-        )
-        raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {MODELS[0]}.{why}")
+    if not {kind.__name__ for kind in type(model).__mro__} & set(WHOLE_MODELS):
+        raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {' or a '.join(WHOLE_MODELS)}.")
     check_sampler(sampler, CALLS)
     MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
     keep_plain(model, _NAMES)
@@ -97,6 +91,7 @@ def generate_audio(
     encoder_outputs: Any = None,
     input_values: Tensor | None = None,
     padding_mask: Tensor | None = None,
+    input_features: Tensor | None = None,
     decoder_input_ids: Tensor | None = None,
     generation_config: Any = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
@@ -109,7 +104,9 @@ def generate_audio(
     Args:
         input_ids, attention_mask: [B, T], from the model's processor. No mask: nothing is padding.
         encoder_outputs: in place of `input_ids`, as `get_unconditional_inputs` gives them.
-        input_values, padding_mask: a clip to go on from, [B, C, N] at the codec's rate, from the processor.
+        input_values, padding_mask: a clip to go on from, [B, C, N] at the codec's rate, from the processor. Not of a
+            Melody, whose `generate` takes its codes only.
+        input_features: of a Melody, the chroma of a tune to follow, [B, L, chroma], from the processor.
         decoder_input_ids: or its codes, [B * K, P], without the special id in front.
         generation_config: in place of `model.generation_config`.
         generator: one `torch.Generator` for the batch, or a list of one a clip; None is PyTorch's default one.
@@ -134,6 +131,11 @@ def generate_audio(
         raise TypeError(
             f"{given} of input_ids and encoder_outputs given; pass what the model's processor makes."
         )
+    prefixed = any(kind.__name__ == WHOLE_MODELS[1] for kind in type(model).__mro__)
+    if prefixed and (input_values is not None or encoder_outputs is not None):
+        raise TypeError("MusicGen Melody takes no input_values and no encoder_outputs; see its generate.")
+    if not prefixed and input_features is not None:
+        raise TypeError("MusicGen takes no input_features; MusicGen Melody follows a tune.")
     config = copy.deepcopy(generation_config if generation_config is not None else model.generation_config)
     unknown = config.update(**settings)
     if unknown:
@@ -151,7 +153,8 @@ def generate_audio(
     frames = _num_frames(model, config, codes.shape[-1], settings)
     count = config.num_return_sequences or 1
     condition = MusicCondition(
-        *(part.repeat_interleave(count, 0) for part in (text.features, text.mask, codes))
+        *(part.repeat_interleave(count, 0) for part in (text.features, text.mask, codes)),
+        melody=None if input_features is None else input_features.repeat_interleave(count, 0),
     )
     columns = MusicgenColumnModel(model, frames, prompt_frames=codes.shape[-1])
     drafts = {}

@@ -177,7 +177,8 @@ def check_column_drafter(model: ColumnModel, drafter: Any) -> None:
     if drafter is None:
         raise ValueError(
             "DraftedColumnSampler needs a drafter, and got none; pass drafter=..., a ColumnEagleDrafter trained for "
-            f"this model (scripts/train_column_drafter.py), or a smaller model of {fits} in the same steps."
+            f"this model (python -m visual_spec.training.column_drafter), or a smaller model of {fits} in the same "
+            "steps."
         )
     if hasattr(drafter, "follow"):
         return drafter.check_target(model)

@@ -9,6 +9,7 @@ decoder defines its own output law: there is no autoregressive law to compare it
   spans, stages, falling guidance; section 3.4: rescoring with another model, which the released code lacks.
   `masked_hybrid` has the paper's other addition, clips with an autoregressive beginning.
 * Besnier et al., "Halton scheduler for masked generative image transformer", ICLR 2025.
+* Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking", 2505.24857.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import MaskedModel, Rescorer
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_allowed, check_batch_size, check_choice
+from visual_spec.samplers.core.checks import check_allowed, check_batch_size, check_choice, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import (
@@ -33,6 +34,7 @@ from visual_spec.samplers.core.masking import (
     SCORES,
     SPAN_SCORES,
     Spans,
+    beyond_entropy_bound,
     draw_and_score,
     fixed_order,
     hidden_counts,
@@ -40,8 +42,8 @@ from visual_spec.samplers.core.masking import (
     least_sure,
     mixed,
 )
-from visual_spec.samplers.core.noise import CHOICE
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
+from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, DivergenceMeter, SampleResult
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
@@ -58,11 +60,14 @@ class MaskedTrace(DecodeTrace):
         entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
         rescorer_calls: forwards of the rescoring model.
         first_calls: long [B], the part of `target_calls` made by the model that decoded the beginning (hybrid).
+        total_correlation: float [B], what `measure` found of the dependence that groups were drawn without, in nats a
+            sample; None if it was not measured.
     """
 
     entry_call: Tensor = field(default_factory=lambda: torch.zeros(0))
     rescorer_calls: int = 0
     first_calls: Tensor | None = None
+    total_correlation: Tensor | None = None
 
     @property
     def tokens_per_call(self) -> Tensor:
@@ -72,7 +77,9 @@ class MaskedTrace(DecodeTrace):
     @property
     def output_law(self) -> str:
         """The output law in words."""
-        return "the law of masked decoding"
+        if self.divergence is None:
+            return "the law of masked decoding"
+        return f"the law of masked decoding, {self.divergence:.4f} a slot from one token a call"
 
 
 @dataclass
@@ -88,6 +95,7 @@ class MaskedState:
         steps: number of calls of each codebook.
         round: index of the last call, -1 before the first.
         stage: state of the codebook that is being decoded.
+        meter, correlation: what `measure` has found so far; None without it. correlation: [B], in nats.
     """
 
     cache: Any
@@ -98,7 +106,8 @@ class MaskedState:
     plan: list[tuple[int, int]]
     round: int = -1
     stage: Stage | None = None
-    meter: None = None
+    meter: DivergenceMeter | None = None
+    correlation: Tensor | None = None
 
     @property
     def commit_call(self) -> Tensor:
@@ -129,7 +138,7 @@ class Stage:
 
 
 class MaskedSampler(Sampler):
-    """Draws all hidden tokens at every step, and keeps those of highest score. `PRESETS` has published settings.
+    """Draws all hidden tokens at every step, and keeps those of highest score. `masked_presets` has published settings.
 
     Args:
         steps: forwards of each codebook: one number for all of them, or one for each.
@@ -140,12 +149,23 @@ class MaskedSampler(Sampler):
         span: slots that are kept or hidden together. More than 1 for sequences only.
         span_score: "max" is the score of a span's best token, "sum" the sum of its scores (with log-probabilities: the
             probability of the whole span).
-        temperature: "constant" uses the law's; "falling" scales it by the share of steps that are left, down to 0.01.
+        temperature: "constant" uses the law's; "falling" scales it by the share of steps that are left, down to 0.01
+            (MAGNeT); "root" lets it fall to the share `last_temperature` of itself, as the root of the steps (ReCAP).
+        last_temperature: see `temperature`.
         guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
-            (MAGNeT); "rising" goes the other way (masked image models).
+            (MAGNeT); "rising" goes the other way (masked image models); "ramp" rises evenly from step to step.
         least_guidance: at least 1, which means no guidance.
+        entropy_bound: None keeps what the schedule says. A number lets each step keep as many of the surest tokens as
+            this bound on their entropy allows (`masking.beyond_entropy_bound`), until all are kept or the last of
+            `steps`, which keeps the rest. What changes from step to step follows `schedule` as without a bound. For
+            models of one codebook.
         filtered_score: score draws by the law they were drawn from. False: by that law before top-k and top-p.
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
+        greedy: take the likeliest tokens, and score them by the law with its temperature, which decides about their
+            order where it falls (MAGNeT's code with use_sampling=False). A law of temperature 0 takes the same tokens,
+            and scores them at temperature 1.
+        measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
+            `_measured`. The trace reports it; its time does not count as decoding.
 
     A call takes
         given: long [B, L, K] (or [B, L] for one codebook), known tokens; the mask id marks tokens to decode. None: no
@@ -181,14 +201,19 @@ class MaskedSampler(Sampler):
         least_guidance: float = 1.0,
         filtered_score: bool = False,
         rescorer_share: float = 0.5,
+        last_temperature: float = 0.7,
+        entropy_bound: float | None = None,
+        greedy: bool = False,
+        measure: bool = False,
     ) -> None:
+        check_flag("measure", measure)
         for name, value, known in [
             ("schedule", schedule, SCHEDULES),
             ("clock", clock, CLOCKS),
             ("score", score, SCORES),
             ("span_score", span_score, SPAN_SCORES),
-            ("temperature", temperature, ("constant", "falling")),
-            ("guidance", guidance, ("constant", "falling", "rising")),
+            ("temperature", temperature, ("constant", "falling", "root")),
+            ("guidance", guidance, ("constant", "falling", "rising", "ramp")),
         ]:
             check_choice(name, value, known)
         counts = steps if isinstance(steps, (list, tuple)) else [steps]
@@ -200,6 +225,8 @@ class MaskedSampler(Sampler):
             ("choice_temperature", choice_temperature, 0.0, math.inf),
             ("least_guidance", least_guidance, 1.0, math.inf),
             ("rescorer_share", rescorer_share, 0.0, 1.0),
+            ("last_temperature", last_temperature, 0.0, 1.0),
+            ("entropy_bound", 0.0 if entropy_bound is None else entropy_bound, 0.0, math.inf),
         ]:
             if not math.isfinite(number) or not least <= number <= most:
                 up_to = "" if most == math.inf else f" and at most {most:g}"
@@ -218,7 +245,9 @@ class MaskedSampler(Sampler):
     def num_slots(self, model: MaskedModel, parts: dict[str, Any]) -> int:
         return model.grid.num_tokens * model.grid.codebooks
 
-    def num_calls(self, run: Run) -> int:
+    def num_calls(self, run: Run) -> int | None:
+        if self.config.entropy_bound is not None:
+            return None
         return sum(self._steps(run.model, run.parts.get("given")))
 
     def prepare(self, run: Run) -> MaskedState:
@@ -236,23 +265,27 @@ class MaskedSampler(Sampler):
             target_calls=torch.zeros_like(tokens[:, 0, 0]),
             steps=steps,
             plan=[(stage, step) for stage, count in enumerate(steps) for step in range(count)],
+            meter=DivergenceMeter(run.batch_size, run.device) if self.config.measure else None,
+            correlation=torch.zeros(run.batch_size, device=run.device) if self.config.measure else None,
         )
 
     def step(self, run: Run, state: MaskedState) -> None:
         """Draw all hidden tokens of a codebook, keep those of highest score, and hide the others again."""
         state.round += 1
-        codebook, step = state.plan[state.round]
+        # Under an entropy bound the end is noticed one call late on a GPU; such a call finds nothing hidden.
+        codebook, step = state.plan[min(state.round, len(state.plan) - 1)]
         stage = state.stage = self._begin_stage(run, state, codebook) if step == 0 else state.stage
         assert stage is not None
         left = 1 - (step + 1) / state.steps[codebook]  # share of the steps
-        run.law.law = self._law(run.law_given, stage.shares[step], left)
+        run.law.law = self._law(run.law_given, stage.shares[step], step, state.steps[codebook])
         logits = run.model(state.cache, state.tokens, codebook)  # [R, L, V]
         run.lap("model")
         if not run.law.law.guided:
             logits = logits[: run.batch_size]
         spans = Spans(run.model.grid.num_tokens, self.config.span)
         drawing = stage.unknown & spans.spread(stage.hidden)  # [B, L]
-        drawn, score = draw_and_score(
+        bound = self.config.entropy_bound if left else None
+        drawn, score, entropy = draw_and_score(
             run.law,
             run.noise,
             logits,
@@ -263,6 +296,8 @@ class MaskedSampler(Sampler):
             # The last step keeps all draws, whatever their score.
             score=self.config.score if stage.order is None and left else None,
             filtered=self.config.filtered_score,
+            entropies=bound is not None,
+            greedy=self.config.greedy,
         )
         tokens = state.tokens[..., codebook]  # a view
         tokens.copy_(torch.where(drawing, drawn, tokens))
@@ -270,13 +305,60 @@ class MaskedSampler(Sampler):
             score = self._unit_scores(run, state, codebook, step, score, drawing, left)
         else:
             score = stage.hidden.float() if stage.order is None else stage.order
-        stays = least_sure(score, stage.hidden, stage.counts[step + 1])  # [B, U]
+        state.target_calls += 1 if self.config.entropy_bound is None else stage.hidden.any(1)
+        if bound is None:
+            stays = least_sure(score, stage.hidden, stage.counts[step + 1])  # [B, U]
+        else:
+            assert entropy is not None
+            entropy = spans.score(entropy, drawing, "sum")  # [B, U]
+            stays = beyond_entropy_bound(score, entropy, stage.hidden, bound)
         kept = drawing & spans.spread(stage.hidden & ~stays)
         state.entry_call[..., codebook].masked_fill_(kept, state.round)
         tokens.masked_fill_(drawing & ~kept, run.model.mask_id)
         stage.hidden = stays
-        state.target_calls += 1
+        if state.meter is not None:
+            run.lap("verify")
+            self._measured(run, state, codebook, step, logits, kept)
+            run.lap(MEASURE)
         run.lap("verify")
+
+    def _measured(
+        self, run: Run, state: MaskedState, codebook: int, step: int, logits: Tensor, kept: Tensor
+    ) -> None:
+        """Estimate how far the group of a step is from its own chain of one token a call, in a random order.
+
+        Along an order, token k of the group has some law given the tokens before it, and was drawn from another, which
+        knows none of them. The sum over k of the total variation between both bounds that of the group; the sum of the
+        log ratios is an estimate of its (conditional) total correlation, a divergence in nats. One call estimates both:
+        a random number of the n kept tokens is shown, and the mean over the others, times n, has the sum as its mean.
+
+        Where the order looks at the draws, these are the figures of the draws that were kept.
+
+        Args:
+            logits: [R, L, V], of the step.
+            kept: bool [B, L], the group.
+        """
+        assert state.stage is not None and state.meter is not None and state.correlation is not None
+        slots, tokens = state.stage.entries, state.tokens[..., codebook]
+        count = kept.sum(1)  # [B]
+        rank = run.noise.uniform(slots, DRAFT, step).masked_fill(~kept, torch.inf).argsort(1).argsort(1)
+        shown = (run.noise.uniform(slots[:, :1], ACCEPT, step)[:, 0] * count).long()  # [B], below n
+        left = kept & (rank >= shown[:, None])
+        tested = state.tokens.clone()
+        tested[..., codebook] = tokens.masked_fill(left, run.model.mask_id)
+        chained = run.model(state.cache, tested, codebook)
+        ignored = torch.where(left, slots, run.num_tokens)
+        guided = run.law.law.guided
+        used, wanted = (
+            run.law(part if guided else part[: len(slots)], ignored, guided) for part in (logits, chained)
+        )
+        moved = (used.exp() - wanted.exp()).clamp(min=0).sum(-1)  # [B, L]
+        at = tokens[..., None].clamp(max=run.model.vocab_size - 1)
+        ratio = (used.gather(-1, at) - wanted.gather(-1, at))[..., 0]
+        number = left.sum(1).clamp(min=1)
+        mean = torch.where(left, moved, 0).sum(1) / number
+        state.meter.count(mean[:, None].expand_as(moved), kept)
+        state.correlation += (torch.where(left, ratio, 0).sum(1) / number * count).to(state.correlation)
 
     def _begin_stage(self, run: Run, state: MaskedState, codebook: int) -> Stage:
         grid, score = run.model.grid, self.config.score
@@ -320,21 +402,32 @@ class MaskedSampler(Sampler):
     def progress(self, run: Run, state: MaskedState) -> Tensor:
         return (state.tokens != run.model.mask_id).sum((1, 2)) // run.model.grid.codebooks
 
+    def committed(self, run: Run, state: MaskedState) -> Tensor:
+        return (state.tokens != run.model.mask_id).all(-1)
+
     def result(self, run: Run, state: MaskedState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         calls = 0
         if run.parts.get("rescorer") is not None:
             calls = sum(max(count - 1, 0) for count in state.steps)
-        found = MaskedTrace(**trace, entry_call=state.entry_call.cpu(), rescorer_calls=calls)
+        found = MaskedTrace(
+            **trace,
+            entry_call=state.entry_call.cpu(),
+            rescorer_calls=calls,
+            total_correlation=None if state.correlation is None else state.correlation.cpu(),
+        )
         return SampleResult(tokens if run.model.grid.codebooks > 1 else tokens[..., 0], found)
 
-    def _law(self, law: TokenLaw, share: float, left: float) -> TokenLaw:
-        """The law of a step at which `share` is hidden and the share `left` of the steps is still to come."""
+    def _law(self, law: TokenLaw, share: float, step: int, steps: int) -> TokenLaw:
+        """The law of a step at which `share` is hidden."""
         scale, temperature = law.guidance_scale, law.temperature
+        past = step / max(steps - 1, 1)
         if law.guided and self.config["guidance"] != "constant":
-            weight = share if self.config["guidance"] == "falling" else 1 - share
+            weight = {"falling": share, "rising": 1 - share, "ramp": past}[self.config["guidance"]]
             scale = weight * scale + (1 - weight) * self.config["least_guidance"]
         if self.config["temperature"] == "falling" and temperature:
-            temperature = max(temperature * left, _LEAST_TEMPERATURE)
+            temperature = max(temperature * (1 - (step + 1) / steps), _LEAST_TEMPERATURE)
+        if self.config["temperature"] == "root":
+            temperature *= 1 - (1 - self.config["last_temperature"]) * past**0.5
         return replace(law, guidance_scale=scale, temperature=temperature)
 
     def _rescored(
@@ -350,18 +443,7 @@ class MaskedSampler(Sampler):
         return share * sure + (1 - share) * other.exp()
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
-        if not (hasattr(model, "mask_id") and hasattr(model, "prepare")):
-            raise ValueError(
-                f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
-                "AutoregressiveSampler or ColumnAutoregressiveSampler."
-            )
-        check_batch_size(batch_size)
-        check_allowed(law, model.vocab_size)
-        if law.guidance_until is not None:
-            raise ValueError(
-                f"guidance_until={law.guidance_until}, but masked decoding knows no order of slots; pass "
-                "guidance_until=None, and guidance='falling' or 'rising' to the sampler."
-            )
+        check_masked_model(model, law, batch_size)
         steps, grid, span = self.config.steps, model.grid, self.config.span
         if not isinstance(steps, int) and len(steps) != grid.codebooks:
             raise ValueError(
@@ -373,6 +455,11 @@ class MaskedSampler(Sampler):
             raise ValueError(
                 f"span={span}, but the model decodes {size}; pass "
                 + (f"1 to {grid.width}." if grid.num_tokens == grid.width else "1: spans are for sequences.")
+            )
+        if self.config.entropy_bound is not None and grid.codebooks > 1:
+            raise ValueError(
+                f"entropy_bound={self.config.entropy_bound}, but the model has {grid.codebooks} codebooks; pass "
+                "entropy_bound=None: the bound is for models of one."
             )
         if parts.get("given") is not None:
             _check_given(model, parts["given"], batch_size)
@@ -387,6 +474,27 @@ class MaskedSampler(Sampler):
             return counts
         unknown = (given.reshape(-1, codebooks) == model.mask_id).any(0).tolist()
         return [count if some else 0 for count, some in zip(counts, unknown, strict=True)]
+
+
+def check_masked_model(model: Any, law: TokenLaw, batch_size: int) -> None:
+    """Refuse, before any compute, a request that no sampler of masked models can decode.
+
+    Raises:
+        ValueError: a model that hides no tokens, a batch size below 1, ids beyond the vocabulary, or guidance up to a
+            slot.
+    """
+    if not (hasattr(model, "mask_id") and hasattr(model, "prepare")):
+        raise ValueError(
+            f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
+            "AutoregressiveSampler or ColumnAutoregressiveSampler."
+        )
+    check_batch_size(batch_size)
+    check_allowed(law, model.vocab_size)
+    if law.guidance_until is not None:
+        raise ValueError(
+            f"guidance_until={law.guidance_until}, but masked decoding knows no order of slots; pass "
+            "guidance_until=None, and guidance='falling' or 'rising' to the sampler."
+        )
 
 
 def _check_given(model: MaskedModel, given: Tensor, batch_size: int) -> None:
@@ -433,34 +541,3 @@ def _at_least_one(number: Any) -> bool:
 def _counters(count: int, stage: int, codebooks: int, batch_size: int, device: torch.device) -> Tensor:
     """Return the counter slots of a codebook's tokens or units, those of `PatternView.slots`: long [B, count]."""
     return (torch.arange(count, device=device) * codebooks + stage).expand(batch_size, -1)
-
-
-# -- presets -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MaskedPreset:
-    """Published settings: `MaskedSampler(**settings)`, and the law."""
-
-    settings: dict[str, Any]
-    law: TokenLaw
-
-
-_MAGNET = dict(
-    clock="magnet", span=3, span_score="max", temperature="falling", guidance="falling", least_guidance=1.0
-)
-_MUSIC = TokenLaw(guidance_scale=10.0, temperature=3.0, top_p=0.9)
-_SOUND = TokenLaw(guidance_scale=20.0, temperature=3.5, top_p=0.8)
-
-PRESETS = {
-    "maskgit": MaskedPreset(dict(steps=8, choice_temperature=4.5), TokenLaw()),
-    "mage": MaskedPreset(dict(steps=20, choice_temperature=6.0), TokenLaw()),
-    # The Gumbel scale falls from 2 at the first step to 0 at the last of 12.
-    "amused": MaskedPreset(dict(steps=12, choice_temperature=2.0 * 12 / 11), TokenLaw(guidance_scale=10.0)),
-    "halton": MaskedPreset(dict(steps=32, schedule="arccos", score="halton"), TokenLaw()),
-    # The audio models differ in clip length and in training data. The released interface decodes all of them with the
-    # first one's settings; these are the settings of the training configurations.
-    "magnet-10s": MaskedPreset(dict(steps=(20, 10, 10, 10), **_MAGNET), _MUSIC),
-    "magnet-30s": MaskedPreset(dict(steps=(60, 10, 10, 10), **_MAGNET), _MUSIC),
-    "audio-magnet-10s": MaskedPreset(dict(steps=(20, 10, 10, 10), **_MAGNET), _SOUND),
-}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ClipModel, MaskedModel
-from visual_spec.samplers.core.base import Callback
+from visual_spec.samplers.core.base import STOP, Callback
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.core.trace import SampleResult
@@ -45,7 +45,7 @@ def hybrid_decode(
         first_law, first_condition: of the beginning. The condition defaults to that of the masked part.
         generator, batch_size: as in the samplers. Each sample's key seeds the keys of both parts.
         callback: called after every target call of both parts, with one running index. The numbers are the columns of
-            the beginning, then those of `MaskedSampler`.
+            the beginning, then those of `MaskedSampler`. `STOP` takes effect in the masked part.
         options: the other arguments of `MaskedSampler.__call__`, except `given`.
 
     Returns:
@@ -70,8 +70,20 @@ def hybrid_decode(
     keys = draw_keys(generator, batch_size).tolist()
     generators = [torch.Generator().manual_seed(key & (2**63 - 1)) for key in keys]
     own = condition if first_condition is None else first_condition
+    stopped = False
+
+    def earlier(call: int, lengths: Tensor) -> None:
+        nonlocal stopped
+        assert callback is not None
+        stopped |= callback(call, lengths) is STOP
+
     beginning = first_sampler(
-        first, own, law=first_law, generator=generators, batch_size=batch_size, callback=callback
+        first,
+        own,
+        law=first_law,
+        generator=generators,
+        batch_size=batch_size,
+        callback=None if callback is None else earlier,
     )
     codes = first.codes(beginning.tokens, own)  # [B, K, P]
     given = torch.full((batch_size, grid.num_tokens, grid.codebooks), model.mask_id, device=codes.device)
@@ -79,9 +91,9 @@ def hybrid_decode(
     calls = beginning.trace.target_calls
     offset = int(calls.max())
 
-    def later(call: int, lengths: Tensor) -> None:
+    def later(call: int, lengths: Tensor) -> Any:
         assert callback is not None
-        callback(offset + call, lengths)
+        return STOP if stopped else callback(offset + call, lengths)
 
     result = sampler(
         model,
@@ -100,11 +112,12 @@ def hybrid_decode(
     found, moved = (first.codes(by_column + shift, own).transpose(1, 2).cpu() for shift in (0, 1))
     entry_call = torch.where(trace.entry_call < 0, -1, trace.entry_call + calls[:, None, None])
     entry_call[:, :count] = torch.where(moved > found, found, -1)
+    commit_call = entry_call.amax(-1).clamp(min=0)
     phases = {f"first {name}": seconds for name, seconds in beginning.trace.phase_seconds.items()}
     trace = replace(
         trace,
         target_calls=trace.target_calls + calls,
-        commit_call=entry_call.amax(-1).clamp(min=0),
+        commit_call=torch.where(trace.commit_call < 0, -1, commit_call),
         seconds=trace.seconds + beginning.trace.seconds,
         phase_seconds=phases | trace.phase_seconds,
         entry_call=entry_call,

@@ -210,6 +210,9 @@ class MultiscaleSampler(Sampler):
     def progress(self, run: Run, state: MultiscaleState) -> Tensor:
         return (~state.open).sum(1)
 
+    def committed(self, run: Run, state: MultiscaleState) -> Tensor:
+        return ~state.open
+
     def measure(self, run: Run, state: MultiscaleState, tokens: Tensor) -> tuple[float | None, Tensor | None]:
         return (None if state.meter is None else state.meter.mean()), None
 

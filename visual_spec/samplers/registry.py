@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.models.core.calls import COLUMNS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
 
 DRAFTER = "drafter"
 
@@ -114,11 +114,43 @@ SAMPLERS = (
     ),
     SamplerEntry("masked", f"{_HERE}.masked:MaskedSampler", MASKED, "a law of its own", plain=True),
     SamplerEntry(
+        "speculative-masked",
+        f"{_HERE}.masked_speculative:SpeculativeMaskedSampler",
+        MASKED,
+        "identical or lossless, to one token a call in its order",
+        settings=(),
+    ),
+    SamplerEntry(
         "scale-wise",
         f"{_HERE}.scales:ScaleWiseSampler",
         SCALES,
         "the reference; several models (CoDe): measured on request",
         plain=True,
+    ),
+    SamplerEntry(
+        "continuous", f"{_HERE}.continuous:ContinuousSampler", CONTINUOUS, "the reference", plain=True
+    ),
+    SamplerEntry(
+        "speculative-continuous",
+        f"{_HERE}.continuous_drafted:SpeculativeContinuousSampler",
+        CONTINUOUS,
+        "lossless; aligned, cspd: measured",
+        DRAFTER,
+        settings=(),
+    ),
+    SamplerEntry(
+        "continuous-jacobi",
+        f"{_HERE}.continuous_jacobi:ContinuousJacobiSampler",
+        CONTINUOUS,
+        "lossless; aligned: lossy",
+        settings=(),
+    ),
+    SamplerEntry(
+        "head-speculation",
+        f"{_HERE}.continuous_head:HeadSpeculativeSampler",
+        CONTINUOUS,
+        "lossless",
+        settings=(),
     ),
 )
 

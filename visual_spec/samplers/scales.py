@@ -260,7 +260,8 @@ class ScaleWiseSampler(Sampler):
                 through all scales.
             generator: one `torch.Generator` for the batch, a list of one a sample, or None (PyTorch's default).
             callback: called after every scale with its index and the canvas [B, D, h, w] so far, which
-                `tokenizer.decode_canvas` turns into progressive pictures.
+                `tokenizer.decode_canvas` turns into progressive pictures. If it returns a canvas, the decode goes on
+                from that one; if it returns `STOP`, it ends there, with the tokens of the scales so far.
 
         Raises:
             ValueError, TypeError: the request cannot be served.
@@ -354,14 +355,23 @@ class ScaleWiseSampler(Sampler):
     def progress(self, run: Run, state: ScaleDecodeState) -> Tensor:
         return state.canvas
 
+    def committed(self, run: Run, state: ScaleDecodeState) -> Tensor:
+        return torch.ones_like(state.tokens, dtype=torch.bool)  # all that there are
+
+    def answered(self, run: Run, state: ScaleDecodeState, answer: Any) -> None:
+        if isinstance(answer, Tensor):
+            state.canvas = answer
+            if state.round + 1 < len(run.parts["tokenizer"].scales):
+                state.maps[-1] = run.parts["tokenizer"].next_map(answer, state.round + 1)
+
     def measure(
         self, run: Run, state: ScaleDecodeState, tokens: Tensor
     ) -> tuple[float | None, Tensor | None]:
-        own = _of_one_model(run.model, 0)
-        if state.reference is None or len(own) == len(run.model):
+        first = _of_one_model(run.model, 0)[-1].scales.stop
+        if state.reference is None or first > state.round:
             return None, None
         starts = first_slots(run.parts["tokenizer"])
-        return float(state.moved.mean()) / (starts[-1] - starts[own[-1].scales.stop]), state.moved.cpu()
+        return float(state.moved.mean()) / (starts[state.round + 1] - starts[first]), state.moved.cpu()
 
     def result(
         self, run: Run, state: ScaleDecodeState, tokens: Tensor, trace: dict[str, Any]
@@ -370,7 +380,8 @@ class ScaleWiseSampler(Sampler):
         # A model with a compressed cache draws from a different law.
         exact = len(runs) == 1 and getattr(run.model[0].model, "lossless", True)
         trace |= dict(lossless=self.lossless and exact, identical=self.identical and exact)
-        calls = tuple(sum(len(stage.scales) for stage in stages) for stages in runs)
+        drawn = range(state.round + 1)
+        calls = tuple(sum(scale in drawn for stage in stages for scale in stage.scales) for stages in runs)
         found = ScaleTrace(**trace, model_calls=calls, cache_bytes=tuple(state.cache_bytes))
         return ScaleResult(tokens, found, state.canvas)
 

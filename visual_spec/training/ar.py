@@ -12,6 +12,10 @@ biases only the law of hidden pictures, which is never sampled from.
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,11 +92,12 @@ def tokenize_dataset(
     held_out: bool = False,
     side: int = 16,
     cache: Path | None = None,
+    workers: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return word ids `[N, T]` and tokens int16 `[N, side * side]` of fresh scenes.
 
     `cache`, a folder, stores them if given. For a `side` below the tokenizer's own, pixels are averaged to shrink the
-    pictures first.
+    pictures first. So many `workers` paint the pictures, each in a process of its own if there are several.
 
     Raises:
         ValueError: `cache` holds the tokens of another tokenizer, or the words of another vocabulary.
@@ -108,9 +113,8 @@ def tokenize_dataset(
             )
         return saved["words"], saved["tokens"]
     words, tokens = [], []
-    for start in range(0, count, 500):
-        scenes, pictures = sample_dataset(min(500, count - start), seed * 100_003 + start, held_out=held_out)
-        words.append(encoder.word_ids([caption(scene) for scene in scenes]).cpu())
+    for captions, pictures in _painted(count, seed, held_out, workers):
+        words.append(encoder.word_ids(captions).cpu())
         for part in to_signed(pictures).split(20):
             part = F.adaptive_avg_pool2d(part, side * vq_model.patch_size)
             tokens.append(vq_model.encode_tokens(part.to(vq_model.device)).to(torch.int16).cpu())
@@ -119,6 +123,27 @@ def tokenize_dataset(
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"words": result[0], "tokens": result[1], "owner": owner}, path)
     return result
+
+
+def _painted(count: int, seed: int, held_out: bool, workers: int) -> Iterator[tuple[list[str], np.ndarray]]:
+    """Captions and pictures of scenes, at most 500 at a time."""
+    starts = range(0, count, 500)
+    settings = (
+        [min(500, count - start) for start in starts],
+        [seed * 100_003 + start for start in starts],
+        [held_out] * len(starts),
+    )
+    if workers == 1:
+        yield from map(_paint, *settings)
+        return
+    # Spawned, because a process that uses a GPU cannot be forked.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_paint, *settings)
+
+
+def _paint(count: int, seed: int, held_out: bool) -> tuple[list[str], np.ndarray]:
+    scenes, pictures = sample_dataset(count, seed, held_out=held_out)
+    return [caption(scene) for scene in scenes], pictures
 
 
 def initialise(model: LlamaGenTransformer) -> None:
@@ -220,3 +245,101 @@ def train_autoregressive(
     write_json(out / "training.json", record)
     checkpoint.remove()
     return record
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+HELP = """Train the embedded LlamaGen and caption encoder.
+
+`python -m visual_spec.training.ar --tokenizer FOLDER --out FOLDER`
+
+Afterwards `--out` holds `transformer/`, `text_encoder/` and `training.json`; `scripts/assemble_shapes.py` joins the
+parts to a pipeline.
+"""
+
+
+def main() -> None:
+    defaults = AutoregressiveTraining()
+    parser = argparse.ArgumentParser(description=HELP)
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        help="folder that python -m visual_spec.training.tokenizer wrote",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for weights and training.json; resumes if interrupted"
+    )
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
+    parser.add_argument("--scenes", type=int, default=defaults.scenes)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument(
+        "--hidden-pictures",
+        type=float,
+        default=defaults.hidden_pictures,
+        help="share of pictures with hidden input tokens; 0 to go on from weights that hear the caption",
+    )
+    parser.add_argument(
+        "--grid-size", type=int, default=16, help="tokens per side; 8 for the low-resolution drafter"
+    )
+    parser.add_argument(
+        "--text-encoder", type=Path, help="a trained text encoder to keep as it is; default: train one"
+    )
+    parser.add_argument(
+        "--start-from", type=Path, help="folder with transformer/ and text_encoder/ to start from"
+    )
+    parser.add_argument("--dim", type=int, default=192)
+    parser.add_argument("--num-layers", type=int, default=6)
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    vq_model = VQModel.from_pretrained(arguments.tokenizer).eval().to(arguments.device)
+    if arguments.text_encoder is None:
+        encoder = CaptionEncoder(shapes_vocabulary(), dim=128, num_layers=0, num_heads=4, max_words=20)
+    else:
+        encoder = CaptionEncoder.from_pretrained(arguments.text_encoder)
+    model = LlamaGenTransformer(
+        vocab_size=vq_model.config["codebook_size"],
+        dim=arguments.dim,
+        num_layers=arguments.num_layers,
+        num_heads=arguments.num_heads,
+        grid_size=arguments.grid_size,
+        prefix_length=encoder.max_words,
+        num_classes=None,
+        caption_dim=encoder.config["dim"],
+        zero_prefix_keys=False,
+    )
+    initialise(model)
+    if arguments.start_from is not None:
+        encoder.load_state_dict(
+            CaptionEncoder.from_pretrained(arguments.start_from / "text_encoder").state_dict()
+        )
+        model.load_state_dict(
+            LlamaGenTransformer.from_pretrained(arguments.start_from / "transformer").state_dict()
+        )
+    settings = AutoregressiveTraining(
+        steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        scenes=arguments.scenes,
+        learning_rate=arguments.learning_rate,
+        hidden_pictures=arguments.hidden_pictures,
+        train_text_encoder=arguments.text_encoder is None,
+        bfloat16=arguments.bfloat16,
+        compile=not arguments.no_compile,
+        seed=arguments.seed,
+    )
+    model.to(arguments.device)
+    encoder.to(arguments.device)
+    record = train_autoregressive(model, encoder, vq_model, settings, arguments.out)
+    print(
+        f"{record['parameters'] / 1e6:.2f} M parameters, held-out loss {record['held_out_loss']}, {record['seconds']} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ starts from the networks of a `VQModel`, whose latents a unit sphere kept apart.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,54 @@ def to_pixels(pictures: Tensor) -> np.ndarray:
     """Return pictures `[B, 3, H, W]` in [-1, 1] as uint8 `[B, H, W, 3]`: the inverse of `to_signed`."""
     pixels = ((pictures.float() + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
     return rearrange(pixels, "b c h w -> b h w c").cpu().numpy()
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+HELP = """Train the embedded multi-scale tokenizer on procedural shapes.
+
+`python -m visual_spec.training.var_tokenizer --out FOLDER`
+
+Afterwards `--out` holds the weights and `training.json`. An interrupted run resumes.
+"""
+
+
+def main() -> None:
+    defaults = VarTokenizerTraining()
+    parser = argparse.ArgumentParser(description=HELP)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for weights and training.json; resumes if interrupted"
+    )
+    parser.add_argument("--start-from", type=Path, metavar="DIR", help="a trained VQModel of the same widths")
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
+    parser.add_argument("--continuous-steps", type=int, default=defaults.continuous_steps)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--scenes", type=int, default=defaults.scenes)
+    parser.add_argument("--scales", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8, 12, 16])
+    parser.add_argument("--codebook-size", type=int, default=1024)
+    parser.add_argument("--code-dim", type=int, default=8)
+    parser.add_argument("--base-channels", type=int, default=8)
+    parser.add_argument("--bfloat16", action="store_true", help="compute the networks in bfloat16")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    arguments = vars(parser.parse_args())
+    out, device, known = arguments.pop("out"), arguments.pop("device"), arguments.pop("start_from")
+    torch.manual_seed(arguments["seed"])
+    model = MultiscaleVQModel(
+        base_channels=arguments.pop("base_channels"),
+        channel_multipliers=(1, 2, 4, 8),
+        blocks_per_level=1,
+        codebook_size=arguments.pop("codebook_size"),
+        code_dim=arguments.pop("code_dim"),
+        scales=tuple(arguments.pop("scales")),
+        norm_groups=None,
+    ).to(device)
+    if known is not None:
+        start_from(model, VQModel.from_pretrained(known, torch_dtype=torch.float32).eval().to(device))
+    record = train_var_tokenizer(model, VarTokenizerTraining(**arguments), out)
+    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+
+
+if __name__ == "__main__":
+    main()

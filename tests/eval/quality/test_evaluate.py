@@ -318,7 +318,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert captured.out == "" and "other processes have samples to draw" in captured.err
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert command.main(arguments) == 0
+    assert command.main([*arguments, "--json"]) == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out.splitlines()[-1])
     assert document == json.loads((tmp_path / "out" / "results.json").read_text())
@@ -327,6 +327,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert expected is not None
     assert timeless(document)["rows"] == timeless(expected)["rows"]
     assert "block 1 of 1" in captured.err and "| autoregressive " in captured.out
+    assert command.main(arguments) == 0  # everything is there already
+    shown = capsys.readouterr().out
+    assert "| autoregressive " in shown and "{" not in shown
     with pytest.raises(ValueError, match="unknown sampler 'jacobi'"):
         command.main([*arguments, "--samplers", "jacobi"])
 

@@ -304,7 +304,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     arguments = ["--model", str(tmp_path / "a"), "--masked", str(tmp_path / "m"), "--device", "cpu"]
     arguments += ["--out", str(tmp_path / "out"), "--samples", "7", "--batch-size", "4", "--alone", "0"]
     arguments += ["--controls", ROWS[1], "--samplers", *ROWS[2:4]]
-    assert command.main(arguments) == 0
+    assert command.main([*arguments, "--json"]) == 0
     captured = capsys.readouterr().out
     document = json.loads(captured.splitlines()[-1])
     assert [row["name"] for row in document["rows"]] == list(ROWS)

@@ -263,7 +263,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu"]
     arguments += ["--batch-size", "5", "--samples", "5", "--alone", "0", "--controls"]
     arguments += ["--top-k", "9", "--top-p", "1"]
-    assert command.main(arguments) == 0
+    assert command.main([*arguments, "--json"]) == 0
     captured = capsys.readouterr().out
     document = json.loads(captured.splitlines()[-1])
     rows = settings_of_model(str(tmp_path / "model"))

@@ -141,7 +141,7 @@ def test_on_a_processor_its_own_seconds_are_drawn(document):
     assert [float(bars[0].get_xdata()[0]) for bars in panel.containers] == [7.0] * 4
 
 
-def test_the_page_stands_alone(document, tmp_path):
+def test_the_page_stands_alone(document, tmp_path, capsys):
     Image.new("RGB", (4, 4)).save(tmp_path / "pictures.png")
     for one in document["rows"]:
         one["processor_time"] = {**one["wall_clock"], "alone_speed_up": quantiles(6.54)}
@@ -164,7 +164,12 @@ def test_the_page_stands_alone(document, tmp_path):
     ):
         assert text in page
     again = ["--out", str(tmp_path / "again.html"), "--title", "A & B"]
+    capsys.readouterr()
     assert frontier.main([arguments[0], *again]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'again.html'}\n"
+    assert frontier.main([arguments[0], *again, "--overwrite", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["page"] == str(tmp_path / "again.html") and said["chart"] is None
     assert (tmp_path / "again.html").read_text() == page  # to the last byte
     assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
     with pytest.raises(FileExistsError, match="--overwrite"):

@@ -1,18 +1,13 @@
 """Mel pictures, run strips and the page of music."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from visual_spec.eval.report.drawing import RUN_COLOURS
-from visual_spec.eval.report.music_pages import (
-    AudioRow,
-    mel_picture,
-    music_picture,
-    run_strip,
-    write_music_page,
-)
+from visual_spec.eval.report.music_pages import AudioRow, mel_picture, write_music_page
 
 RATE = 16_000
 
@@ -57,18 +52,13 @@ def test_high_tones_stand_above_low_ones_and_late_ones_to_the_right():
         mel_picture(np.array([0.0, np.nan]), RATE, 20, 10)
 
 
-def test_the_strip_shows_runs_and_what_was_paid():
-    strip = run_strip(torch.tensor([0, 1, 1, 1, 2]), 500)
-    found = [strip.getpixel((100 * column + 50, 10)) for column in range(5)]
-    (_, first), (free, paid), (_, last) = RUN_COLOURS[:3]
-    assert found == [first, free, free, paid, last]
-
-
 def test_the_page_holds_players_pictures_and_figures(tmp_path):
     differing = row(prompt="other", identical=False, plain_audio=tone(500))
     path = write_music_page([row(), differing], tmp_path / "page.html", facts={"model": "tiny & small"})
     page = path.read_text()
     assert page.count("<audio") == 3 and page.count("data:image/png") == 2
+    assert page.count("<svg") == 2 and page.count("3 columns paid, 2 free<br>") == 2
+    assert re.findall(r"<span>([\d.]+ s)</span>", page)[:5] == ["0 s", "0.25 s", "0.5 s", "0.75 s", "1 s"]
     assert "a &lt;slow&gt; organ" in page and "tiny &amp; small" in page
     assert "1.67</dd>" in page and "6 <small>instead of 10" in page and "2.00x" in page
     assert "same codes, same samples" in page and "codes differ" in page and "http" not in page
@@ -78,5 +68,9 @@ def test_the_page_holds_players_pictures_and_figures(tmp_path):
         write_music_page([], tmp_path / "none.html")
 
 
-def test_the_picture_is_as_wide_as_the_page():
-    assert music_picture(row()).width == 1000
+def test_a_filled_in_clip_is_shown_with_its_own_words(tmp_path):
+    entry = torch.tensor([[0, 2], [1, 2], [0, 3], [-1, 7]])  # [S, K]
+    filled = row(entry_call=entry, commit_call=entry.amax(-1), identical=False, output_law="a law of its own")
+    page = write_music_page([filled], tmp_path / "page.html").read_text()
+    assert "a law of its own" in page and "fills in hidden codes" in page and "a row is a codebook" in page
+    assert "paid" not in page.split("<main>")[1] and "codes differ" not in page

@@ -64,7 +64,7 @@ def settings_of(law, *texts, seed=0):
 
 
 def run(capsys, model, *arguments):
-    assert bench.main(["--model", str(model), "--device", "cpu", *arguments]) == 0
+    assert bench.main(["--model", str(model), "--device", "cpu", "--json", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return json.loads(lines[-1]), [dict(zip(table[0], cells, strict=True)) for cells in table[2:]]
@@ -418,6 +418,9 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
         assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]
     document, _ = run(capsys, model, *arguments, "--overwrite")
     assert json.loads(out.read_text()) == document
+    assert bench.main(["--model", str(model), "--device", "cpu", *arguments, "--overwrite"]) == 0
+    shown = capsys.readouterr().out
+    assert "| " in shown and "{" not in shown  # a table alone, unless --json asks for the document
 
 
 @pytest.mark.parametrize(

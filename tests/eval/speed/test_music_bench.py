@@ -122,7 +122,7 @@ def test_a_relaxed_row_tells_its_divergence():
 
 
 def run(capsys, *arguments):
-    assert bench.main(["--device", "cpu", *map(str, arguments)]) == 0
+    assert bench.main(["--device", "cpu", "--json", *map(str, arguments)]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return json.loads(lines[-1]), [dict(zip(table[0], cells, strict=True)) for cells in table[2:]], lines[0]

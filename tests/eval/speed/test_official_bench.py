@@ -42,7 +42,7 @@ def tiny(name="llamagen-tiny", dtype=torch.float32) -> Any:
 
 
 def run(capsys, *arguments):
-    assert bench.main([*SMALL, *arguments]) == 0
+    assert bench.main([*SMALL, "--json", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     shown = [dict(zip(table[0], cells, strict=True)) for cells in table[2:]]

@@ -13,18 +13,12 @@ from transformers import (
     MusicgenConfig,
     MusicgenDecoderConfig,
     MusicgenForConditionalGeneration,
-    MusicgenMelodyConfig,
-    MusicgenMelodyForConditionalGeneration,
     T5Config,
 )
 
 from tests.models.next_token.tiny_transformers import _ready
-from visual_spec.models.columns.musicgen import (
-    MagnetModel,
-    MusicCondition,
-    MusicgenColumnModel,
-    text_condition,
-)
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
@@ -438,22 +432,6 @@ def test_magnet_logits_are_those_of_transformers_under_a_mask_of_its_own():
 
 def test_what_does_not_fit_is_refused():
     whole = musicgen()
-    melody = MusicgenMelodyForConditionalGeneration._from_config(
-        MusicgenMelodyConfig(
-            text_encoder=whole.config.text_encoder,
-            audio_encoder=whole.config.audio_encoder,
-            decoder=dict(
-                vocab_size=CODES,
-                num_hidden_layers=1,
-                ffn_dim=8,
-                num_attention_heads=2,
-                hidden_size=8,
-                max_position_embeddings=8,
-            ),
-        )
-    )
-    with pytest.raises(TypeError, match="MusicgenMelodyForConditionalGeneration given.*no cross-attention"):
-        MusicgenColumnModel(melody, FRAMES)
     with pytest.raises(TypeError, match="Linear given; pass a MusicgenFor"):
         MagnetModel(torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="padding='left'; pass 'masked'"):

@@ -9,8 +9,8 @@ import torch
 
 from tests.models.continuous import straight
 from tests.models.continuous.tiny import tiny_mar
-from visual_spec.models.continuous.head import guided
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
+from visual_spec.models.core.latents import guided
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tiny_audio import BOOKS, CODES, tiny_decoder
-from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel, MusicgenState
+from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenState
+from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter, ColumnEagleState
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import _no_empty_float32_warning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_logits_equal_a_straight_line_computation(changes, grid):
     model.get_parameter("blocks.0.sa.scale_mul_1H11").data[0, 0] = 7.0  # beyond the logarithm of 100: clamped
     maps, condition = random_maps(model.scales), captions()
     got = torch.cat(decode(model, condition, maps, guided=True), 1)
-    against = torch.cat(decode(model, (condition, NEGATIVE), maps, guided=True), 1)
+    against = torch.cat(decode(model, replace(condition, negative=NEGATIVE), maps, guided=True), 1)
     for row in range(3):
         picture = [map[row] for map in maps]
         want = straight_line(model, condition.features[row, condition.mask[row]], picture, grid)

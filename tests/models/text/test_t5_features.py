@@ -60,13 +60,20 @@ def test_captions_are_cleaned_before_they_are_tokenized():
     assert features.unknown_words(["zebra"]) == []
 
 
-def test_empty_and_long_prompts_are_refused():
+def test_empty_prompts_are_refused():
     features = tiny_features()
     for prompt in ("", "  ", "***", "<br>"):
         with pytest.raises(ValueError, match="has no words; give at least one"):
             features([prompt])
-    with pytest.raises(ValueError, match="prompt of 11 tokens given; at most 10 are allowed: 'a a"):
-        features(["a " * 10])
+
+
+def test_long_prompts_are_cut_with_a_warning_that_names_the_rest():
+    features = tiny_features()  # nine words and the end token
+    with pytest.warns(
+        UserWarning, match="at most 9 tokens; 'blue circle' at the end of the prompt 'a red a red"
+    ):
+        got = features(["a red a red a red a red a blue circle", "a red"])
+    assert got.features[0].equal(features(["a red a red a red a red a"]).features[0])
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------

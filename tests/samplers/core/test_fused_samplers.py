@@ -15,7 +15,8 @@ from tests.models.columns.test_musicgen import IDS, MASK, musicgen
 from tests.samplers.drafting import MODEL, NEAR
 from tests.samplers.settings import lossy
 from visual_spec.kernels import clustered_mass, grouped_mass, lantern_mass, neighbour_mass
-from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel, text_condition
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel, TabularModel

@@ -6,8 +6,8 @@ plain decoding at a lower temperature: what a lossy sampler may gain in score, i
 measured alike, clips for pictures and true tunes for scenes; a masked model of the same codec stands beside the model
 of columns with `--masked`.
 
-Under `torchrun`, or with `--rank` and `--shards`, processes share the work. The last line of the output is the
-document of results.
+Under `torchrun`, or with `--rank` and `--shards`, processes share the work. `results.json` in the folder `--out` holds
+the results, and `--json` prints them as the last line.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
     )
+    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +132,7 @@ def read_settings(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate as the options say, print tables and, as the last line, the document.
+    """Evaluate as the options say, print tables and with `--json`, as the last line, the document.
 
     Raises:
         ValueError, OSError: bad input; names it.
@@ -146,13 +147,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--samples {args.samples} --batch-size {args.batch_size} given; pass at least 2 samples and a batch of 1"
         )
-    from visual_spec.eval.machine import load
+    from visual_spec.eval.machine import load, own_device
     from visual_spec.eval.quality.evaluate import evaluate
     from visual_spec.eval.quality.features import extractors_of
     from visual_spec.eval.quality.samples import Judge
     from visual_spec.eval.quality.tasks import task_of
 
-    pipe = load(args.model, _device(args.device), args.dtype, args.threads, args.masked)
+    pipe = load(args.model, own_device(args.device), args.dtype, args.threads, args.masked)
     extractors = extractors_of(pipe, args.inception)
     task, score = task_of(pipe, -(-args.samples // args.batch_size) * args.batch_size)
     document = evaluate(
@@ -173,7 +174,8 @@ def run(args: argparse.Namespace) -> int:
         print("this process is done; other processes have samples to draw", file=sys.stderr)
         return 0
     print_tables(document)
-    print(json.dumps(document))
+    if args.json:
+        print(json.dumps(document))
     return 0
 
 
@@ -191,12 +193,3 @@ def print_tables(document: dict) -> None:
         print()
     print(accuracy_table({row["name"]: row["accuracy"] for row in document["rows"]}))
     print()
-
-
-def _device(asked: str | None) -> str | None:
-    """The device that was asked for; under torchrun, the GPU of this process."""
-    if asked is not None or "LOCAL_RANK" not in os.environ:
-        return asked
-    import torch
-
-    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ _WINDOW = 1024  # samples of a spectrum, and so 64 mel bands
 # What is quieter, in dB of a full-scale sine, counts as silence: with a lower floor the hiss that a codec leaves in
 # empty bands outweighs the music.
 _SILENCE = -60.0
-INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"  # as torch-fidelity releases and caches it
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"  # as torch-fidelity releases and caches it
 
 
 def load_shapes_features(folder: str | Path = WEIGHTS_FOLDER / "shapes_features") -> ShapesFeatures:
@@ -31,6 +31,20 @@ def find_inception() -> Path | None:
     """Where PyTorch's cache keeps the Inception weights of torch-fidelity, if it does. Downloads nothing."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
     return path if path.exists() else None
+
+
+def check_tensors_only(weights: str | Path) -> None:
+    """Refuse a file that holds more than tensors, which torch-fidelity itself would unpickle.
+
+    Raises:
+        ValueError: it does; names it.
+    """
+    try:
+        torch.load(weights, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{weights} holds more than tensors and is not loaded; pass {INCEPTION_FILE}"
+        ) from error
 
 
 class InceptionFeatures(nn.Module):
@@ -54,13 +68,7 @@ class InceptionFeatures(nn.Module):
             raise FileNotFoundError(
                 f"no Inception weights at {weights}; download {INCEPTION_FILE} of torch-fidelity"
             )
-        try:
-            # torch-fidelity itself would unpickle whatever the file holds.
-            torch.load(weights, weights_only=True, map_location="cpu")
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{weights} holds more than tensors and is not loaded; pass {INCEPTION_FILE}"
-            ) from error
+        check_tensors_only(weights)
         try:
             from torchmetrics.image.fid import NoTrainInceptionV3
         except ImportError as error:

@@ -48,7 +48,8 @@ def figures_of(
     Returns:
         rows, one a setting: name, kind, sampler, law, seed, lossless, samples; identical: whether it promises the
         tokens of plain decoding in this precision; tokens_per_call: all tokens, or columns of clips, over all calls;
-        speed_up_calls: plain calls over the setting's; accuracy (see `accuracy.summarise`); features, {extractor:
+        speed_up_calls: plain calls over the setting's; head_calls: of continuous tokens, mean calls of the head a
+        sample that waited for each other, else None; accuracy (see `accuracy.summarise`); features, {extractor:
         frechet_to_real, frechet_to_plain, precision, recall, density,
         coverage}, against the true samples of the same prompts, and with `kernels` kernel_to_real, kernel_to_plain (see
         `audio.kernel_figure`); divergence and moved_mass: what `DivergenceMeter` measures a tested token and a sample,
@@ -104,7 +105,8 @@ def setting_figures(setting: Setting, first: Setting, found: Samples, plain: Sam
     exact = all(found.batch_lossless)
     measured = [value for value in found.batch_divergence if not np.isnan(value)]
     moved = found.moved_mass[~np.isnan(found.moved_mass)]
-    same = setting.sampler.identical and setting.plan.same_model and exact
+    own = _laws_of(setting.sampler) == _laws_of(first.sampler)
+    same = setting.sampler.identical and setting.plan.same_model and exact and own
     # With `exact_width` the tokens are those of plain decoding with `exact_width`.
     kept = all(found.batch_promises) and _exact_width(setting) == _exact_width(first)
     promised = same and (setting.law, setting.seed) == (first.law, first.seed)
@@ -112,11 +114,12 @@ def setting_figures(setting: Setting, first: Setting, found: Samples, plain: Sam
         "name": setting.text,
         "kind": kind_of(setting, first, exact),
         **setting.describe(),
-        "lossless": bool(setting.sampler.lossless) and exact,
-        "identical": bool(setting.sampler.identical) and exact and kept,
+        "lossless": bool(setting.sampler.lossless) and exact and own,
+        "identical": bool(setting.sampler.identical) and exact and kept and own,
         "samples": len(found.calls),
         "tokens_per_call": ratio_figure([found.length] * len(found.calls), found.calls.tolist()),
         "speed_up_calls": ratio_figure(plain.calls.tolist(), found.calls.tolist()),
+        "head_calls": None if found.head_calls is None else mean_figure(found.head_calls.tolist()),
         "divergence": mean_figure(measured) if measured else None,
         "moved_mass": mean_figure(moved.tolist()) if len(moved) else None,
         "identical_samples": same_samples(found.stored, plain.stored) if promised else None,
@@ -163,8 +166,15 @@ def kind_of(setting: Setting, plain: Setting, exact: bool = True) -> str:
         return "control"  # of a masked model, whose law is that of its own decoding
     if not (setting.sampler.lossless and setting.plan.same_model and exact):
         return "lossy"
+    if _laws_of(setting.sampler) != _laws_of(plain.sampler):
+        return "lossy"
     same = type(setting.sampler) is type(plain.sampler) and setting.plan == plain.plan
     return "control" if same or setting.law != plain.law else "lossless"
+
+
+def _laws_of(sampler: Any) -> Any:
+    """The settings of a sampler that are part of its law; those of most are none."""
+    return getattr(sampler, "law_settings", None) or {}
 
 
 def cache_figures(found: Samples, plain: Samples) -> dict[str, float] | None:
@@ -279,7 +289,9 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
     unit = "wall clock" if clock == "wall_clock" else "processor time"
     batch = document["settings"]["batch_size"]
     seconds = "alone_seconds" if document["rows"][0][clock]["alone_seconds"] else "seconds_per_picture"
+    of_heads = document["rows"][0].get("head_calls") is not None  # results of older versions do not hold it
     header = ["sampler", "kind", "cache KiB" if words.caches else f"{words.unit}s/call"]
+    header += ["head calls"] if of_heads else []
     header += ["s/clip"] if words.kernels else []
     header += [f"{unit}, batch 1", f"batch {batch}", "attributes %"]
     header += [f"{words.whole} %"]
@@ -293,6 +305,7 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
                 row["name"],
                 row["kind"],
                 cached(row["cache"]) if words.caches else cell(row["tokens_per_call"]),
+                *([f"{row['head_calls']['value']:.0f}"] if of_heads else []),
                 *([f"{wall[seconds]['p50']:.2f}"] if words.kernels else []),
                 times(wall["alone_speed_up"]),
                 times(wall["speed_up"]),
@@ -315,6 +328,6 @@ def quality_table(document: dict[str, Any], extractor: str = "shapes") -> str:
             *([cell(far["kernel_to_real"])] if words.kernels else []),
         ]
         distances += [cell(far["precision"], 3), cell(far["recall"], 3)]
-        none = ["-"] * (4 if words.kernels else 3)
+        none = ["-"] * (3 + words.kernels + of_heads)
         lines.append([f"({name} alone)", "reference", *none, *rates, *distances, "-"])
     return markdown(header, lines)

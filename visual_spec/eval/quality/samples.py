@@ -83,6 +83,7 @@ class Samples:
         batch_promises: whether the tokens of each batch are those of plain decoding without a condition, such as one
             of precision; nothing of files of older versions.
         batch_peak_memory: on a GPU the most memory of each batch.
+        head_calls: of continuous tokens, calls of the head that waited for each other, [N]; else None.
     """
 
     stored: np.ndarray
@@ -100,6 +101,7 @@ class Samples:
     batch_lossless: list[bool]
     batch_promises: list[bool]
     batch_peak_memory: list[int]
+    head_calls: np.ndarray | None = None
 
 
 class SampleFolder:
@@ -211,6 +213,7 @@ class SampleFolder:
             batch_lossless=[bool(file["lossless"]) for file in draws if "lossless" in file],
             batch_promises=[bool(file["promises"]) for file in draws if "promises" in file],
             batch_peak_memory=[int(file["peak_memory"]) for file in draws if "peak_memory" in file],
+            head_calls=joined(draws, "head_calls") if "head_calls" in draws[0] else None,
         )
 
 

@@ -15,6 +15,7 @@ from visual_spec.eval.report.pages import ComparisonRow, ScaleComparisonRow
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.sampler_text import make_row, parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.samplers.masked import MaskedTrace
 
 
 def seeded_generators(seeds: Sequence[int]) -> list[torch.Generator]:
@@ -125,8 +126,12 @@ def _pictures(plain: Any, fast: Any) -> dict[str, Any]:
 
 
 def _token_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
+    heads = [getattr(one.trace, "head_calls", None) for one in (plain, fast)]
     return ComparisonRow(
-        grid=pipe.transformer.grid, **_pictures(plain, fast), **_figures(prompt, plain, fast)
+        grid=pipe.transformer.grid,
+        head_calls=None if None in heads else tuple(int(calls[0]) for calls in heads),  # pyright: ignore
+        **_pictures(plain, fast),
+        **_figures(prompt, plain, fast),
     )
 
 
@@ -148,6 +153,7 @@ def _column_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> AudioRow:
         fast_audio=fast.audios[0],
         sampling_rate=fast.sampling_rate,
         identical=plain.codes.equal(fast.codes) and np.array_equal(plain.audios, fast.audios),
+        entry_call=fast.trace.entry_call[0] if isinstance(fast.trace, MaskedTrace) else None,
         **_figures(prompt, plain, fast),
     )
 

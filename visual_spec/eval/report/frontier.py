@@ -429,6 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chart", type=Path, metavar="FILE", help="write the charts as .png or .svg too")
     parser.add_argument("--title", default="Speed-up against quality", metavar="TEXT")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are already there")
+    parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
     args = parser.parse_args(argv)
     ready_folder(refuse_existing(args.out, args.overwrite).parent)
     if args.chart is not None:
@@ -441,4 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_atomically(args.chart, content, overwrite=args.overwrite)
     write_page(documents, args.out, args.title, overwrite=args.overwrite)
     print(f"wrote {args.out}" + (f" and {args.chart}" if args.chart else ""))
+    if args.json:
+        models = [document["settings"]["model"] for document in documents]
+        print(json.dumps({"page": str(args.out), "chart": args.chart and str(args.chart), "models": models}))
     return 0

@@ -1,7 +1,8 @@
 """Plain and accelerated music side by side: what was decoded in which call, a mel picture, and a page with players.
 
 A *call* is one forward of the target model, and commits a run of columns: the drafts it accepted, then one that it drew
-itself. As in `report`, the last column of a run is what the call was *paid* for.
+itself. As in `report`, the last column of a run is what the call was *paid* for. A call of a masked model fills in
+codes anywhere in the clip.
 """
 
 from __future__ import annotations
@@ -14,23 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import Tensor
 
 from visual_spec.data.waves import levels
 from visual_spec.eval.files import render_page, write_atomically
-from visual_spec.eval.report.drawing import (
-    INK,
-    MAP_GROUND,
-    MUTED,
-    PAPER,
-    RUN_COLOURS,
-    draw_text,
-    legend_strip,
-    png_bytes,
-    text_width,
-)
-from visual_spec.eval.report.pages import paid_slots
+from visual_spec.eval.report.drawing import RUN_COLOURS, png_bytes
+from visual_spec.eval.report.maps import entries_svg, runs_svg
+from visual_spec.eval.report.pictures import paid_slots
 from visual_spec.pipelines.audio_files import audio_bytes
 
 # Silence to full scale; each colour is darker or lighter than the one before it.
@@ -52,6 +44,7 @@ class AudioRow:
         identical: whether codes and samples of both are the same.
         promised: whether the sampler says so without a condition.
         output_law, near_ties: what the sampler says it drew from, see `DecodeTrace`.
+        entry_call: of a clip that a masked model filled in: long [S, K], the call at which each code was kept.
     """
 
     prompt: str
@@ -66,6 +59,7 @@ class AudioRow:
     identical: bool
     promised: bool = False
     output_law: str = ""
+    entry_call: Tensor | None = None
     near_ties: int | None = None
 
     @property
@@ -97,39 +91,14 @@ def mel_picture(audio: np.ndarray | Tensor, sampling_rate: int, width: int, heig
     return picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def run_strip(commit_call: Tensor, width: int, height: int = 22) -> Image.Image:
-    """Which columns cost a model call: every call's run in a colour of its own, what it was paid for dark.
-
-    Args:
-        commit_call: long [S], the call at which each column was committed.
-    """
-    calls, paid = commit_call.tolist(), paid_slots(commit_call).tolist()
-    strip = Image.new("RGB", (width, height), MAP_GROUND)
-    draw = ImageDraw.Draw(strip)
-    ranks = {call: rank for rank, call in enumerate(sorted(set(calls)))}
-    edges = [round(place * width / len(calls)) for place in range(len(calls) + 1)]
-    for place, call in enumerate(calls):
-        colour = RUN_COLOURS[ranks[call] % len(RUN_COLOURS)][paid[place]]
-        draw.rectangle((edges[place], 2, max(edges[place], edges[place + 1] - 1), height - 3), fill=colour)
-    return strip
-
-
-def music_picture(row: AudioRow) -> Image.Image:
-    """Mel picture, seconds, and below it what cost a model call: 1000 pixels wide."""
-    mel_height, axis, strip_height = 220, 26, 22
+def call_map(row: AudioRow) -> tuple[str, str]:
+    """What cost a model call, as SVG, and what it shows in words."""
+    if row.entry_call is not None:
+        said = "one colour: one call (a row is a codebook, coarsest on top)"
+        return entries_svg(row.entry_call, said), said
     paid = int(paid_slots(row.commit_call).sum())
-    legend = legend_strip(_WIDTH, paid, len(row.commit_call) - paid)
-    sheet = Image.new("RGB", (_WIDTH, mel_height + axis + strip_height + legend.height), PAPER)
-    sheet.paste(mel_picture(row.fast_audio, row.sampling_rate, _WIDTH, mel_height), (0, 0))
-    draw, seconds = ImageDraw.Draw(sheet), row.fast_audio.shape[-1] / row.sampling_rate
-    for tick in range(9):
-        x, text = round(tick * (_WIDTH - 1) / 8), f"{tick * seconds / 8:.3g} s"
-        draw.line((x, mel_height, x, mel_height + 4), fill=INK)
-        wide = text_width(text, 13)
-        draw_text(draw, (min(max(0, x - wide / 2), _WIDTH - wide), mel_height + 5), text, 13, MUTED)
-    sheet.paste(run_strip(row.commit_call, _WIDTH, strip_height), (0, mel_height + axis))
-    sheet.paste(legend, (0, mel_height + axis + strip_height))
-    return sheet
+    said = f"{paid} columns paid, {len(row.commit_call) - paid} free"
+    return runs_svg(row.commit_call, said), said
 
 
 def write_music_page(
@@ -164,12 +133,19 @@ def write_music_page(
     sections = []
     for row in rows:
         plain, fast = (audio_bytes(audio, row.sampling_rate) for audio in (row.plain_audio, row.fast_audio))
+        drawn, said = call_map(row)
+        seconds = row.fast_audio.shape[-1] / row.sampling_rate
         sections.append(
             {
                 "row": row,
                 "plain": None if row.identical else _url("audio/wav", plain),
                 "fast": _url("audio/wav", fast),
-                "picture": _url("image/png", png_bytes(music_picture(row))),
+                "mel": _url(
+                    "image/png", png_bytes(mel_picture(row.fast_audio, row.sampling_rate, _WIDTH, 220))
+                ),
+                "map": drawn,
+                "caption": said,
+                "ticks": [f"{tick * seconds / 4:.3g} s" for tick in range(5)],
             }
         )
     page = render_page(
@@ -179,6 +155,7 @@ def write_music_page(
         sections=sections,
         totals=totals,
         colours=RUN_COLOURS[0],
+        filled_in=rows[0].entry_call is not None,
     )
     return write_atomically(path, page, overwrite=overwrite)
 

@@ -21,12 +21,9 @@ from visual_spec.eval.files import render_page, write_atomically
 from visual_spec.eval.report.drawing import (
     GOOD,
     INK,
-    MAP_GROUND,
     MUTED,
     PAPER,
     RUN_COLOURS,
-    SUPERSAMPLE,
-    draw_bar,
     draw_text,
     fit_square,
     keyed_strip,
@@ -35,6 +32,8 @@ from visual_spec.eval.report.drawing import (
     text_width,
     wrap_text,
 )
+from visual_spec.eval.report.maps import acceptance_svg, scales_svg
+from visual_spec.eval.report.pictures import acceptance_map, check_commit_call, paid_slots, scale_map
 from visual_spec.models.core.protocol import TokenGrid
 
 _SHEET_WIDTH = 1000
@@ -47,7 +46,7 @@ class ComparisonRow:
     `commit_call` `[L]` long: the call at which each slot of the accelerated picture was committed. `*_calls`: target
     calls of one sample, `*_seconds`: wall clock of its decoding. `identical`: the tokens of both are the same;
     `promised`: the sampler says so without a condition; `output_law`, `near_ties`: what else it says, see
-    `DecodeTrace`.
+    `DecodeTrace`. `head_calls`: of a model of continuous tokens, calls of its head that waited for each other, of both.
 
     Raises:
         ValueError: if `commit_call` does not have one non-negative entry for each slot of `grid`, or a count is < 1.
@@ -66,11 +65,12 @@ class ComparisonRow:
     promised: bool = False
     output_law: str = ""
     near_ties: int | None = None
+    head_calls: tuple[int, int] | None = None
 
     map_title = "what cost a model call"
 
     def __post_init__(self) -> None:
-        _check_commit_call(self.commit_call, self.grid)
+        check_commit_call(self.commit_call, self.grid)
         if self.plain_calls < 1 or self.fast_calls < 1:
             raise ValueError(
                 f"plain_calls={self.plain_calls}, fast_calls={self.fast_calls}; a decode has at least 1 call"
@@ -114,6 +114,10 @@ class ComparisonRow:
         """The map beside the pictures, `size` pixels on its longer side, without a legend."""
         return acceptance_map(self.commit_call, self.grid, size, legend=False)
 
+    def draw_svg(self) -> str:
+        """The same map for a page."""
+        return acceptance_svg(self.commit_call, self.grid, f"{self.map_title}: {self.map_caption}")
+
     def draw_legend(self, width: int) -> Image.Image:
         """A strip that explains the map."""
         return legend_strip(width)
@@ -151,122 +155,13 @@ class ScaleComparisonRow(ComparisonRow):
         """All token maps in the order they were drawn in, coloured by their model."""
         return scale_map(self.sides, self.drafted, size)
 
+    def draw_svg(self) -> str:
+        """The same maps for a page."""
+        return scales_svg(self.sides, self.drafted, f"{self.map_title}: {self.map_caption}")
+
     def draw_legend(self, width: int) -> Image.Image:
         """A strip that explains the colours."""
         return keyed_strip(width, [(RUN_COLOURS[0][0], "first model"), (RUN_COLOURS[1][0], "second model")])
-
-
-def scale_map(sides: Sequence[int], drafted: int, size: int) -> Image.Image:
-    """Draw token maps of growing size one behind the other, cell by cell, those from `drafted` on in another colour.
-
-    Args:
-        sides: tokens per side of each map.
-        drafted: the number of maps that the first model drew.
-        size: pixels of the longer side.
-
-    Raises:
-        ValueError: no maps, or a size that leaves less than 2 pixels for a cell.
-    """
-    if not sides:
-        raise ValueError("no maps to draw; pass the sides of at least one")
-    # As many columns as make the picture most square: maps go into lines, in cells with one between two maps.
-    widths = range(max(sides), sum(sides) + len(sides))
-    columns = min(widths, key=lambda width: max(width, _lay_out(sides, width)[1]))
-    places, rows = _lay_out(sides, columns)
-    cell = size / max(columns, rows)
-    if cell < 2:
-        raise ValueError(f"size={size} leaves {cell:.1f} pixels for each of {columns} x {rows} cells")
-    unit = cell * SUPERSAMPLE
-    canvas = Image.new("RGB", (round(columns * unit), round(rows * unit)), PAPER)
-    draw = ImageDraw.Draw(canvas)
-    for index, (side, (left, top)) in enumerate(zip(sides, places, strict=True)):
-        light, dark = RUN_COLOURS[0 if index < drafted else 1]
-        for y in range(side):
-            for x in range(side):
-                corner = ((left + x) * unit, (top + y) * unit)
-                box = (corner[0], corner[1], corner[0] + unit, corner[1] + unit)
-                draw.rectangle(box, fill=light, outline=dark, width=max(1, round(unit / 12)))
-    return canvas.resize((round(columns * cell), round(rows * cell)), Image.Resampling.LANCZOS)
-
-
-def _lay_out(sides: Sequence[int], columns: int) -> tuple[list[tuple[int, int]], int]:
-    """Left and top cell of squares that are set in lines like words, and the number of rows this takes."""
-    places, left, top, line = [], 0, 0, 0
-    for side in sides:
-        if left and left + side > columns:
-            left, top, line = 0, top + line + 1, 0
-        places.append((left, top))
-        left, line = left + side + 1, max(line, side)
-    return places, top + line
-
-
-def paid_slots(commit_call: torch.Tensor) -> torch.Tensor:
-    """Which slots cost a model call: bool `[L]`, true at the last slot of each call's run.
-
-    The number of true entries is the number of calls that committed anything.
-    """
-    calls = commit_call.reshape(-1).long().cpu()
-    slots = torch.arange(len(calls))
-    last = torch.full((int(calls.max()) + 1,), -1).scatter_reduce(0, calls, slots, "amax")
-    return last[calls] == slots
-
-
-def acceptance_map(
-    commit_call: torch.Tensor, grid: TokenGrid, size: int, *, legend: bool = True
-) -> Image.Image:
-    """Draw which token cost a model call: every run of slots is a bar, and its dark bead is the slot paid for.
-
-    Args:
-        commit_call: long `[L]`, the call at which each slot was committed (`DecodeTrace.commit_call[b]`).
-        grid: geometry of the tokens; frames are laid out from left to right.
-        size: pixels of the longer side of the map.
-        legend: add a strip below the map that explains it and counts both kinds.
-
-    Returns:
-        An RGB picture, `size` pixels wide for a square grid, taller by the legend.
-
-    Raises:
-        ValueError: if `commit_call` does not fit `grid`, or `size` leaves less than 3 pixels for a slot.
-    """
-    calls = _check_commit_call(commit_call, grid)
-    columns, rows = grid.width * grid.frames, grid.height
-    cell = size / max(columns, rows)
-    if cell < 3:
-        raise ValueError(
-            f"size={size} leaves {cell:.1f} pixels for each of {columns} x {rows} slots; "
-            f"pass at least {3 * max(columns, rows)}"
-        )
-    scale = SUPERSAMPLE
-    width, height = round(columns * cell), round(rows * cell)
-    canvas = Image.new("RGB", (width * scale, height * scale), MAP_GROUND)
-    draw = ImageDraw.Draw(canvas)
-    paid = paid_slots(calls).tolist()
-    call = calls.tolist()
-    order = {number: rank for rank, number in enumerate(sorted(set(call)))}
-    unit = cell * scale
-    for start, stop in _bars(call, grid.width):
-        frame, y, x = grid.coordinates(start)
-        left, top = (frame * grid.width + x) * unit, y * unit
-        light, dark = RUN_COLOURS[order[call[start]] % len(RUN_COLOURS)]
-        # A bar that goes on in the row above or below runs into the edge there, so that one run reads as one.
-        from_above = x == 0 and start > 0 and call[start - 1] == call[start]
-        goes_on = stop < len(call) and call[stop] == call[start]
-        right = left + (stop - start) * unit
-        draw_bar(draw, left, top, right, top + unit, light, square=(from_above, goes_on))
-        for slot in range(start, stop):
-            if paid[slot]:
-                centre_x, centre_y = left + (slot - start + 0.5) * unit, top + 0.5 * unit
-                radius = 0.29 * unit
-                box = (centre_x - radius, centre_y - radius, centre_x + radius, centre_y + radius)
-                draw.ellipse(box, fill=dark)
-    picture = canvas.resize((width, height), Image.Resampling.LANCZOS)
-    if not legend:
-        return picture
-    strip = legend_strip(width, sum(paid), len(paid) - sum(paid))
-    framed = Image.new("RGB", (width, height + strip.height), PAPER)
-    framed.paste(picture, (0, 0))
-    framed.paste(strip, (0, height))
-    return framed
 
 
 def contact_sheet(rows: Sequence[ComparisonRow]) -> Image.Image:
@@ -338,20 +233,15 @@ def write_html(
         FileExistsError: if `path` exists and `overwrite` is not set.
     """
     _check_rows(rows)
-    scale_wise = isinstance(rows[0], ScaleComparisonRow)
-    sections = []
-    for row in rows:
-        # Of one slot 24 pixels, or of all scales together as many as a large picture has.
-        size = 480 if scale_wise else 24 * max(row.grid.width * row.grid.frames, row.grid.height)
-        drawn = row.draw_map(size)
-        sections.append(
-            {
-                "row": row,
-                "plain": _data_url(row.plain_image),
-                "fast": _data_url(row.fast_image),
-                "map": _data_url(drawn),
-            }
-        )
+    sections = [
+        {
+            "row": row,
+            "plain": _data_url(row.plain_image),
+            "fast": _data_url(row.fast_image),
+            "map": row.draw_svg(),
+        }
+        for row in rows
+    ]
     plain_seconds, fast_seconds = (
         sum(row.plain_seconds for row in rows),
         sum(row.fast_seconds for row in rows),
@@ -370,7 +260,7 @@ def write_html(
         sections=sections,
         totals=totals,
         colours=RUN_COLOURS[:2],
-        scale_wise=scale_wise,
+        scale_wise=isinstance(rows[0], ScaleComparisonRow),
     )
     return write_atomically(path, page, overwrite=overwrite)
 
@@ -378,30 +268,6 @@ def write_html(
 def _check_rows(rows: Sequence[ComparisonRow]) -> None:
     if not rows:
         raise ValueError("no rows to draw; pass at least one ComparisonRow")
-
-
-def _check_commit_call(commit_call: torch.Tensor, grid: TokenGrid) -> torch.Tensor:
-    calls = torch.as_tensor(commit_call).detach().cpu()
-    if calls.shape != (grid.num_tokens,):
-        raise ValueError(
-            f"commit_call has shape {list(calls.shape)}, but the grid has {grid.num_tokens} slots; "
-            "pass the trace of one sample, trace.commit_call[b]"
-        )
-    if calls.is_floating_point() or int(calls.min()) < 0:
-        raise ValueError(
-            "commit_call must hold call numbers >= 0 as integers; the decoding did not fill every slot"
-        )
-    return calls.long()
-
-
-def _bars(call: list[int], width: int) -> list[tuple[int, int]]:
-    """Half-open ranges of slots with one call number, broken at the ends of grid rows."""
-    bars, start = [], 0
-    for slot in range(1, len(call) + 1):
-        if slot == len(call) or call[slot] != call[start] or slot % width == 0:
-            bars.append((start, slot))
-            start = slot
-    return bars
 
 
 def _measured(calls: int, seconds: float) -> str:

@@ -6,7 +6,7 @@ With `--curve` it counts calls only. Only the decoding of tokens is timed; turni
 every sampler the same, and is given once. With `--random-weights` it times the calls of a model of official size, and
 states the acceptance instead of measuring it (`visual_spec.eval.speed.official_bench`).
 
-The last line of the output is one JSON document with the raw seconds.
+`--out` writes one JSON document with the raw seconds, and `--json` prints it as the last line.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON document here too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON document here")
+    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a Markdown table and the JSON document, and write the latter to `--out`.
+    """Measure, print a Markdown table and with `--json` a JSON document, which is also written to `--out`.
 
     Raises:
         ValueError: an option out of range; before anything is loaded.
@@ -182,14 +183,14 @@ def run(args: argparse.Namespace) -> int:
     print()
     print(text)
     print()
-    line = json.dumps(document)
     if args.plot is not None:
         from visual_spec.eval.speed.roofline import write_roofline
 
         write_roofline(document, args.plot, overwrite=args.overwrite)
     if args.out is not None:
         write_atomically(args.out, json.dumps(document, indent=1) + "\n", overwrite=args.overwrite)
-    print(line)
+    if args.json:
+        print(json.dumps(document))
     return 0
 
 
@@ -198,7 +199,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     plain = {
         name: value for name, value in vars(args).items() if isinstance(value, (str, int, float, list, bool))
     }
-    return {name: value for name, value in plain.items() if name not in ("command", "overwrite")}
+    return {name: value for name, value in plain.items() if name not in ("command", "overwrite", "json")}
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

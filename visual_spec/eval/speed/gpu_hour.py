@@ -64,13 +64,15 @@ STAGES = (
     Stage("4", "bench of the embedded models", f"{_HERE}:embedded_models", 170),
     Stage("5a", "official sizes, token by token", f"{_HERE}:token_sizes", 420),
     Stage("5b", "official sizes, scales and music", f"{_HERE}:other_sizes", 240),
+    Stage("5c", "official sizes, continuous tokens", f"{_HERE}:latent_sizes", 420, essential=False),
+    Stage("5d", "official sizes, a speech model of transformers", f"{_HERE}:speech", 150, essential=False),
     Stage("6", "bandwidth of the kernels", f"{_HERE}:kernel_bandwidth", 90),
     Stage("7", "where the time of a call goes", f"{_HERE}:call_profiles", 90),
 )
 
 
 def chosen_stages(text: str | None, stages: Sequence[Stage] = STAGES) -> list[Stage]:
-    """The stages that a text such as "1,5" names; "5" is both 5a and 5b. None: all.
+    """The stages that a text such as "1,5" names; "5" is 5a and all others behind 5. None: all.
 
     Raises:
         ValueError: a name that fits none; lists them.
@@ -79,7 +81,7 @@ def chosen_stages(text: str | None, stages: Sequence[Stage] = STAGES) -> list[St
         return list(stages)
     found: list[Stage] = []
     for name in (part.strip() for part in text.split(",")):
-        fitting = [stage for stage in stages if name in (stage.name, stage.name.rstrip("abc"))]
+        fitting = [stage for stage in stages if name in (stage.name, stage.name.rstrip("abcd"))]
         if not fitting:
             raise ValueError(
                 f"--stages {text}: no stage {name!r}; pass some of {', '.join(s.name for s in stages)}"

@@ -10,7 +10,7 @@ import inspect
 import json
 import tempfile
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,16 @@ from visual_spec.eval import draws
 from visual_spec.eval.defaults import settings_of_model, with_setting
 from visual_spec.eval.machine import choose_device, load
 from visual_spec.eval.settings import Setting, parse_setting
-from visual_spec.eval.speed import bench, gpu_tiny, kernel_bench, measure, music_sizes, official_sizes
+from visual_spec.eval.speed import (
+    bench,
+    continuous_sizes,
+    gpu_tiny,
+    kernel_bench,
+    measure,
+    music_sizes,
+    official_sizes,
+    speech_sizes,
+)
 from visual_spec.eval.speed.call_profile import profile_calls
 from visual_spec.eval.speed.official_bench import Middle
 from visual_spec.models.core.calls import COLUMNS, RASTER, TREE
@@ -361,13 +370,69 @@ def _music(batch: int, dry: bool) -> dict[str, Any]:
     sizes: dict[str, Any] = (
         dict(runs=2, warmup=0, steps=6, frames=20) if dry else dict(runs=5, warmup=1, steps=24)
     )
+
+    def rows(batch: int) -> dict[str, Any]:
+        found = music_sizes.measure_steps(model, settings, batch_size=batch, **sizes)
+        return dict(kind="music-random-weights", architecture="musicgen-medium", rows=_short(found))
+
+    return _that_fits(rows, batch)
+
+
+def latent_sizes(dry: bool) -> Parts:
+    """MAR-B, L and H with random weights, by the published schedule and by two shorter ones."""
+    if dry:
+        return {"mar-b, batch 1": partial(_mar, gpu_tiny.MAR, 1, True)}
+    # First the sizes of which one is most likely to be asked.
+    return {
+        f"mar-{size.lower()}, batch {batch}": partial(_mar, size, batch, False)
+        for batch, size in product((1, 64, 8), "LBH")
+    }
+
+
+def _mar(size: str | dict[str, int], batch: int, dry: bool) -> dict[str, Any]:
+    model = _mar_model(json.dumps(size), "cpu" if dry else "cuda")
+    sizes: dict[str, Any] = dict(runs=1, warmup=0, sampled=2) if dry else dict(runs=3, warmup=1)
+    schedules = ((4, 3),) if dry else continuous_sizes.SCHEDULES
+
+    def rows(batch: int) -> dict[str, Any]:
+        found = continuous_sizes.measure_calls(model, schedules, batch_size=batch, **sizes)
+        return dict(kind="latent-random-weights", architecture=f"MAR {size}", rows=_short(found))
+
+    return _that_fits(rows, batch)
+
+
+@lru_cache(maxsize=1)
+def _mar_model(size: str, device: str) -> Any:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return continuous_sizes.mar(json.loads(size), dtype=dtype, device=choose_device(device))
+
+
+def speech(dry: bool) -> Parts:
+    """VibeVoice-1.5B with random weights: `generate` of transformers, and the same accelerated. A token is a latent."""
+    batches = (1,) if dry else (1, 8)
+    return {f"vibevoice-1.5b, batch {batch}": partial(_speech, batch, dry) for batch in batches}
+
+
+def _speech(batch: int, dry: bool) -> dict[str, Any]:
+    dtype, device = (torch.float32, "cpu") if dry else (torch.bfloat16, "cuda")
+    model = speech_sizes.vibevoice("tiny" if dry else "1.5b", dtype=dtype, device=choose_device(device))
+    sizes: dict[str, Any] = (
+        dict(runs=1, warmup=0, latents=3, prompt=4) if dry else dict(runs=5, warmup=1, latents=32)
+    )
+
+    def rows(batch: int) -> dict[str, Any]:
+        found = speech_sizes.measure_latents(model, batch_size=batch, **sizes)
+        return dict(kind="speech-random-weights", architecture="vibevoice-1.5b", rows=_short(found))
+
+    return _that_fits(rows, batch)
+
+
+def _that_fits(measured: Callable[[int], dict[str, Any]], batch: int) -> dict[str, Any]:
+    """What is measured with this batch, or the largest half, quarter ... of it that the device has room for."""
     while True:
         try:
-            rows = music_sizes.measure_steps(model, settings, batch_size=batch, **sizes)
-            return dict(
-                kind="music-random-weights", architecture="musicgen-medium", batch=batch, rows=_short(rows)
-            )
-        except torch.cuda.OutOfMemoryError:
+            return measured(batch) | {"batch": batch}
+        except (measure.DoesNotFit, torch.cuda.OutOfMemoryError):
             if batch == 1:
                 raise
         torch.cuda.empty_cache()
@@ -375,15 +440,8 @@ def _music(batch: int, dry: bool) -> dict[str, Any]:
 
 
 def _bench_that_fits(options: list[str], batch: int) -> dict[str, Any]:
-    """`bench` with this batch, or the largest half, quarter ... of it that the device has room for."""
-    while True:
-        try:
-            return _bench([*options, "--batch-sizes", str(batch)]) | {"batch": batch}
-        except (measure.DoesNotFit, torch.cuda.OutOfMemoryError):
-            if batch == 1:
-                raise
-        torch.cuda.empty_cache()
-        batch //= 2
+    """`bench` with this batch, or a smaller one that fits."""
+    return _that_fits(lambda batch: _bench([*options, "--batch-sizes", str(batch)]), batch)
 
 
 def _bench(options: list[str]) -> dict[str, Any]:

@@ -232,6 +232,8 @@ _TABLES: dict[str, Callable[[Sequence[Part]], str]] = {
     "4": _bench,
     "5a": _bench,
     "5b": _bench,
+    "5c": _bench,
+    "5d": _bench,
     "6": _kernels,
     "7": _profiles,
 }

@@ -14,6 +14,17 @@ SIZES = {
     "janus-pro-7b": "janus-tiny",
     "var-d30+var-d16": "var-tiny+var-tiny",
 }
+MAR = dict(
+    grid_size=3,
+    token_dim=4,
+    dim=16,
+    num_layers=1,
+    num_heads=2,
+    head_width=16,
+    head_depth=1,
+    num_classes=5,
+    buffer_size=2,
+)
 _SIDE, _SECONDS = 3, 0.1
 
 

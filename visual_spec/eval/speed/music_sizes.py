@@ -20,7 +20,8 @@ from visual_spec.eval.speed.baselines import Marks
 from visual_spec.eval.speed.official_bench import time_sampler, window_of
 from visual_spec.eval.speed.timing import Report, add_floors
 from visual_spec.eval.speed.token_bench import with_graphs
-from visual_spec.models.columns.musicgen import MusicCondition, MusicgenColumnModel
+from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.samplers.core.graph import can_record, forget
 
 # Copet et al. 2023, section 3.1, and the released configurations: layers, width, heads, feed-forward width.

@@ -100,7 +100,7 @@ class StreamingDecoder:
     @loads_weights
     @torch.no_grad()
     def __call__(self, codes: Tensor, *, last: bool = False) -> Tensor:
-        """Decode further codes, long [B, K, n].
+        """Decode further codes, long [B, K, n]; n may be 0 in a last call that is not the first.
 
         Args:
             last: no codes follow; the waves are completed.
@@ -118,6 +118,8 @@ class StreamingDecoder:
             steps = rearrange(hidden, "r d t -> t r d")
             output, self.state = self.lstm(steps, self.state)
             hidden = self.others(rearrange(output + steps, "t r d -> r d t"), last)
+        elif last and self.others.kept is not None:
+            hidden = self.others(self.others.kept[..., :0], last)
         if hidden is None:
             return latents.new_zeros(len(codes) // self.channels, self.channels, 0)
         return hidden.view(-1, self.channels, hidden.shape[-1])
@@ -127,14 +129,15 @@ class StreamingDecoder:
         books, size = len(self.codec.quantizer.layers), self.codec.config.codebook_size
         if self.ended:
             raise ValueError("the clip has ended; make another StreamingDecoder for the next one.")
-        if codes.ndim != 3 or codes.shape[1] != books * self.channels or not codes.shape[2]:
+        ends = last and self.batch is not None
+        if codes.ndim != 3 or codes.shape[1] != books * self.channels or not (codes.shape[2] or ends):
             raise ValueError(
                 f"codes of shape {tuple(codes.shape)} given; this codec takes [B, {books * self.channels}, n], "
                 "n at least 1."
             )
         if self.batch not in (None, len(codes)):
             raise ValueError(f"a batch of {len(codes)} given after one of {self.batch}; pass the same clips.")
-        if not 0 <= int(codes.min()) <= int(codes.max()) < size:
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < size:
             raise ValueError(
                 f"codes from {int(codes.min())} to {int(codes.max())} given; pass 0 to {size - 1}."
             )

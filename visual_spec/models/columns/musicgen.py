@@ -5,219 +5,27 @@ delay pattern: step s holds frame s of the first codebook, frame s - 1 of the se
 stereo model both channels of a codebook share a delay. The entries of a step are drawn independently of each other, so
 a step is a column. Entries outside the clip hold the special id, one above the codes.
 
-Without the causal mask, the same modules are MAGNeT (Ziv et al. 2024), which predicts hidden codes of whole clips.
+Without the causal mask, the same modules are MAGNeT (Ziv et al. 2024), which predicts hidden codes of whole clips. Of
+a MusicGen Melody, the condition stands in front of the steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, Padding
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.cache import seen_up_to
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
 from visual_spec.models.core.transformers_cache import SlotCache
 from visual_spec.models.next_token.llamagen import TextCondition
-
-Padding = Literal["masked", "zeros"]
-
-
-@dataclass
-class MusicCondition(TextCondition):
-    """The condition of a clip: text, and for a continuation the codes of the clip so far.
-
-    Attributes:
-        features: [B, T, C], the text encoder's output, before any projection.
-        mask: bool [B, T], true at words, wherever the padding is. A row without any word is unconditional.
-        codes: long [B, K, P], the first P frames, or None.
-    """
-
-    codes: Tensor | None = None
-
-
-@torch.no_grad()
-def text_condition(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> TextCondition:
-    """Return the text encoder's output for a caption, from a `MusicgenForConditionalGeneration`.
-
-    Args:
-        input_ids, attention_mask: [B, T], from the model's processor. Without a mask, nothing is padding.
-    """
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    features = model.text_encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
-    return TextCondition(features, mask.bool())
-
-
-class MusicgenModules:
-    """The modules of a MusicGen-type model, run with any mask.
-
-    Args:
-        model: a `MusicgenForConditionalGeneration`, or the bare `MusicgenForCausalLM`; it is not changed.
-        padding: how the decoder treats padding of a caption. "masked": not seen, as in transformers. "zeros": zero
-            states that attention is spread over, as in audiocraft, whose results therefore depend on how far a caption
-            was padded. Without padding both are the same.
-
-    Raises:
-        TypeError: the model is of another kind, such as MusicGen Melody, which has no cross-attention.
-        ValueError: `padding` is unknown, or the attention implementation does not take our mask.
-    """
-
-    def __init__(self, model: Any, padding: Padding = "masked") -> None:
-        kinds = {kind.__name__ for kind in type(model).__mro__}
-        if not kinds & {"MusicgenForConditionalGeneration", "MusicgenForCausalLM"}:
-            why = ""
-            if any(name.startswith("MusicgenMelody") for name in kinds):
-                why = " MusicGen Melody puts its condition before the codes and has no cross-attention."
-            raise TypeError(
-                f"{type(model).__name__} given; pass a MusicgenForConditionalGeneration or a MusicgenForCausalLM.{why}"
-            )
-        if padding not in ("masked", "zeros"):
-            raise ValueError(
-                f"padding={padding!r}; pass 'masked' (as in transformers) or 'zeros' (as in audiocraft)."
-            )
-        whole = "MusicgenForConditionalGeneration" in kinds
-        self.model = model
-        self.padding = padding
-        self.projection: Any = getattr(model, "enc_to_dec_proj", None)
-        language_model = model.decoder if whole else model
-        self.heads: Any = language_model.lm_heads
-        self.decoder: Any = language_model.model.decoder
-        self.config: Any = language_model.config
-        self.vocab_size: int = self.config.vocab_size
-        self.num_codebooks: int = self.config.num_codebooks
-        self.num_channels: int = self.config.audio_channels
-        if self._attention not in ("sdpa", "eager"):
-            raise ValueError(
-                f"the decoder runs with attn_implementation={self._attention!r}, which takes no mask of one row a "
-                "sample; call set_attn_implementation('sdpa') on it (on model.decoder, of a whole MusicGen)."
-            )
-
-    @property
-    def special_id(self) -> int:
-        """The id of entries without a code; MAGNeT's mask."""
-        return self.vocab_size
-
-    @property
-    def text_width(self) -> int:
-        """C, channels of the text encoder's states."""
-        return self.config.hidden_size if self.projection is None else self.projection.in_features
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the input codes."""
-        table = self.decoder.embed_tokens[0]
-        target = getattr(getattr(table, "_hf_hook", None), "execution_device", None)
-        return table.weight.device if target is None else torch.device(target)
-
-    @property
-    def _attention(self) -> str:
-        return self.decoder.layers[0].self_attn.config._attn_implementation
-
-    # -- the condition -------------------------------------------------------------------------------------------------
-
-    def check_condition(self, condition: TextCondition, batch_size: int) -> None:
-        """Refuse a condition that does not fit this model.
-
-        Raises:
-            TypeError: the condition is not a `TextCondition`.
-            ValueError: the batch or the width differs.
-        """
-        if not isinstance(condition, TextCondition):
-            raise TypeError(
-                f"{type(condition).__name__} given; this model takes a TextCondition(features, mask), or a "
-                "MusicCondition to go on from codes."
-            )
-        features, mask = condition.features, condition.mask
-        fits = features.ndim == 3 and len(features) == batch_size and features.shape[2] == self.text_width
-        if not fits or mask.shape != features.shape[:2]:
-            raise ValueError(
-                f"features {tuple(features.shape)} and mask {tuple(mask.shape)} given; this model takes "
-                f"[{batch_size}, T, {self.text_width}] and [{batch_size}, T]."
-            )
-
-    def encoder_states(
-        self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """States [R, T, dim] for the cross-attention, unconditional rows last when `guided`, and bool [R, T], the
-        states that are seen.
-
-        An unconditional row has zero states, so its cross-attention adds nothing (MusicGen section 2.3 drops the text).
-        `dropped`, bool [B], marks rows that are unconditional (training for guidance).
-        """
-        mask = condition.mask.to(self.device).bool()
-        states = condition.features.to(self.device)
-        if self.projection is None:
-            states = states.to(self.decoder.layer_norm.weight.dtype)
-        else:
-            states = self.projection(states.to(self.projection.weight.dtype))
-        states = states * mask[..., None]
-        if dropped is not None:
-            states = states * ~dropped[:, None, None]
-        if guided:
-            states = torch.cat([states, torch.zeros_like(states)])
-            mask = torch.cat([mask, torch.zeros_like(mask)])
-        if self.padding == "zeros":
-            return states, torch.ones_like(mask)
-        # A row that sees nothing gives nan in some attention kernels; here it sees zeros.
-        return states, mask | ~mask.any(-1, keepdim=True)
-
-    # -- running the decoder -------------------------------------------------------------------------------------------
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings [R, W, dim] of columns [R, W, K], without positions."""
-        tables = self.decoder.embed_tokens
-        total = tables[0](tokens[..., 0])
-        for codebook in range(1, self.num_codebooks):
-            total = total + tables[codebook](tokens[..., codebook])
-        return total
-
-    def position_table(self, count: int) -> Tensor:
-        """Return sinusoidal embeddings [count, dim] of the first positions."""
-        table = self.decoder.embed_positions
-        if count <= len(table.weights):
-            return table.weights[:count]
-        return table.get_embedding(count, table.embedding_dim).to(table.weights)
-
-    def run(
-        self,
-        embeddings: Tensor,
-        visible: Tensor,
-        states: Tensor,
-        seen: Tensor,
-        cache: EncoderDecoderCache | None = None,
-    ) -> list[Tensor]:
-        """Return the output of each layer, [R, W, dim]; the last one is normalised and is the heads' input.
-
-        Args:
-            embeddings: [R, W, dim], including positions.
-            visible: bool [R or 1, W, S], the keys that each position sees; S = W without a cache.
-            states, seen: from `encoder_states`.
-        """
-        mask, text_mask = self._mask(visible[:, None], embeddings), self._mask(seen[:, None, None], states)
-        hidden, outputs = embeddings, []
-        for layer in self.decoder.layers:
-            hidden = layer(hidden, mask, states, encoder_attention_mask=text_mask, past_key_values=cache)
-            outputs.append(hidden)
-        outputs[-1] = self.decoder.layer_norm(hidden)
-        return outputs
-
-    def score(self, features: Tensor) -> Tensor:
-        """Return logits [R, W, K, V] of features [R, W, dim], in at least float32."""
-        logits = torch.stack([head(features) for head in self.heads], dim=2)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def _mask(self, visible: Tensor, like: Tensor) -> Tensor:
-        if self._attention == "sdpa":
-            return visible
-        # eager adds the mask
-        least = torch.finfo(like.dtype).min
-        return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, least)
-
 
 # -- column by column --------------------------------------------------------------------------------------------------
 
@@ -231,6 +39,7 @@ class MusicgenState(DecodeState):
         cache: keys and values: of the steps, written by place, and of the text, computed once.
         states, seen: from `encoder_states`.
         positions: [1 + S, dim], embeddings of the places; S includes the steps of the prompt.
+        prefix: the number of states in front of the places (Melody).
         free: bool [S + window, K], the entries that are decoded; the others are forced.
         forced: long [B, S + window, K], codes of the prompt and the special id.
         hidden: the output of each layer in the last call, as from `MusicgenModules.run`, for drafters.
@@ -243,6 +52,7 @@ class MusicgenState(DecodeState):
     free: Tensor
     forced: Tensor
     hidden: list[Tensor]
+    prefix: int = 0
 
     def narrow(self, width: int) -> None:
         self.hidden = [layer[:, :width] for layer in self.hidden]
@@ -339,14 +149,15 @@ class MusicgenColumnModel(MusicgenModules):
         """
         self.check_condition(condition, batch_size)
         states, seen = self.encoder_states(condition, guided=guided)
+        prefix = states.shape[1] if self.prefixed else 0
         cache = EncoderDecoderCache(
-            SlotCache(len(self.decoder.layers), 1 + self.num_steps + window), DynamicCache()
+            SlotCache(len(self.decoder.layers), prefix + 1 + self.num_steps + window), DynamicCache()
         )
         scratch = (0, 0, 0, window)
         forced = F.pad(self._forced(condition, batch_size), scratch, value=self.special_id)
         given = F.pad(forced[:, : self.first_step], (0, 0, 1, 0), value=self.special_id)  # [B, 1 + P', K]
         places = torch.arange(1 + self.first_step, device=self.device)
-        positions = self.position_table(1 + self.num_steps).to(states)
+        positions = self.position_table(prefix + 1 + self.num_steps).to(states)
         state = MusicgenState(
             logits=torch.zeros(0),  # until the forward below
             guided=guided,
@@ -354,11 +165,14 @@ class MusicgenColumnModel(MusicgenModules):
             cache=cache,
             states=states,
             seen=seen,
-            positions=positions,
+            positions=positions[prefix:],
             free=F.pad(self._free, scratch).to(self.device),
             forced=forced,
             hidden=[],
+            prefix=prefix,
         )
+        if prefix:
+            self._run_at(state, states + positions[:prefix], torch.arange(-prefix, 0, device=self.device), 0)
         rows = given.repeat(2, 1, 1) if guided else given
         features = self._step(state, rows, places.expand(len(rows), -1), 1 + self.first_step)
         state.logits = self.score(features[:, -1:])[:, 0]
@@ -383,13 +197,20 @@ class MusicgenColumnModel(MusicgenModules):
     def _step(self, state: MusicgenState, tokens: Tensor, places: Tensor, num_places: int) -> Tensor:
         """The heads' input, [R, W, dim], for columns `tokens [R, W, K]` at `places [R, W]`, which see at most the
         first `num_places`. Writes all layers' outputs to `state.hidden`."""
+        embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
+        state.hidden = self._run_at(state, embeddings, places, num_places)
+        return state.hidden[-1]
+
+    def _run_at(
+        self, state: MusicgenState, embeddings: Tensor, places: Tensor, num_places: int
+    ) -> list[Tensor]:
+        """The layers' outputs for embeddings [R, W, dim] at places [R, W] or [W]; those of a prefix are below 0."""
+        at = (places + state.prefix).expand(len(embeddings), -1)
         cache = state.cache.self_attention_cache
         assert isinstance(cache, SlotCache)
-        seen = seen_up_to(places, num_places, state.fixed)
-        cache.at(places, seen.shape[-1])
-        embeddings = self.embed(tokens) + state.positions[places.clamp_max(self.num_steps)]
-        state.hidden = self.run(embeddings, seen, state.states, state.seen, state.cache)
-        return state.hidden[-1]
+        seen = seen_up_to(at, state.prefix + num_places, state.fixed)
+        cache.at(at, seen.shape[-1])
+        return self.run(embeddings, seen, state.states, state.seen, state.cache)
 
     def codes(self, tokens: Tensor, condition: TextCondition) -> Tensor:
         """Return codes [B, K, T] of decoded columns [B, grid.width, K], starting with those of the prompt."""
@@ -439,9 +260,13 @@ class MusicgenColumnModel(MusicgenModules):
         if hidden_steps is not None:
             embeddings = embeddings.masked_fill(F.pad(hidden_steps, (1, 0))[..., None], 0.0)
         count = self.num_steps
+        if self.prefixed:
+            embeddings = torch.cat([states, embeddings], 1)
+            count += states.shape[1]
         embeddings = embeddings + self.position_table(count).to(embeddings)
         causal = torch.ones(1, count, count, dtype=torch.bool, device=sequence.device).tril()
-        return self.run(embeddings, causal, states, seen)
+        outputs = self.run(embeddings, causal, states, seen)
+        return [output[:, count - self.num_steps :] for output in outputs]
 
 
 # -- any frame at once -------------------------------------------------------------------------------------------------
@@ -489,6 +314,10 @@ class MagnetModel(MusicgenModules):
         padding: Padding = "masked",
     ) -> None:
         super().__init__(model, padding)
+        if self.prefixed:
+            raise TypeError(
+                f"{type(model).__name__} given, which goes on from a prefix; pass the MusicgenForCausalLM of a MAGNeT."
+            )
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
             raise ValueError(
                 f"reach={reach!r}; pass an integer of at least 0, or None to look at all frames."

@@ -21,6 +21,7 @@ from visual_spec.models.continuous.blocks import Block, check_labels, embed_labe
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar import HEADS, check_sizes
+from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
@@ -43,6 +44,11 @@ class CausalState:
     window: int
     keys: Tensor
     values: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens and conditions are."""
+        return self.conditions.device
 
     def rows(self, samples: Tensor) -> Tensor:
         """The rows of some samples, long [N]; when guided, their unconditional ones come behind."""
@@ -77,15 +83,17 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         prefix_length: positions before the first token, which hold the class.
         order: the place on the grid of each slot, a permutation; None: raster.
         head_kind: one of `visual_spec.models.continuous.mar.HEADS`.
+        head_steps, eta, final_noise: how it draws a token unless a sampler sets otherwise; see `ChainSettings`.
 
     Raises:
-        ValueError: a width that the heads do not divide, an unknown kind of head, or an order that is no permutation.
+        ValueError: a width that the heads do not divide, an unknown kind of head, a chain out of its range, or an
+            order that is no permutation.
     """
 
     _repeated_blocks = ["Block"]
     _no_split_modules = ["Block"]
 
-    stored_as = (torch.float8_e4m3fn,)  # by `scripts/train_mar.py --eight-bits`
+    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.mar --eight-bits`
 
     @register_to_config
     def __init__(
@@ -101,9 +109,13 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         prefix_length: int = 1,
         order: Sequence[int] | None = None,
         head_kind: str = "noise",
+        head_steps: int = 100,
+        eta: float | None = None,
+        final_noise: float = 0.0,
     ):
         super().__init__()
         check_sizes(dim, num_heads, head_kind)
+        self.chain = ChainSettings(head_steps, eta, final_noise)
         self.grid = TokenGrid(grid_size, grid_size)
         length = self.grid.num_tokens
         if order is not None and sorted(order) != list(range(length)):
@@ -128,9 +140,9 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Positions before the first token."""
         return self.config["prefix_length"]
 
-    def schedule(self, num_steps: int) -> DiffusionSchedule | FlowSchedule:
-        """The chain that this model's head steers, of so many levels, where the model is."""
-        return HEADS[self.config["head_kind"]][1](num_steps).to(self.device)
+    def schedule(self, num_steps: int, eta: float | None = None) -> DiffusionSchedule | FlowSchedule:
+        """The chain that this model's head steers, of so many levels, where the model is; see `ChainSettings`."""
+        return HEADS[self.config["head_kind"]][1](num_steps, eta=eta).to(self.device)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
@@ -162,7 +174,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         )
         at = torch.arange(self.prefix_length, device=hidden.device).expand(len(hidden), -1)
         hidden = self._run(state, hidden, at)
-        state.conditions = hidden[:, -1] + self.diffusion_pos_embed[self.places[0]]
+        state.conditions = hidden[:, -1] + self.diffusion_pos_embed[self.places[:1]]
         return state
 
     @torch.no_grad()
@@ -199,7 +211,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         """What stands before the first token, [R, P, dim]; its last position is told the place of slot 0."""
         prefix = classes[:, None] + self.prefix_embed
         first = torch.zeros_like(prefix)
-        first[:, -1] = self.next_place_embed[self.places[0]]
+        first[:, -1] = self.next_place_embed[self.places[:1]]
         return prefix + first
 
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:

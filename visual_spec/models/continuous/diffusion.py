@@ -2,7 +2,8 @@
 
 A chain has `num_steps` levels. It starts at level `num_steps - 1` from standard normal noise; level i takes a point to
 the next, and what level 0 returns is the token. Each level is one normal law, which `kernel` gives as mean and standard
-deviation, so that a chain can be logged, coupled and replayed.
+deviation, so that a chain can be logged, coupled and replayed. Both classes follow
+`visual_spec.models.core.latents.Schedule`.
 
     x = noise                                             # [N, d]
     for index in reversed(range(schedule.num_steps)):
@@ -13,35 +14,13 @@ deviation, so that a chain can be logged, coupled and replayed.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.latents import check_eta
+
 TRAINING_LEVELS = 1000
-
-
-class Schedule(Protocol):
-    """A chain of normal laws, steered by what a head returns.
-
-    Attributes:
-        num_steps: how many levels it has.
-        times: [num_steps], what the head is told at each level.
-    """
-
-    num_steps: int
-    times: Tensor
-
-    def kernel(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation, each [N, d], of the point behind `x [N, d]`, at level `index`.
-
-        Args:
-            index: one for all points, or long [N].
-            output: of the head, [N, outputs].
-        """
-        ...
-
-    def to(self, device: torch.device | str) -> Schedule: ...
 
 
 def cosine_betas(count: int = TRAINING_LEVELS) -> Tensor:
@@ -84,13 +63,16 @@ class DiffusionSchedule:
     Args:
         num_steps: levels of the chain, 1 to 1000; 100 in the published evaluation.
         velocity: the head predicts that difference, not the noise.
+        eta: None: the published chain. A number: noise of that share of the posterior's width in place of the learned
+            one, in the chain of the same marginals (Song et al. 2021, equations 12 and 16). 0 is deterministic.
 
     Raises:
-        ValueError: as `respaced_levels`.
+        ValueError: as `respaced_levels` and `check_eta`.
     """
 
-    def __init__(self, num_steps: int = 100, *, velocity: bool = False) -> None:
+    def __init__(self, num_steps: int = 100, *, velocity: bool = False, eta: float | None = None) -> None:
         levels = respaced_levels(num_steps)
+        check_eta(eta)
         # In float64: products of a thousand factors, of which differences are taken.
         kept = (1.0 - cosine_betas()).cumprod(0)[
             levels
@@ -100,9 +82,9 @@ class DiffusionSchedule:
         posterior = betas * (1.0 - before) / (1.0 - kept)
         # The first level's posterior has no width, and its logarithm would be infinite: it takes the second's.
         clipped = torch.cat([posterior[1:2] if num_steps > 1 else betas[:1], posterior[1:]])
-        self.num_steps, self.velocity = num_steps, velocity
+        self.num_steps, self.velocity, self.eta, self.deterministic = num_steps, velocity, eta, eta == 0
         self.times = torch.tensor(levels, dtype=torch.float32)
-        self._table = torch.stack(
+        table = torch.stack(
             [
                 kept.sqrt() if velocity else kept.rsqrt(),
                 (1.0 - kept).sqrt() if velocity else (1.0 / kept - 1.0).sqrt(),
@@ -112,23 +94,48 @@ class DiffusionSchedule:
                 betas.log(),
             ],
             -1,
-        ).float()  # [num_steps, 6]
+        )
+        self._table = table.float()  # [num_steps, 6]
+        of_x, of_output, of_start, of_point, low, high = table.unbind(-1)
+        width = torch.ones_like(low)
         self._forward = torch.stack([kept.sqrt(), (1.0 - kept).sqrt()], -1).float()  # [num_steps, 2]
+        if eta is not None:
+            sigma = (eta * eta * posterior).sqrt()
+            of_noise = (
+                (1.0 - before - sigma.square()).clamp_min(0.0).sqrt()
+            )  # the noise is (x - share token) / rest
+            ratio = of_noise / (1.0 - kept).sqrt()
+            of_start, of_point, width = before.sqrt() - ratio * kept.sqrt(), ratio, sigma
+            low = high = torch.zeros_like(width)
+            self._fixed = torch.stack([of_start, of_point, sigma], -1).float()
+        self.laws = torch.stack([of_start * of_x + of_point, -of_start * of_output, low, high, width], -1)
 
     def to(self, device: torch.device | str) -> DiffusionSchedule:
         """Move the tables, once, so that no level waits for a copy. Returns itself."""
         self.times, self._table = self.times.to(device), self._table.to(device)
         self._forward = self._forward.to(device)
+        if self.eta is not None:
+            self._fixed = self._fixed.to(device)
         return self
 
-    def kernel(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Schedule`. `output [N, 2 d]`: the noise or the velocity, then v."""
+    def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Schedule`. `output [..., 2 d]`: the noise or the velocity, then v."""
         found, fraction = output.chunk(2, -1)
-        # Of each entry [1], or [N, 1].
-        of_x, of_output, of_start, of_point, low, high = self._table[index].unsqueeze(-1).unbind(-2)
-        start = of_x * x - of_output * found
-        share = (fraction + 1.0) / 2.0
-        return of_start * start + of_point * x, (0.5 * (share * high + (1.0 - share) * low)).exp()
+        of_x, of_output = self._table[index][..., :2].unsqueeze(-1).unbind(-2)  # each [1], or [..., 1]
+        return of_x * x - of_output * found, fraction
+
+    def toward(self, x: Tensor, index: int | Tensor, token: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Schedule`. `rest`: v."""
+        if self.eta is not None:
+            of_start, of_point, sigma = self._fixed[index].unsqueeze(-1).unbind(-2)
+            return of_start * token + of_point * x, sigma.expand_as(x)
+        of_start, of_point, low, high = self._table[index][..., 2:].unsqueeze(-1).unbind(-2)
+        share = (rest + 1.0) / 2.0
+        return of_start * token + of_point * x, (0.5 * (share * high + (1.0 - share) * low)).exp()
+
+    def kernel(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Schedule`."""
+        return self.toward(x, index, *self.predict(x, index, output))
 
     # -- training: on a schedule of all levels ---------------------------------------------------------------------
 
@@ -158,33 +165,61 @@ class DiffusionSchedule:
 
 
 class FlowSchedule:
-    """Flow matching (Lipman et al. 2023) by Euler steps: a straight line from noise to the token, and its velocity.
+    """Flow matching (Lipman et al. 2023): a straight line from noise to the token, and its velocity.
 
-    At share s of noise a point is (1 - s) token + s noise, and the head returns d numbers, noise - token. Every law is
-    a point: sigma is 0.
+    At share s of noise a point is (1 - s) token + s noise, and the head returns d numbers, noise - token. Published are
+    Euler steps, of which every law is a point: sigma is 0. The same velocity also steers chains that add noise and have
+    the same marginals (Albergo et al. 2023, section 2.3).
 
     Args:
-        num_steps: Euler steps, 1 to 1000.
+        num_steps: steps, 1 to 1000.
+        eta: share of the noise of the ancestral chain, that of the posterior of the point behind given the token; None
+            or 0: Euler steps.
 
     Raises:
-        ValueError: as `respaced_levels`.
+        ValueError: as `respaced_levels` and `check_eta`.
     """
 
-    def __init__(self, num_steps: int = 25) -> None:
+    def __init__(self, num_steps: int = 25, *, eta: float | None = None) -> None:
         respaced_levels(num_steps)
-        self.num_steps = num_steps
+        check_eta(eta)
+        self.num_steps, self.eta, self.deterministic = num_steps, eta, not eta
         shares = torch.arange(1, num_steps + 1, dtype=torch.float64) / num_steps
         self._shares = shares.float()
         self.times = (TRAINING_LEVELS * shares).float()
+        behind = shares - 1.0 / num_steps
+        sigma = (
+            (eta or 0.0)
+            * behind
+            * (1.0 - ((1.0 - shares) * behind / ((1.0 - behind) * shares)).square()).sqrt()
+        )
+        rest = (behind.square() - sigma.square()).clamp_min(0.0).sqrt()  # of the noise that is foretold
+        of_start, of_point = 1.0 - behind - rest * (1.0 - shares) / shares, rest / shares
+        self._fixed = torch.stack([of_start, of_point, sigma], -1).float()
+        none = torch.zeros_like(sigma)
+        self.laws = torch.stack([of_start + of_point, -of_start * shares, none, none, sigma], -1)
 
     def to(self, device: torch.device | str) -> FlowSchedule:
         """Move the tables, once. Returns itself."""
-        self.times, self._shares = self.times.to(device), self._shares.to(device)
+        self.times, self._shares, self._fixed = (
+            table.to(device) for table in (self.times, self._shares, self._fixed)
+        )
         return self
 
+    def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Schedule`. `output [..., d]`: the velocity. Nothing is behind the prediction: rest is [..., 0]."""
+        return x - self._shares[index].unsqueeze(-1) * output, output[..., :0]
+
+    def toward(self, x: Tensor, index: int | Tensor, token: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Schedule`."""
+        of_start, of_point, sigma = self._fixed[index].unsqueeze(-1).unbind(-2)
+        return of_start * token + of_point * x, sigma.expand_as(x)
+
     def kernel(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Schedule`. `output [N, d]`: the velocity. Every step is equally long, whatever the level."""
-        return x - output / self.num_steps, torch.zeros_like(x)
+        """See `Schedule`."""
+        if self.deterministic:  # the same in one product; every step is equally long, whatever the level
+            return x - output / self.num_steps, torch.zeros_like(x)
+        return self.toward(x, index, *self.predict(x, index, output))
 
     def noised(self, tokens: Tensor, index: Tensor, noise: Tensor) -> Tensor:
         """What tokens [N, d] are at levels [N], with this noise [N, d] in them."""

@@ -79,10 +79,15 @@ class DiffusionHead(nn.Module):
         self.res_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
         self.final_layer = FinalLayer(width, outputs)
 
+    @property
+    def modulation_size(self) -> int:
+        """M: shift, scale and gate of each block, then shift and scale of the last layer."""
+        return self.width * (3 * len(self.res_blocks) + 2)
+
     def modulations(self, z: Tensor, times: Tensor) -> Tensor:
         """All that `denoise` needs beside the point: [T, N, M], for conditions `z [N, dim]` at times [T].
 
-        M is width * (3 * depth + 2): shift, scale and gate of each block, then shift and scale of the last layer.
+        M is `modulation_size`.
         """
         return self._modulate(self.time_embed(times)[:, None] + self.cond_embed(z))
 
@@ -100,6 +105,21 @@ class DiffusionHead(nn.Module):
             hidden = block(hidden, *parts[3 * index : 3 * index + 3])
         return self.final_layer(hidden, *parts[-2:])
 
+    def step_weights(self) -> list[Tensor] | None:
+        """What `kernels.head_step` reads: weights and biases of the input projection, of each block (norm, first and
+        second product), and of the last layer; None where layers were replaced or hooked, and must be called.
+        """
+        layers: list[Any] = [self.input_proj]
+        for block in self.res_blocks:
+            layers += [block.in_ln, block.mlp[0], block.mlp[2]]  # pyright: ignore
+        layers.append(self.final_layer.linear)
+        plain = all(
+            type(layer) in (nn.Linear, nn.LayerNorm)
+            and not (layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
+            for layer in layers
+        )
+        return [weight for layer in layers for weight in (layer.weight, layer.bias)] if plain else None
+
     def forward(self, x: Tensor, times: Tensor, z: Tensor) -> Tensor:
         """The same in one call: points `x [N, d]` at times [N], or one for all, with conditions `z [N, dim]`."""
         return self.denoise(x, self._modulate(self.time_embed(times) + self.cond_embed(z)))
@@ -115,14 +135,3 @@ class DiffusionHead(nn.Module):
         for layer in [*self.res_blocks, self.final_layer]:
             nn.init.zeros_(layer.adaLN_modulation[1].weight)  # pyright: ignore
         nn.init.zeros_(self.final_layer.linear.weight)
-
-
-def guided(output: Tensor, scale: float | Tensor, token_dim: int) -> Tensor:
-    """Classifier-free guidance of a head's output `[2 N, outputs]`, conditional rows first: `[N, outputs]`.
-
-    The prediction is u + scale (c - u); what is behind it (the share of variance) is the conditional row's.
-    """
-    conditional, unconditional = output.chunk(2)
-    prediction, rest = conditional[:, :token_dim], conditional[:, token_dim:]
-    other = unconditional[:, :token_dim]
-    return torch.cat([other + scale * (prediction - other), rest], -1)

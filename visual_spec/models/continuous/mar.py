@@ -10,9 +10,9 @@ those that were known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from visual_spec.models.continuous.blocks import Block, check_labels, embed_labels
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
+from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 
@@ -32,7 +33,7 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 
 # Of each kind of head: how many numbers it returns for each number of a token, and what makes its chain.
-HEADS: dict[str, tuple[int, Callable[[int], DiffusionSchedule | FlowSchedule]]] = {
+HEADS: dict[str, tuple[int, Any]] = {
     "noise": (2, DiffusionSchedule),  # the official one
     "velocity": (2, partial(DiffusionSchedule, velocity=True)),
     "flow": (1, FlowSchedule),
@@ -50,6 +51,11 @@ class MARState:
 
     classes: Tensor
     guided: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens and conditions are."""
+        return self.classes.device
 
     def rows(self, samples: Tensor) -> Tensor:
         """The rows of some samples, long [N]; when guided, their unconditional ones come behind."""
@@ -76,15 +82,16 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
         num_classes: rows of the class table.
         buffer_size: places that hold the class.
         head_kind: one of `HEADS`.
+        head_steps, eta, final_noise: how it draws a token unless a sampler sets otherwise; see `ChainSettings`.
 
     Raises:
-        ValueError: a width that the heads do not divide, or an unknown kind of head.
+        ValueError: a width that the heads do not divide, an unknown kind of head, or a chain out of its range.
     """
 
     _repeated_blocks = ["Block"]
     _no_split_modules = ["Block"]
 
-    stored_as = (torch.float8_e4m3fn,)  # by `scripts/train_mar.py --eight-bits`
+    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.mar --eight-bits`
 
     @register_to_config
     def __init__(
@@ -99,9 +106,13 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
         num_classes: int = 1000,
         buffer_size: int = 64,
         head_kind: str = "noise",
+        head_steps: int = 100,
+        eta: float | None = None,
+        final_noise: float = 0.0,
     ):
         super().__init__()
         check_sizes(dim, num_heads, head_kind)
+        self.chain = ChainSettings(head_steps, eta, final_noise)
         self.grid = TokenGrid(grid_size, grid_size)
         self.token_dim = token_dim
         places = buffer_size + self.grid.num_tokens
@@ -126,9 +137,9 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
         """What draws a token from its condition."""
         return self.diffloss["net"]  # pyright: ignore[reportReturnType]
 
-    def schedule(self, num_steps: int) -> DiffusionSchedule | FlowSchedule:
-        """The chain that this model's head steers, of so many levels, where the model is."""
-        return HEADS[self.config["head_kind"]][1](num_steps).to(self.device)
+    def schedule(self, num_steps: int, eta: float | None = None) -> DiffusionSchedule | FlowSchedule:
+        """The chain that this model's head steers, of so many levels, where the model is; see `ChainSettings`."""
+        return HEADS[self.config["head_kind"]][1](num_steps, eta=eta).to(self.device)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 

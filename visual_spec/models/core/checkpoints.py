@@ -25,6 +25,7 @@ from torch import Tensor, nn
 # bare dict, Infinity's tokenizers "vae", and VAR's training "trainer" with "var_wo_ddp" in it.
 _CONTAINERS = (
     ("model",),
+    ("model_state_dict",),
     ("module",),
     ("state_dict",),
     ("vae",),

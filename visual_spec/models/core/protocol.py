@@ -511,6 +511,17 @@ class MaskedState:
     guided: bool
     device: torch.device
 
+    def rows(self, samples: Tensor, count: int) -> Tensor:
+        """Return the rows, out of `count`, of some samples, long [N]; when guided, both rows of each."""
+        return torch.cat([samples, samples + count // 2]) if self.guided else samples
+
+    def select(self, samples: Tensor) -> None:
+        """Keep only some samples, long [N], in this order. One that is named twice is held twice.
+
+        A model needs this only for samplers that score several rows of a sample in one call.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot select samples.")
+
 
 class MaskedModel(Protocol):
     """A model that predicts hidden tokens at their own slots."""

@@ -341,6 +341,9 @@ class TabularMaskedState(MaskedState):
 
     tables: Tensor
 
+    def select(self, samples: Tensor) -> None:
+        self.tables = self.tables[self.rows(samples, len(self.tables))]
+
 
 class TabularMaskedModel(nn.Module):
     """A `MaskedModel` as a table: logits for every codebook, slot, and state of all entries, hidden or not.

@@ -24,7 +24,8 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenModules, MusicgenState
+from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenState
+from visual_spec.models.columns.musicgen_modules import MusicgenModules
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState
@@ -162,7 +163,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             made = ", ".join(f"{name}={self.config[name]}" for name in sizes)
             raise ValueError(
                 f"this drafter was made for a target of {made}, and got one of {given}; pass the drafter that was "
-                "trained for this target (scripts/train_column_drafter.py)."
+                "trained for this target (python -m visual_spec.training.column_drafter)."
             )
 
     # -- decoding: the ColumnFeatureDrafter contract of the samplers -------------------------------------------------

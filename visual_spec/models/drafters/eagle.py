@@ -109,7 +109,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             made = ", ".join(f"{name}={self.config[name]}" for name in differing)
             raise ValueError(
                 f"this drafter was made for a target of {made}, and got one of {given}; pass the drafter that was "
-                "trained for this target (scripts/train_drafter.py)."
+                "trained for this target (python -m visual_spec.training.drafter)."
             )
 
     # -- decoding: the FeatureDrafter contract of the samplers -------------------------------------------------------

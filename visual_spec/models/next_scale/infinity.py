@@ -44,9 +44,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _EPSILON = 1e-6  # of every norm
 
-# A caption; or a pair, the caption and a negative caption that replaces the null caption in guidance.
-Prompt = TextCondition | tuple[TextCondition, TextCondition]
-
 
 @dataclass
 class InfinityState(ScaleState):
@@ -266,17 +263,15 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Refuse a condition that does not fit this model.
 
         Raises:
-            TypeError: the condition is not caption features, or a pair of them.
+            TypeError: the condition is not caption features.
             ValueError: the features have another shape, or a caption has no words or too many.
         """
-        pair = condition if isinstance(condition, tuple) else (condition,)
-        if not 1 <= len(pair) <= 2 or not all(isinstance(part, TextCondition) for part in pair):
+        if not isinstance(condition, TextCondition):
             raise TypeError(
-                f"{type(condition).__name__} given; this model takes caption features, a TextCondition, or a pair of "
-                "it and a TextCondition to lead away from"
+                f"{type(condition).__name__} given; this model takes caption features, a TextCondition"
             )
         width, length = self.config["caption_dim"], self.config["caption_length"]
-        for part in pair:
+        for part in condition.parts:
             shape, mask = tuple(part.features.shape), part.mask
             if part.features.ndim != 3 or shape[::2] != (batch_size, width) or mask.shape != shape[:2]:
                 raise ValueError(
@@ -288,19 +283,19 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
                 raise ValueError(f"captions of {words.tolist()} words given; allowed are 1 to {length}")
 
     def embed_condition(
-        self, condition: Prompt, *, guided: bool = False, dropped: Tensor | None = None
+        self, condition: TextCondition, *, guided: bool = False, dropped: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the network's text inputs, unconditional rows last when `guided`.
 
-        Rows without a caption have as many learned words as the caption, or the negative caption if the condition is a
-        pair. `dropped`, bool `[B]`, marks rows that lose their caption (training for guidance).
+        Rows without a caption have as many learned words as the caption, or the negative caption if the condition has
+        one. `dropped`, bool `[B]`, marks rows that lose their caption (training for guidance).
 
         Returns:
             The pooled caption `[R, dim]`; its words `[R, T, dim]`; bool `[R, T]`, the mask of words. T is that of the
             longest caption of the batch.
         """
-        positive, negative = condition if isinstance(condition, tuple) else (condition, None)
-        features, mask = self._words(positive)
+        negative = condition.negative
+        features, mask = self._words(condition)
         if dropped is not None:
             lost = dropped.to(mask.device)[:, None, None]
             features = torch.where(lost, self._null_words(mask), features)
@@ -383,7 +378,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
     @torch.no_grad()
     def prefill(
         self,
-        condition: Prompt,
+        condition: TextCondition,
         *,
         batch_size: int,
         guided: bool,
@@ -396,8 +391,8 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         The head is applied to the last of these scales only.
 
         Args:
-            condition: features and mask of `batch_size` captions, or a pair: the second captions replace the null
-                caption in the unconditional rows.
+            condition: features and mask of `batch_size` captions. Negative captions replace the null caption in the
+                unconditional rows.
             cache: an empty cache of another kind, made for these maps and `stop`; None: a static one that keeps
                 everything. `CompressedVAR` passes its own.
 
@@ -471,7 +466,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def teacher_forced(
-        self, maps: Sequence[Tensor], condition: Prompt, dropped: Tensor | None = None
+        self, maps: Sequence[Tensor], condition: TextCondition, dropped: Tensor | None = None
     ) -> Tensor:
         """Return logits `[B, places * bits, 2]` for every slot of scales 0 to `len(maps)`, with gradients.
 

@@ -6,7 +6,10 @@ ratios of height to width. A picture has 16 pixels for each place of the last ma
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from visual_spec.models.core.protocol import Side, sides_of
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, offsets_of
@@ -50,6 +53,9 @@ _MAPS: dict[float, tuple[tuple[int, ...], tuple[int, ...]]] = {
 # Number of maps by picture side in pixels: 0.06M, 0.25M, 0.60M and 1M in the official code.
 SIZES = {256: 7, 512: 10, 768: 12, 1024: 13}
 
+# Official names that do not say it, without endings.
+_SIZES_BY_NAME = {"infinity_2b_reg": 1024, "infinity_8b_weights": 1024}
+
 # ScaleKV's published tables for a share of a tenth: by scale, the tokens of a drafter and of a refiner; the drafters.
 _PUBLISHED: dict[str, tuple[int, dict[int, tuple[int, int]], tuple[int, ...]]] = {
     "2b": (
@@ -90,6 +96,21 @@ def scales_for(size: int = 1024, ratio: float = 1.0) -> tuple[Side, ...]:
     if flipped:
         heights, widths = widths, heights
     return sides_of(zip(heights[: SIZES[size]], widths[: SIZES[size]], strict=True))
+
+
+def size_by_name(path: str | os.PathLike) -> int | None:
+    """Return the picture side that the name of an official file or folder says, a key of `SIZES`; None: it does not.
+
+    No weight depends on it. `infinity_8b_512x512_weights` says 512; `infinity_2b_reg.pth` and `infinity_8b_weights`
+    are known to be of 1024.
+    """
+    name = Path(path).name
+    for stem, size in _SIZES_BY_NAME.items():
+        if name == stem or name.startswith(f"{stem}."):
+            return size
+    sides = set(re.findall(r"(?<!\d)(\d+)x(\d+)(?!\d)", name))
+    found = {int(height) for height, width in sides if height == width}
+    return found.pop() if len(sides) == 1 and found <= SIZES.keys() and found else None
 
 
 def rope_grid_of(scales: Sequence[Side]) -> Side:

@@ -14,6 +14,7 @@ from torch import Tensor
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, one_size
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
+from visual_spec.models.next_token.emu3_constraint import AllowedTokens, Emu3Constraint
 
 _END_OF_FRAME, _END_OF_IMAGE = "<|extra_201|>", "<|image end|>"
 
@@ -41,18 +42,24 @@ class Emu3ImageModel(CachedDecoder):
             grid=TokenGrid(height, width),
             row_end=model.vocabulary_mapping.eol_token_id,
         )
-        names = model.config.vocabulary_map
-        missing = [name for name in (_END_OF_FRAME, _END_OF_IMAGE) if name not in names]
-        if missing:
-            raise ValueError(
-                f"config.vocabulary_map lacks {' and '.join(missing)}, the tokens that close a picture."
-            )
-        last = model.generation_config.eos_token_id or model.config.text_config.eos_token_id
-        self.closing = [
-            names[_END_OF_FRAME],
-            names[_END_OF_IMAGE],
-            last[0] if isinstance(last, list) else last,
-        ]
+        self.closing = _closing(model)
+
+    @staticmethod
+    def constraint(model: Any, allowed: AllowedTokens, prompts: Tensor, most: int) -> Emu3Constraint:
+        """Read a `prefix_allowed_tokens_fn` of `generate` as the layout of a picture.
+
+        Raises:
+            ValueError: as in the class, and `NoLayoutError` as in `Emu3Constraint`.
+        """
+        mapping = model.vocabulary_mapping
+        return Emu3Constraint(
+            allowed,
+            prompts,
+            most=most,
+            image_ids=mapping.image_tokens,
+            row_end=mapping.eol_token_id,
+            closing=_closing(model),
+        )
 
     @classmethod
     def plan(
@@ -94,3 +101,15 @@ class Emu3ImageModel(CachedDecoder):
         height, width = one_size(image_sizes)
         picture = ids[:, -(height * (width + 1) + 3) :]
         return model.decode_image_tokens(image_tokens=picture, height=height, width=width).clamp(-1, 1)
+
+
+def _closing(model: Any) -> list[int]:
+    """The ids that close a picture: end of frame, of image and of text."""
+    names = model.config.vocabulary_map
+    missing = [name for name in (_END_OF_FRAME, _END_OF_IMAGE) if name not in names]
+    if missing:
+        raise ValueError(
+            f"config.vocabulary_map lacks {' and '.join(missing)}, the tokens that close a picture."
+        )
+    last = model.generation_config.eos_token_id or model.config.text_config.eos_token_id
+    return [names[_END_OF_FRAME], names[_END_OF_IMAGE], last[0] if isinstance(last, list) else last]

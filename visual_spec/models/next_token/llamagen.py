@@ -8,7 +8,7 @@ rejected slot is written again.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +41,18 @@ class TextCondition:
     Attributes:
         features: `[B, T, C]`, left-padded: the valid words of each row are at its end.
         mask: bool `[B, T]`, true at valid words; at least the last of each row.
+        negative: captions that guidance leads away from, for as many rows; they take the place of the unconditional
+            caption. None: the unconditional caption.
     """
 
     features: Tensor
     mask: Tensor
+    negative: TextCondition | None = field(default=None, kw_only=True)
+
+    @property
+    def parts(self) -> list[TextCondition]:
+        """The condition, and the negative one if there is one."""
+        return [self] if self.negative is None else [self, self.negative]
 
 
 @dataclass
@@ -279,21 +287,23 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
                 f"{type(condition).__name__} given; this model takes a TextCondition(features, mask)"
             )
         expected = (batch_size, self.prefix_length, self.config["caption_dim"])
-        if tuple(condition.features.shape) != expected or tuple(condition.mask.shape) != expected[:2]:
-            raise ValueError(
-                f"features {tuple(condition.features.shape)} and mask {tuple(condition.mask.shape)} given; "
-                f"this model takes {expected} and {expected[:2]}"
-            )
-        if not condition.mask[:, -1].all():
-            raise ValueError(
-                "the last prefix position of a row is masked; captions are left-padded and not empty"
-            )
+        for part in condition.parts:
+            if tuple(part.features.shape) != expected or tuple(part.mask.shape) != expected[:2]:
+                raise ValueError(
+                    f"features {tuple(part.features.shape)} and mask {tuple(part.mask.shape)} given; "
+                    f"this model takes {expected} and {expected[:2]}"
+                )
+            if not part.mask[:, -1].all():
+                raise ValueError(
+                    "the last prefix position of a row is masked; captions are left-padded and not empty"
+                )
 
     def embed_condition(
         self, condition: TextCondition | Tensor, *, guided: bool = False, dropped: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return prefix embeddings `[R, T, dim]` and mask `[R, T]`, unconditional rows last when `guided`.
 
+        These rows hold the negative captions where the condition has some.
         `dropped`, bool `[B]`, marks rows whose condition is replaced by the unconditional one (training for guidance).
         """
         embedding = self.cls_embedding
@@ -307,13 +317,17 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             embedded = embedding.embedding_table(labels)[:, None]
             return embedded, torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
         assert isinstance(condition, TextCondition)
-        features, mask = condition.features.to(embedding.uncond_embedding.dtype), condition.mask
-        features = features * mask[..., None]
+        learned, mask = embedding.uncond_embedding, condition.mask
+        features = condition.features.to(learned.dtype) * mask[..., None]
         if dropped is not None:
-            features = torch.where(dropped[:, None, None], embedding.uncond_embedding, features)
+            features = torch.where(dropped[:, None, None], learned, features)
         if guided:
-            features = torch.cat([features, embedding.uncond_embedding.expand_as(features)])
-            mask = torch.cat([mask, mask])  # the official code masks both halves alike
+            negative = condition.negative
+            if negative is None:
+                other, seen = learned.expand_as(features), mask  # the official code masks both halves alike
+            else:
+                other, seen = negative.features.to(learned.dtype) * negative.mask[..., None], negative.mask
+            features, mask = torch.cat([features, other]), torch.cat([mask, seen])
         return embedding.cap_proj(features), mask
 
     # -- decoding: the NextTokenModel contract -----------------------------------------------------------------------

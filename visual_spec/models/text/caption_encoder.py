@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.text.cutting import warn_cut
 
 _WORD = re.compile(r"\w+")
 _PADDING, _UNKNOWN, _FIRST_WORD = 0, 1, 2
@@ -79,22 +80,29 @@ class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
         words = (word for prompt in prompts for word in split_words(prompt))
         return list(dict.fromkeys(word for word in words if word not in self._ids))
 
-    def word_ids(self, prompts: list[str]) -> Tensor:
-        """Return left-padded word ids `[B, max_words]`.
+    def check_prompts(self, prompts: list[str]) -> None:
+        """Refuse prompts that say nothing.
 
         Raises:
-            ValueError: a prompt has no word, or more than `max_words`.
+            ValueError: a prompt has no word.
         """
+        for prompt in prompts:
+            if not split_words(prompt):
+                raise ValueError(f"prompt {prompt!r} has no words; give at least one")
+
+    def word_ids(self, prompts: list[str]) -> Tensor:
+        """Return left-padded word ids `[B, max_words]`. Words beyond `max_words` are cut off, with a warning.
+
+        Raises:
+            ValueError: a prompt has no word.
+        """
+        self.check_prompts(prompts)
         rows = []
         for prompt in prompts:
             words = split_words(prompt)
-            if not words:
-                raise ValueError(f"prompt {prompt!r} has no words; give at least one")
             if len(words) > self.max_words:
-                raise ValueError(
-                    f"prompt of {len(words)} words given; at most {self.max_words} are allowed: {prompt!r}"
-                )
-            ids = [self._ids.get(word, _UNKNOWN) for word in words]
+                warn_cut(prompt, " ".join(words[self.max_words :]), self.max_words, "words")
+            ids = [self._ids.get(word, _UNKNOWN) for word in words[: self.max_words]]
             rows.append([_PADDING] * (self.max_words - len(ids)) + ids)
         return torch.tensor(rows, dtype=torch.long, device=self.word_embedding.weight.device)
 

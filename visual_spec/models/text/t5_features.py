@@ -23,6 +23,7 @@ from torch import Tensor
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.captions import clean_caption
+from visual_spec.models.text.cutting import warn_cut
 
 MAX_TOKENS = 120  # prefix length of the official text-conditional models
 
@@ -80,7 +81,7 @@ class T5Features(ModelMixin, ConfigMixin):
             max_words: None: as saved, or 120.
             cache_folder: see the class.
             clean: None: as saved, or true.
-            loading: revision, token, cache_dir, local_files_only and device_map are passed on to transformers.
+            loading: revision, token, cache_dir, local_files_only, variant and device_map are passed on to transformers.
 
         Raises:
             ValueError: the folder has no configuration, or that of another model.
@@ -102,10 +103,11 @@ class T5Features(ModelMixin, ConfigMixin):
                 f"{folder} holds a {config.model_type} model; LlamaGen reads the features of a T5 encoder "
                 "(officially flan-t5-xl)."
             )
-        if loading.get("device_map") is not None:
-            options["device_map"] = loading["device_map"]
-        encoder = T5EncoderModel.from_pretrained(folder, dtype=torch_dtype or torch.float32, **options)
-        options.pop("device_map", None)
+        of_weights = {
+            name: loading[name] for name in ("device_map", "variant") if loading.get(name) is not None
+        }
+        dtype = torch_dtype or torch.float32
+        encoder = T5EncoderModel.from_pretrained(folder, dtype=dtype, **options, **of_weights)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         saved = os.path.join(folder, cls.config_name)
         kept: dict[str, Any] = json.loads(Path(saved).read_text()) if os.path.exists(saved) else {}
@@ -113,10 +115,17 @@ class T5Features(ModelMixin, ConfigMixin):
         cleaned = kept.get("clean", True) if clean is None else clean
         return cls(encoder, tokenizer, longest, cache_folder, cleaned).eval()
 
-    def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
-        """Write encoder, tokenizer, `max_words` and `clean` into one folder."""
-        known = {name: options[name] for name in ("max_shard_size", "variant") if options.get(name)}
-        self.encoder.save_pretrained(save_directory, **known)
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *, variant: str | None = None, **options: Any
+    ) -> None:
+        """Write encoder, tokenizer, `max_words` and `clean` into one folder.
+
+        Args:
+            variant: goes into the names of the weights' files, such as "fp16".
+            options: max_shard_size is passed on to transformers.
+        """
+        known = {name: options[name] for name in ("max_shard_size",) if options.get(name)}
+        self.encoder.save_pretrained(save_directory, variant=variant, **known)
         self.tokenizer.save_pretrained(save_directory)
         self.save_config(save_directory)
 
@@ -136,25 +145,39 @@ class T5Features(ModelMixin, ConfigMixin):
         """Return no words: T5 spells every word in pieces."""
         return []
 
+    def check_prompts(self, prompts: list[str]) -> None:
+        """Refuse prompts of which cleaning leaves nothing. (The official code draws something for them.)
+
+        Raises:
+            ValueError: a prompt has no words.
+        """
+        for prompt in prompts:
+            if not self._clean(prompt):
+                raise ValueError(f"prompt {prompt!r} has no words; give at least one")
+
     def word_ids(self, prompts: list[str]) -> Tensor:
         """Return token ids `[B, max_words]`, padded at the end as T5 was trained.
 
+        What is beyond `max_words` tokens, of which the last is the end token, is cut off with a warning. (The official
+        code cuts without one.)
+
         Raises:
-            ValueError: cleaning leaves nothing of a prompt, or a prompt has more than `max_words` tokens. (The official
-                code draws something for the former, and silently cuts the latter.)
+            ValueError: cleaning leaves nothing of a prompt.
         """
+        self.check_prompts(prompts)
         rows = []
         for prompt in prompts:
-            text = clean_caption(clean_caption(prompt)) if self.config["clean"] else prompt.strip()
-            if not text:
-                raise ValueError(f"prompt {prompt!r} has no words; give at least one")
-            ids = self.tokenizer(text).input_ids
+            ids = self.tokenizer(self._clean(prompt)).input_ids
             if len(ids) > self.max_words:
-                raise ValueError(
-                    f"prompt of {len(ids)} tokens given; at most {self.max_words} are allowed: {prompt!r}"
-                )
+                *ids, end = ids
+                left_out = self.tokenizer.decode(ids[self.max_words - 1 :])
+                warn_cut(prompt, left_out, self.max_words - 1, "tokens")
+                ids = [*ids[: self.max_words - 1], end]
             rows.append(ids + [self._padding] * (self.max_words - len(ids)))
         return torch.tensor(rows, dtype=torch.long, device=self.device)
+
+    def _clean(self, prompt: str) -> str:
+        return clean_caption(clean_caption(prompt)) if self.config["clean"] else prompt.strip()
 
     @loads_weights
     @torch.no_grad()

@@ -39,6 +39,7 @@ from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.core.window import AUTO, WindowPolicy, adaptive
 
 Callback = Callable[[int, Tensor], Any]
+STOP = "stop"  # what a callback returns to end the decode
 
 
 @dataclass
@@ -298,6 +299,13 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Return how many slots each sample has, long [B]. A sample is complete at `run.num_tokens`."""
         return state.lengths
 
+    def committed(self, run: Run, state: Any) -> Tensor:
+        """Return which slots of each sample are committed, bool [B, L]; asked where a callback ends the decode."""
+        return torch.arange(run.num_tokens, device=run.device) < state.lengths[:, None]
+
+    def answered(self, run: Run, state: Any, answer: Any) -> None:
+        """Use what a callback returned, where a method can: by default nothing is done with it."""
+
     def measure(self, run: Run, state: Any, tokens: Tensor) -> tuple[float | None, Tensor | None]:
         """Return `divergence` and `moved_mass` of the trace: what the decode did to the law."""
         if state.meter is None:
@@ -334,9 +342,21 @@ class Sampler(SchedulerMixin, ConfigMixin):
         noise = CounterNoise(keys, device)
         run = Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
         run.fixed_width = self.fixed_width
-        if rule.identical and self.fixed_width is None and (low := low_precision_of(model)):
+        if (
+            rule is not None
+            and rule.identical
+            and self.fixed_width is None
+            and (low := low_precision_of(model))
+        ):
             run.unit = rounding_unit(low)
         return run
+
+    def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
+        """Return `advance`, with the state's `width` set before each call where calls differ in it."""
+        if self.config.get("window") != AUTO or self.fixed_width is not None:
+            return advance
+        policy = WindowPolicy.of(run.model, (run.batch_size, run.law_given.guided, str(run.device)))
+        return adaptive(advance, state, policy, run.num_tokens)
 
     @torch.no_grad()
     def __call__(
@@ -359,7 +379,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
             generator: one `torch.Generator` for the batch, a list of one a sample, or None (PyTorch's default).
             callback: called after every target call with the call's index (the prefill is 0) and the number of
                 committed slots of each sample, long [B], on the model's device. On CUDA the sampler notices the end one
-                call late, so it may call back once more after the last commit.
+                call late, so it may call back once more after the last commit. If it returns `STOP`, the decode ends
+                there: `trace.commit_call` is -1 at slots that are not committed, whose tokens mean nothing.
             parts: the arguments listed by `takes`. `drafter`: the drafting model. `drafter_condition`: what the
                 drafter's `prefill` takes, if not `condition`. `codebook`: [V, D], the code of every token as the
                 decoder sees it; required if `needs_codebook`.
@@ -401,9 +422,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
                 strict=graph is True,
             )
             state, run.law, run.noise = fixed
-        if self.config.get("window") == AUTO and self.fixed_width is None:
-            policy = WindowPolicy.of(model, (batch_size, law.guided, str(run.device)))
-            advance = adaptive(advance, state, policy, run.num_tokens)
+        advance = self.paced(advance, run, state)
         # With fewer samples a call would have another shape.
         shrinks = not recording and self.fixed_width is None
         return decode(self, run, state, advance, callback, shrinks=shrinks)
@@ -428,9 +447,17 @@ def decode(
     shrinks, on_host = shrinks and active.can_shrink, HostCopy()
     num_calls, steps = sampler.num_calls(run), 0
     first = 1 if sampler.counts_prefill else 0  # index of the first step's call
-    if callback is not None and first:
-        callback(0, sampler.progress(run, state).clone())
-    while steps != num_calls:
+
+    def stops(call: int) -> bool:
+        """Tell the callback about a call. Returns whether it ends the decode."""
+        if callback is None:
+            return False
+        answer = callback(call, active.whole("progress", sampler.progress(run, state)).clone())
+        sampler.answered(run, state, answer)
+        return answer is STOP
+
+    stopped = bool(first) and stops(0)
+    while steps != num_calls and not stopped:
         if num_calls is None:
             progress = on_host(sampler.progress(run, state))
             if progress is not None:
@@ -442,25 +469,34 @@ def decode(
                     active.leave(ended, sampler.progress(run, state), run.law, run.noise)
                     on_host = HostCopy()
         advance()
-        if callback is not None:
-            callback(steps + first, active.whole("progress", sampler.progress(run, state)).clone())
+        stopped = stops(steps + first)
         steps += 1
     tokens = active.whole("tokens", state.tokens)[:, :num_tokens].clone()
     divergence, moved_mass = sampler.measure(run, state, tokens)
     run.law.finish()
     seconds, phase_seconds = run.watch.read()
+    commit_call = active.whole("commit_call", state.commit_call)[:, :num_tokens].cpu()
+    stopped = stopped and steps != num_calls
+    if stopped:
+        done = torch.ones(commit_call.shape, dtype=torch.bool)
+        done[active.samples.cpu()] = sampler.committed(run, state).cpu()
+        commit_call, stopped = (
+            commit_call.masked_fill(~done, -1),
+            num_calls is not None or not bool(done.all()),
+        )
     trace = dict(
         sampler=type(sampler).__name__,
         lossless=sampler.lossless,
         identical=sampler.identical,
         target_calls=active.whole("target_calls", state.target_calls).cpu(),
-        commit_call=active.whole("commit_call", state.commit_call)[:, :num_tokens].cpu(),
+        commit_call=commit_call,
         seconds=seconds,
         phase_seconds=phase_seconds,
         peak_memory=run.watch.peak_memory(run.device),
         divergence=divergence,
         moved_mass=moved_mass,
         at_least=sampler.measures_at_least,
+        stopped=stopped,
     )
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding
         trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))
@@ -489,7 +525,7 @@ class ActiveSamples:
     def can_shrink(self) -> bool:
         """Whether all parts of the state can `select` samples."""
         return all(
-            part is None or isinstance(part, Tensor | int) or _selects(part)
+            part is None or isinstance(part, Tensor | int | tuple) or _selects(part)
             for part in self._parts().values()
         )
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.kernels.law import unfiltered_reference
+from visual_spec.kernels.law import law_reference, unfiltered_reference
 from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.checks import CheckedLaw
@@ -32,14 +32,16 @@ SCHEDULES = {
     "square": lambda u: 1 - u**2,
     "cubic": lambda u: 1 - u**3,
     "root": lambda u: 1 - u**0.5,
+    "power_2.5": lambda u: 1 - u**2.5,  # ReCAP's for MaskGIT (2505.19089)
 }
 # The clock gives u at each step: step / steps (MaskGIT), or step / (steps - 1), so that the last step finds a single
-# unit hidden (MAGNeT's code).
-CLOCKS = ("maskgit", "magnet")
+# unit hidden (MAGNeT's code). "halton" is MaskGIT's, but rounds the number of kept units down (the Halton sampler's
+# code), where MaskGIT rounds that of hidden ones.
+CLOCKS = ("maskgit", "magnet", "halton")
 # What is kept first: the likeliest draws, by log-probability or probability (these differ only with noise added), the
 # slots of least entropy, or slots in a fixed order.
-SCORES = ("log_probability", "probability", "entropy", "random", "halton", "rolled_halton")
-FIXED_ORDERS = ("random", "halton", "rolled_halton")
+SCORES = ("log_probability", "probability", "entropy", "random", "halton", "rolled_halton", "raster")
+FIXED_ORDERS = ("random", "halton", "rolled_halton", "raster")
 SPAN_SCORES = ("max", "sum")
 
 
@@ -48,14 +50,15 @@ SPAN_SCORES = ("max", "sum")
 
 def hidden_shares(schedule: str, clock: str, steps: int) -> list[float]:
     """Return the share of all units that is hidden at the start of each of `steps` steps; the first is 1."""
-    last = steps if clock == "maskgit" else max(steps - 1, 1)
+    last = max(steps - 1, 1) if clock == "magnet" else steps
     return [max(0.0, SCHEDULES[schedule](step / last)) for step in range(steps)]
 
 
 def hidden_counts(shares: Sequence[float], clock: str, units: Tensor) -> list[Tensor]:
     """Return how many units of each sample are hidden at the start of each step: a list of long [B].
 
-    At least one unit is hidden until the last step. MaskGIT keeps at least one per step as long as two are hidden.
+    At least one unit is hidden until the last step. All clocks but MAGNeT's keep at least one per step as long as two
+    are hidden.
 
     Args:
         shares: from `hidden_shares`.
@@ -63,9 +66,10 @@ def hidden_counts(shares: Sequence[float], clock: str, units: Tensor) -> list[Te
     """
     counts = [units]
     for share in shares[1:]:
-        # A product that should be whole may fall short of it by a rounding error.
-        count = (share * units.double() + 1e-9).floor().long()
-        most = counts[-1] - 1 if clock == "maskgit" else counts[-1]
+        # A product that should be whole may miss it by a rounding error.
+        wide = share * units.double()
+        count = ((wide - 1e-9).ceil() if clock == "halton" else (wide + 1e-9).floor()).long()
+        most = counts[-1] if clock == "magnet" else counts[-1] - 1
         counts.append(torch.minimum(torch.minimum(count, most).clamp(min=1), units))
     return counts
 
@@ -128,8 +132,11 @@ def draw_and_score(
     *,
     score: str | None,
     filtered: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Draw a token at every position and score each draw. On a GPU one kernel does both, except for entropy scores.
+    greedy: bool = False,
+    entropies: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Draw a token at every position and score each draw. On a GPU one kernel does both, except where entropies count
+    and where `greedy` is set.
 
     Args:
         logits: [R, L, V], R = 2B if the law is guided, else B.
@@ -139,25 +146,37 @@ def draw_and_score(
         score: one of `SCORES` that depends on the law; None for no scores.
         filtered: score by the law that the tokens are drawn from. False: by that law before top-k and top-p; greedy
             draws are scored by the law of temperature 1, because under their own law all have probability 1.
+        greedy: take the likeliest tokens, and score them by the law all the same.
+        entropies: whether to return the entropies of the laws that the tokens are drawn from.
 
     Returns:
-        Tokens, long [B, L]; and scores [B, L], or None without a score.
+        Tokens, long [B, L]; scores [B, L], or None without a score; entropies in nats [B, L], or None.
     """
     guided = law.law.guided
     numbers = law.law.numbers(guided, logits.shape[-1])
-    if fits(logits) and score != "entropy":
+    if fits(logits) and score != "entropy" and not (greedy or entropies):
         drawn, log_probs, log_kept, finite = masked_sample(
             logits, noise.keys, slots, numbers, stream=TOKEN, round=step
         )
         law.remember(~finite, checked_slots)
         sure = log_probs if filtered else log_probs + log_kept
-        return drawn, None if score is None else sure if score == "log_probability" else sure.exp()
+        return drawn, None if score is None else sure if score == "log_probability" else sure.exp(), None
     target = law(logits, checked_slots, guided)  # [B, L, V]
-    drawn = noise.categorical(target, slots, TOKEN, step)
+    if greedy:
+        # By the logits themselves: a low temperature rounds the likeliest tokens to the same probability.
+        drawn = law_reference(logits, checked_slots, numbers._replace(temperature=0.0)).argmax(-1)
+    else:
+        drawn = noise.categorical(target, slots, TOKEN, step)
+    spread = entropy_of(target) if entropies else None
     if score is None:
-        return drawn, None
+        return drawn, None, spread
     scored = target if filtered else unfiltered_reference(logits, checked_slots, numbers, target)
-    return drawn, confidence(score, scored, drawn)
+    return drawn, confidence(score, scored, drawn), spread
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """Return the entropies, in nats [B, L], of laws [B, L, V]."""
+    return torch.special.entr(log_probs.exp()).sum(-1)
 
 
 def confidence(score: str, log_probs: Tensor, drawn: Tensor) -> Tensor:
@@ -169,7 +188,7 @@ def confidence(score: str, log_probs: Tensor, drawn: Tensor) -> Tensor:
         drawn: long [B, L].
     """
     if score == "entropy":
-        return -torch.special.entr(log_probs.exp()).sum(-1)
+        return -entropy_of(log_probs)
     log_probability = log_probs.gather(-1, drawn[..., None])[..., 0]
     return log_probability if score == "log_probability" else log_probability.exp()
 
@@ -186,11 +205,14 @@ def fixed_order(score: str, grid: TokenGrid, spans: Spans, noise: CounterNoise, 
 
     Args:
         score: one of `FIXED_ORDERS`. "random": a different order for every sample. "halton": `halton_order`.
-            "rolled_halton": the same order, started at a different place for every sample.
+            "rolled_halton": the same order, started at a different place for every sample. "raster": from the first to
+            the last.
         slots: long [B, U], counters of the units.
     """
     if score == "random":
         return noise.uniform(slots, CHOICE)
+    if score == "raster":
+        return -torch.arange(slots.shape[1], dtype=torch.float32, device=slots.device).expand(len(slots), -1)
     shape = (grid.frames, grid.height, grid.width) if spans.length == 1 else (1, 1, spans.count)
     order = halton_order(*shape).to(slots.device)
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -249,3 +271,24 @@ def least_sure(score: Tensor, hidden: Tensor, count: Tensor) -> Tensor:
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
     return hidden & (rank < count[:, None])
+
+
+def beyond_entropy_bound(score: Tensor, entropy: Tensor, hidden: Tensor, bound: float) -> Tensor:
+    """Return which units stay hidden, bool [B, U]: those beyond the most of highest score that the bound allows.
+
+    Units are kept in falling order of score as long as the sum of their entropies, less the largest of them, is at most
+    the bound; one at least. That sum bounds the dependence that drawing them together ignores (Ben-Hamu et al.,
+    "Accelerated sampling from masked diffusion models via entropy bounded unmasking", 2505.24857, section 3.2).
+
+    Args:
+        score: [B, U].
+        entropy: [B, U], in nats.
+        hidden: bool [B, U]. Other units are never chosen.
+        bound: gamma, at least 0.
+    """
+    order = torch.sort(score.masked_fill(~hidden, -torch.inf), dim=1, descending=True, stable=True).indices
+    sorted_entropy = entropy.masked_fill(~hidden, 0).gather(1, order).double()
+    excess = sorted_entropy.cumsum(1) - sorted_entropy.cummax(1).values
+    beyond = excess > bound + 1e-12
+    beyond[:, 0] = False
+    return hidden & torch.zeros_like(hidden).scatter_(1, order, beyond)

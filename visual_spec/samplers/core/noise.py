@@ -27,6 +27,7 @@ CHOICE: Final = 6  # which tokens of a masked decode are kept
 # The normal noise of a continuous token. The level of its chain goes to `round`, which may differ from slot to slot and
 # is not a constant of a kernel. A second chain of the same slot, such as a draft's own, uses another stream.
 CHAIN: Final = 7
+ORDER: Final = 8  # in which order a sample's slots are decoded
 
 
 def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:

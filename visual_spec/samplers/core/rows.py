@@ -115,6 +115,11 @@ class RowSampler(Sampler):
     def progress(self, run: Run, state: RowState) -> Tensor:
         return state.lengths.sum(1)
 
+    def committed(self, run: Run, state: RowState) -> Tensor:
+        width = run.model.grid.width
+        columns = torch.arange(run.num_tokens, device=run.device) % width
+        return columns < state.lengths.repeat_interleave(width, 1)
+
     def measure(self, run: Run, state: RowState, tokens: Tensor) -> tuple[float | None, Tensor | None]:
         if state.used is None:
             return None, None

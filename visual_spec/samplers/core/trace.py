@@ -22,13 +22,15 @@ class DecodeTrace:
         identical: whether the sampler returns the tokens of autoregressive sampling with the same generator, as far as
             `low_precision` and `scales_by_batch` allow.
         target_calls: long [B], target calls until the sample was complete, including the prefill, which yields slot 0.
-        commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0).
+        commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0); -1 at slots that
+            were not committed before a callback ended the decode.
         seconds: wall time of the decode, without the phase `MEASURE`, which generates nothing.
         phase_seconds: seconds of each phase: "prefill", "model", "verify"; for calls replayed as graphs "step", which
             is "model" and "verify" together.
         peak_memory: most bytes allocated on the CUDA device; None on the CPU.
         divergence: measured distance to the target law per tested slot; None for a lossless sampler.
         at_least: whether `divergence` is only a lower bound of that distance.
+        stopped: whether a callback ended the decode before it was complete.
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
         low_precision: the model's floating type where it is below float32, such as "bfloat16", and the sampler scores
             several slots a call: rounding then decides near-ties. None: it decides nothing.
@@ -54,6 +56,7 @@ class DecodeTrace:
     low_precision: str | None = None
     scales_by_batch: bool = False
     at_least: bool = False
+    stopped: bool = False
     near_ties: Tensor | None = None
     exact_width: bool = False
 
@@ -69,7 +72,7 @@ class DecodeTrace:
     @property
     def tokens_per_call(self) -> Tensor:
         """Committed tokens per target call, bonus tokens included: float [B]."""
-        return self.commit_call.shape[1] / self.target_calls.float()
+        return (self.commit_call >= 0).sum(1) / self.target_calls.float()
 
     @property
     def output_law(self) -> str:
@@ -103,8 +106,10 @@ class DecodeTrace:
         """Return one line: tokens, calls, tokens per call, time, and the output law."""
         samples, length = self.commit_call.shape
         memory = "" if self.peak_memory is None else f", {self.peak_memory / 2**20:.0f} MiB peak"
+        stopped = ", stopped early" if self.stopped else ""
         return (
-            f"{self.sampler}: {samples} x {length} tokens, {self.target_calls.float().mean():.1f} target calls "
+            f"{self.sampler}: {samples} x {length} tokens{stopped}, "
+            f"{self.target_calls.float().mean():.1f} target calls "
             f"({self.tokens_per_call.mean():.2f} tokens per call), {self.seconds:.2f} s{memory}, {self.output_text}"
         )
 

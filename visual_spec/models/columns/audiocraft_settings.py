@@ -79,6 +79,13 @@ def count(value: Any) -> int:
     return int(value)
 
 
+def positive(value: Any) -> int:
+    """Return an integer of at least 1."""
+    if count(value) < 1:
+        raise ValueError
+    return int(value)
+
+
 def counts(value: Any) -> list[int]:
     """Return a list of integers."""
     return [count(item) for item in value]

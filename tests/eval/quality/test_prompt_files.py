@@ -1,0 +1,94 @@
+"""Prompts as published evaluations release them."""
+
+import json
+
+import pytest
+
+from visual_spec.eval.quality.prompt_files import read_prompts
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_every_form_of_one_list_gives_the_same_prompts(tmp_path):
+    texts = ("a red dog", 'two "quoted", birds', "crème brûlée")
+    coco = {
+        "annotations": [  # the first caption of a picture is that with the lowest id, wherever it stands
+            {"image_id": 7, "id": 9, "caption": "later"},
+            {"image_id": 9, "id": 4, "caption": texts[2]},
+            {"image_id": 7, "id": 3, "caption": texts[1]},
+            {"image_id": 2, "id": 8, "caption": texts[0] + "\n"},
+        ]
+    }
+    escaped = ['"' + text.replace('"', '""') + '"' for text in texts]
+    forms = [
+        write(tmp_path / "a.txt", "\ufeff" + "\n\n".join(texts) + "\n"),
+        write(tmp_path / "a.jsonl", "".join(json.dumps({"caption": text}) + "\n" for text in texts)),
+        write(tmp_path / "a.csv", "id,Prompt\n" + "".join(f"1,{text}\n" for text in escaped)),
+        write(tmp_path / "a.tsv", "Prompt\tCategory\n" + "".join(f"{text}\tfood\n" for text in escaped)),
+        write(tmp_path / "a.json", json.dumps(coco)),
+    ]
+    for form in forms:
+        found = read_prompts(form)
+        assert found.texts == texts, form
+        assert (found.layout, len(found), found.asked(4)) == ("flat", 3, texts[1])
+    assert len({read_prompts(form).fingerprint for form in forms}) == 1
+
+
+def test_geneval_and_dpg_ask_for_four_pictures_of_each_prompt(tmp_path):
+    lines = [
+        {"tag": "counting", "prompt": f"{n} cups", "include": [{"class": "cup", "count": n}]} for n in (2, 3)
+    ]
+    found = read_prompts(write(tmp_path / "meta.jsonl", "".join(json.dumps(line) + "\n" for line in lines)))
+    assert (found.layout, len(found)) == ("geneval", 8)
+    assert [found.asked(i) for i in (0, 3, 4, 7, 8)] == ["2 cups", "2 cups", "3 cups", "3 cups", "2 cups"]
+    assert json.loads(found.records[1]) == lines[1]
+    (tmp_path / "dpg").mkdir()
+    for name in ("b", "a"):
+        write(tmp_path / "dpg" / f"{name}.txt", f"prompt\n{name}\n")
+    found = read_prompts(str(tmp_path / "dpg"))
+    assert (found.layout, found.texts, found.names) == ("dpg", ("prompt a", "prompt b"), ("a", "b"))
+
+
+def test_classes_are_asked_for_by_number(tmp_path):
+    names = ["crane", "crane", "tench"]
+    found = read_prompts("classes", names)
+    assert [found.asked(i) for i in range(4)] == ["0", "1", "2", "0"] and found.texts == tuple(names)
+    with pytest.raises(ValueError, match="--prompts classes is for models that draw classes"):
+        read_prompts("classes")
+    with pytest.raises(ValueError, match="the model has 3 classes"):
+        read_prompts("imagenet", names)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "\n \n", "holds no prompts"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt"\n', "line 2 is no JSON"),
+        ("a.jsonl", '{"prompt": 3}\n', "line 1 has no text under prompt, caption, text"),
+        ("a.jsonl", "[1]\n", "line 1 has no text"),
+        ("a.csv", "id,words\n1,a\n", "has no column prompt, caption, text"),
+        ("a.csv", "prompt\n", "no lines behind it"),
+        ("a.csv", "prompt,id\n  ,1\n", "prompt 1 is ''"),
+        ("a.json", "[]", "no file of COCO captions"),
+        ("a.json", '{"annotations": [{"id": 1}]}', "no file of COCO captions"),
+        ("a.yaml", "a", "prompts are read from .txt, .jsonl"),
+    ],
+)
+def test_other_files_are_refused_by_name(tmp_path, name, text, message):
+    path = write(tmp_path / name, text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_prompts(path)
+    assert path in str(caught.value)
+
+
+def test_no_file_an_empty_folder_and_other_encodings(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file of prompts at"):
+        read_prompts(str(tmp_path / "none.txt"))
+    with pytest.raises(ValueError, match="holds no prompts"):
+        read_prompts(str(tmp_path))
+    (tmp_path / "latin.txt").write_bytes("ein Bär".encode("latin-1"))
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        read_prompts(str(tmp_path / "latin.txt"))

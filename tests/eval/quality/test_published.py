@@ -1,0 +1,129 @@
+"""Published figures against closed forms and against torch-fidelity."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from visual_spec.eval.quality import published
+from visual_spec.eval.quality.metrics import frechet_distance, precision_recall
+from visual_spec.eval.quality.published import Gaussian, frechet, frechet_difference
+
+WIDTH = 6
+
+
+def normal(count, seed, *, mean=0.0, spread=1.0):
+    return mean + spread * torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def with_moments(features, mean, spread):
+    """The same features shifted and scaled to exactly this mean and spread, uncorrelated."""
+    centred = features - features.mean(0)
+    root = torch.linalg.cholesky(torch.linalg.inv(centred.T.cov()))
+    return mean + spread * centred @ root
+
+
+def test_the_distance_of_two_gaussians_is_the_closed_form():
+    drawn, true = with_moments(normal(500, 0), 1.0, 2.0), with_moments(normal(400, 1), -0.5, 0.5)
+    expected = WIDTH * (1.5**2 + (2.0 - 0.5) ** 2)
+    found = frechet(drawn, Gaussian.of(true))
+    assert found["value"] == pytest.approx(expected, rel=1e-10)
+    assert found["low"] < expected < found["high"]
+
+
+def test_a_reference_of_given_moments_needs_no_samples():
+    mean, covariance = torch.full((WIDTH,), 0.3, dtype=torch.float64), 0.25 * torch.eye(WIDTH).double()
+    found = frechet(with_moments(normal(300, 2), 0.0, 1.0), Gaussian(mean, covariance))
+    assert found["value"] == pytest.approx(WIDTH * (0.3**2 + 0.5**2), rel=1e-10)
+
+
+def test_the_distance_is_torch_fidelitys():
+    fid = pytest.importorskip("torch_fidelity.metric_fid")
+    drawn, true = normal(200, 3) ** 3, normal(150, 4, spread=1.3)
+    theirs = fid.fid_statistics_to_metric(
+        *(fid.fid_features_to_statistics(features) for features in (drawn, true)), False
+    )
+    assert frechet(drawn, Gaussian.of(true))["value"] == pytest.approx(
+        theirs["frechet_inception_distance"], rel=1e-9
+    )
+
+
+def test_the_moments_without_a_group_are_those_of_the_others():
+    features, reference = normal(61, 5, mean=100.0), Gaussian.of(normal(50, 6))
+    whole, left_out = published._leave_groups_out(features, published.FrechetDistance(reference))
+    kept = [features[torch.arange(61) % published.GROUPS != group] for group in range(published.GROUPS)]
+    direct = [published.FrechetDistance(reference)(one.mean(0), one.T.cov()) for one in kept]
+    assert left_out == pytest.approx(direct, rel=1e-9)
+    assert whole == pytest.approx(frechet_distance(features, normal(50, 6)), rel=1e-9)
+
+
+def test_intervals_hold_what_they_say():
+    """Of 200 sets of one law, the interval holds the law's expected distance at this size about 95 % of the time."""
+    reference = Gaussian(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
+    figures = [frechet(normal(400, 100 + seed, mean=0.4), reference) for seed in range(200)]
+    expected = float(np.mean([figure["value"] for figure in figures]))
+    held = sum(figure["low"] <= expected <= figure["high"] for figure in figures)
+    assert 180 <= held <= 199
+
+
+def test_a_paired_difference_resolves_what_single_distances_do_not():
+    reference = Gaussian(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
+    first = normal(400, 7, mean=0.4)
+    second = first + 0.01  # sample by sample a little further off
+    difference = frechet_difference(second, first, reference)
+    single = frechet(first, reference)
+    assert difference["low"] > 0
+    assert difference["high"] - difference["low"] < 0.1 * (single["high"] - single["low"])
+    assert difference["value"] == pytest.approx(
+        frechet(second, reference)["value"] - single["value"], rel=1e-9
+    )
+    same = frechet_difference(first, first.clone(), reference)
+    assert (same["value"], same["low"], same["high"]) == (0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="400 and 399 samples"):
+        frechet_difference(first, first[1:], reference)
+    with pytest.raises(ValueError, match="5 features of a sample, and 6"):
+        frechet(first[:, :5], reference)
+
+
+def test_kernel_distance_and_inception_score_are_what_their_papers_define():
+    pytest.importorskip("torch_fidelity")
+    drawn, true = normal(40, 8).float(), normal(50, 9, mean=0.5).float()
+    found = published.kernel_inception_distance(drawn, true, subset_size=40)
+
+    def kernel(a, b):
+        return (a.double() @ b.double().T / WIDTH + 1) ** 3
+
+    # Every subset holds all that was drawn, and some of the true samples. Each estimate by its formula:
+    chosen = np.random.RandomState(2020)
+    values = []
+    for _ in range(100):
+        one, other = drawn[chosen.choice(40, 40, False)], true[chosen.choice(50, 40, False)]
+        within = sum(k.sum() - k.trace() for k in (kernel(one, one), kernel(other, other))) / (40 * 39)
+        values.append(float(within - 2 * kernel(one, other).mean()))
+    assert found["value"] == pytest.approx(np.mean(values), rel=1e-4)
+    assert found["high"] - found["value"] == pytest.approx(1.96 * np.std(values), rel=1e-3)
+    sure = torch.full((40, 4), -50.0)
+    sure[torch.arange(40), torch.arange(40) % 4] = (
+        50.0  # four classes, each as often as the others, and no doubt
+    )
+    score = published.inception_score(torch.cat([sure] * 25))
+    assert score["value"] == pytest.approx(4.0, rel=0.02) and score["low"] < score["value"] <= score["high"]
+    assert published.inception_score(torch.zeros(100, 4))["value"] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="9 samples given"):
+        published.inception_score(sure[:9])
+
+
+def test_precision_and_recall_are_torch_fidelitys():
+    prc = pytest.importorskip("torch_fidelity.metric_prc")
+    drawn, true = normal(80, 10, spread=0.8), normal(90, 11)
+    theirs = prc.prc_features_to_metric(drawn, true, verbose=False)
+    ours = precision_recall(true, drawn)
+    assert {name: figure["value"] for name, figure in ours.items()} == pytest.approx(
+        {name: theirs[name] for name in ("precision", "recall")}, abs=1e-7
+    )
+
+
+def test_one_group_says_nothing_of_the_interval():
+    found = frechet(normal(3, 12), Gaussian.of(normal(30, 13)))
+    assert found["high"] == math.inf

@@ -1,0 +1,263 @@
+"""The scores of a set: torch-fidelity's for the same files, the same for any number of processes, refused otherwise."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from tests.eval.quality.test_sample_set import LAW, TEXTS, work_in
+from visual_spec.cli import main
+from visual_spec.eval.quality import extractors, feature_sets, features, score_command
+from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.metrics import frechet_distance, precision_recall
+from visual_spec.eval.quality.prompt_files import Prompts
+from visual_spec.eval.quality.sample_set import sample
+from visual_spec.eval.quality.score import Scoring, score
+from visual_spec.models.shapes_features import ShapesFeatures
+
+assert LAW and TEXTS
+
+
+def make_pictures(folder, count, seed, size=24):
+    """Smooth pictures that differ in colour, as PNG files."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        small = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
+        small.resize((size, size), Image.Resampling.BICUBIC).save(folder / f"{index:03d}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inception(tmp_path_factory):
+    """Inception weights drawn at random, in the layout of the released file."""
+    source = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "load_state_dict_from_url", lambda *_, **__: {})
+        patch.setattr(nn.Module, "load_state_dict", lambda *_, **__: None)
+        network = source.FeatureExtractorInceptionV3("x", ["2048"])
+    torch.manual_seed(0)
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight)
+    path = tmp_path_factory.mktemp("weights") / "inception.pth"
+    torch.save(network.state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def small_network(monkeypatch):
+    """In place of the embedded network a small one, which takes pictures of any size."""
+    torch.manual_seed(3)
+    network = ShapesFeatures({"a": 2}, num_features=4, image_size=16, channels=2).eval()
+    network.spread.fill_(0.01)
+    monkeypatch.setattr(extractors, "load_shapes_features", lambda: network)
+    return network
+
+
+def test_the_figures_are_torch_fidelitys_for_the_same_files(tmp_path, inception):
+    fidelity = pytest.importorskip("torch_fidelity")
+    drawn, true = make_pictures(tmp_path / "drawn", 20, 0), make_pictures(tmp_path / "true", 24, 1)
+    work = Scoring(
+        SampleFiles.open(drawn),
+        SampleFiles.open(true),
+        None,
+        ("fid", "kid", "is", "prc"),
+        tmp_path / "s",
+        inception=inception,
+    )
+    figures = score(work)["figures"]
+    theirs = fidelity.calculate_metrics(
+        input1=str(drawn),
+        input2=str(true),
+        fid=True,
+        kid=True,
+        isc=True,
+        prc=True,
+        feature_extractor="inception-v3-compat",
+        feature_layer_prc="2048",
+        feature_extractor_weights_path=str(inception),
+        kid_subset_size=20,
+        cuda=False,
+        cache=False,
+        verbose=False,
+    )
+    assert figures["fid"]["value"] == pytest.approx(theirs["frechet_inception_distance"], rel=1e-6)
+    assert figures["fid"]["value"] > 1e-3
+    assert figures["kid"]["value"] == pytest.approx(
+        theirs["kernel_inception_distance_mean"], rel=1e-5, abs=1e-9
+    )
+    assert figures["inception_score"]["value"] == pytest.approx(theirs["inception_score_mean"], rel=1e-6)
+    for name in ("precision", "recall"):
+        assert figures[name]["value"] == pytest.approx(theirs[name], abs=1e-6)
+    assert figures["fid"]["samples"] == 20 and figures["fid"]["reference_samples"] == 24
+
+
+def test_any_number_of_processes_gives_the_same_document(tmp_path, small_network, monkeypatch):
+    monkeypatch.setattr(feature_sets, "CHUNK", 4)
+    drawn, true = make_pictures(tmp_path / "drawn", 10, 0), make_pictures(tmp_path / "true", 13, 1)
+    documents = []
+    for shards in (1, 2, 3):
+        folder, found = tmp_path / str(shards), None
+        for rank in range(shards):
+            assert found is None
+            found = score(
+                Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, ("shapes",), folder),
+                rank=rank,
+                shards=shards,
+            )
+        documents.append(json.dumps(found))
+    assert len(set(documents)) == 1
+    figures = json.loads(documents[0])["figures"]
+    sets = [SampleFiles.open(path).pictures(0, 99) for path in (drawn, true)]
+    one, other = (features.features_of(small_network, pictures) for pictures in sets)
+    assert figures["frechet_shapes"]["value"] == pytest.approx(frechet_distance(one, other), rel=1e-6)
+    assert figures["shapes_precision"]["value"] == precision_recall(other, one)["precision"]["value"]
+
+
+def test_damaged_features_are_extracted_again_and_new_pictures_too(tmp_path, small_network):
+    drawn, true = make_pictures(tmp_path / "drawn", 6, 0), make_pictures(tmp_path / "true", 6, 1)
+
+    def run():
+        return score(
+            Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, ("shapes",), tmp_path / "s")
+        )
+
+    before = run()
+    for path in (tmp_path / "s").glob("*.npz"):
+        path.write_bytes(path.read_bytes()[:-30])
+    assert run() == before
+    make_pictures(drawn, 6, 2)
+    os.utime(drawn / "000.png", (1, 1))
+    assert run()["figures"] != before["figures"]
+
+
+def test_adms_files_are_written_and_read(tmp_path, small_network):
+    drawn, true = make_pictures(tmp_path / "drawn", 5, 0), make_pictures(tmp_path / "true", 6, 1)
+    path = tmp_path / "drawn.npz"
+    assert main(["score", str(drawn), "--reference", str(true), "--write-npz", str(path)]) == 0
+    with np.load(path) as file:
+        assert file.files == ["arr_0"] and file["arr_0"].dtype == np.uint8
+        assert np.array_equal(file["arr_0"], SampleFiles.open(drawn).pictures(0, 5))
+    folder = json.loads((drawn / "scores" / "scores.json").read_text())
+    assert main(["score", str(path), "--reference", str(true), "--out", str(tmp_path / "again")]) == 0
+    again = json.loads((tmp_path / "again" / "scores.json").read_text())
+    assert again["figures"] == folder["figures"]
+
+
+def test_a_reference_of_moments_alone_serves_fid(tmp_path, monkeypatch):
+    drawn, true = make_pictures(tmp_path / "drawn", 8, 0), make_pictures(tmp_path / "true", 9, 1)
+
+    def means(weights, size, device, batch_size):
+        def extract(samples, first, end):
+            rows = torch.from_numpy(samples.pictures(first, end, size)).double().mean((1, 2))
+            return {"features": rows, "logits": rows}
+
+        return extract, [], ""
+
+    monkeypatch.setattr("visual_spec.eval.quality.score.inception_features", means)
+    rows = SampleFiles.open(true).pictures(0, 9).astype(np.float64).mean((1, 2))
+    np.savez(tmp_path / "stats.npz", mu=rows.mean(0), sigma=np.cov(rows, rowvar=False))
+    whole = Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, ("fid",), tmp_path / "a")
+    stated = Scoring(
+        SampleFiles.open(drawn), SampleFiles.open(tmp_path / "stats.npz"), None, ("fid",), tmp_path / "b"
+    )
+    expected, found = score(whole)["figures"]["fid"], score(stated)["figures"]["fid"]
+    assert (
+        found["value"] == pytest.approx(expected["value"], rel=1e-10) and found["reference_samples"] is None
+    )
+    with pytest.raises(ValueError, match="holds no arr_0, only what FID needs; kid need the samples"):
+        score(
+            Scoring(
+                SampleFiles.open(drawn),
+                SampleFiles.open(tmp_path / "stats.npz"),
+                None,
+                ("fid", "kid"),
+                tmp_path,
+            )
+        )
+
+
+def test_sets_for_the_same_seeds_are_compared_sample_by_sample(tmp_path, small_network):
+    plain, fast, other = (tmp_path / name for name in ("plain", "fast", "other"))
+    sample(work_in(plain, batch_size=4))
+    sample(work_in(fast, batch_size=4, text="speculative-jacobi:window=4"))
+    sample(work_in(other, batch_size=4, text="speculative-jacobi:window=4,acceptance=exact"))
+    true = make_pictures(tmp_path / "true", 9, 1, size=8)
+
+    def compared(folder):
+        sets = (SampleFiles.open(path) for path in (folder, true, plain))
+        return score(Scoring(*sets, ("shapes",), tmp_path / "s"))
+
+    same = compared(fast)
+    assert same["same_samples"]["hits"] == 7
+    assert same["figures"]["frechet_shapes_difference"]["value"] == 0.0
+    differs = compared(other)
+    assert differs["same_samples"]["hits"] < 7
+    figures = differs["figures"]
+    assert figures["frechet_shapes_difference"]["value"] != 0.0
+    assert "byte for byte" in score_command.score_table(differs)
+    sample(work_in(tmp_path / "seeds", batch_size=4, seed=1))
+    with pytest.raises(ValueError, match="not drawn for the same prompts with the same seeds"):
+        compared(tmp_path / "seeds")
+
+
+def test_resizing_is_bicubic_in_floating_point(tmp_path):
+    make_pictures(tmp_path / "a", 1, 0, size=31)
+    make_pictures(tmp_path / "b", 1, 0, size=31)
+    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(tmp_path / "b" / "001.png")
+    found = SampleFiles.open(tmp_path / "a").pictures(0, 1, 16)[0]
+    picture = (
+        torch.from_numpy(SampleFiles.open(tmp_path / "a").pictures(0, 1)[0]).permute(2, 0, 1)[None].double()
+    )
+    theirs = torch.nn.functional.interpolate(
+        picture, (16, 16), mode="bicubic", antialias=True, align_corners=False
+    )
+    assert np.abs(found - theirs[0].permute(1, 2, 0).clamp(0, 255).numpy()).max() <= 0.51
+    with pytest.raises(ValueError, match=r"001.png has 20 x 20 pixels, others 31 x 31; pass --size N"):
+        SampleFiles.open(tmp_path / "b").pictures(0, 2)
+
+
+def test_bad_input_is_refused_before_a_network_is_loaded(tmp_path, capsys):
+    drawn = make_pictures(tmp_path / "drawn", 3, 0)
+    cases = [
+        ([str(tmp_path / "none")], "no folder of samples and no .npz file at"),
+        ([str(drawn)], "shapes compare with true samples; pass --reference"),
+        ([str(drawn), "--metrics", "fad"], "holds pictures; pass some of fid"),
+        (
+            [str(drawn), "--metrics", "clip", "--clip", "x"],
+            "has no manifest.jsonl, so its prompts are unknown",
+        ),
+        (
+            [str(drawn), "--reference", str(drawn), "--metrics", "fid", "--feature-weights", "x.pth"],
+            "no Inception weights at",
+        ),
+        ([str(drawn), "--reference", str(drawn), "--size", "0"], "pass at least 1"),
+    ]
+    (tmp_path / "empty").mkdir()
+    cases.append(([str(tmp_path / "empty")], "pass a folder of pictures, or of clips"))
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "run.json").write_text("{}")
+    cases.append(([str(tmp_path / "part")], "is not complete"))
+    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 nothing")
+    cases.append(([str(drawn), "--reference", str(tmp_path / "bad.npz")], "is no .npz file"))
+    for arguments, message in cases:
+        assert main(["score", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+
+
+def test_a_truncated_picture_is_named(tmp_path, small_network):
+    drawn = make_pictures(tmp_path / "drawn", 3, 0)
+    data = (drawn / "001.png").read_bytes()
+    (drawn / "001.png").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r"001.png is no whole picture"):
+        score(Scoring(SampleFiles.open(drawn), SampleFiles.open(drawn), None, ("shapes",), tmp_path / "s"))
+
+
+def test_prompts_of_a_class_model_are_its_names():
+    assert Prompts(("crane", "crane"), labels=("0", "1")).asked(3) == "1"

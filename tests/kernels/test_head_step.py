@@ -1,0 +1,127 @@
+"""One level of a diffusion head: definition, operator and kernels against a computation row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.heads import case
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.test_compile import Recorder, compiled
+from visual_spec.kernels import head_step as module
+from visual_spec.kernels.head_step import head_step, head_step_reference
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(guided=False),
+        dict(learned=False),
+        dict(one_law=True, noisy=False),
+        dict(dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_definition(settings):
+    here = case(4, 3, 24, 2, **settings)
+    near: dict[str, Any] = dict(rtol=5e-2, atol=5e-2) if "dtype" in settings else dict(rtol=1e-5, atol=1e-5)
+    for function in (head_step_reference, head_step):
+        for found, expected in zip(function(*here.arguments), here.expected, strict=True):
+            torch.testing.assert_close(found, expected.float(), **near)
+
+
+def test_kernels():
+    pytest.importorskip("triton")
+    run_interpreted("interpreted_head_step.py")
+
+
+def test_a_deterministic_level_returns_two_tensors():
+    """An operator's outputs must not share memory."""
+    here = case(2, 3, 24, 1, noisy=False)
+    point, mean, _ = head_step(*here.arguments)
+    assert torch.equal(point, mean) and point.data_ptr() != mean.data_ptr()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    x, modulations, weights, scales, law, noise = case(4, 3, 24, 2).arguments
+    wrong = {
+        "points of shape": (x[:, :2], modulations, weights, scales, law, noise),
+        "and 15 weights": (x, modulations, weights[:-1], scales, law, noise),
+        "modulations have shape": (x, modulations[:4], weights, scales, law, noise),
+        "law has shape": (x, modulations, weights, scales, law[:3], noise),
+        "scales have shape": (x, modulations, weights, scales[:, None], law, noise),
+        "noise has shape": (x, modulations, weights, scales, law, noise[:1]),
+        "has 4 outputs": (
+            x,
+            modulations,
+            [*weights[:-2], weights[-2][:4], weights[-1][:4]],
+            scales,
+            law,
+            noise,
+        ),
+    }
+    for text, arguments in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            head_step(*arguments)
+
+
+def test_the_operator_is_known_to_tracers_of_gpu_code():
+    x, modulations, weights, scales, law, noise = case(4, 3, 24, 2).arguments
+    with FakeTensorMode(allow_non_fake_inputs=True):
+
+        def there(value: Tensor) -> Tensor:
+            return torch.empty(value.shape, dtype=value.dtype, device="cuda")
+
+        found = torch.ops.visual_spec.head_step(
+            there(x),
+            there(modulations),
+            [there(one) for one in weights],
+            there(scales),
+            there(law),
+            there(noise),
+        )
+    assert [(one.device.type, one.shape, one.dtype) for one in found] == [("cuda", x.shape, x.dtype)] * 3
+
+
+@pytest.mark.parametrize("rows", [2, 128])
+@pytest.mark.parametrize("kernel", ["_up_kernel", "_down_kernel", "_final_kernel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiles_for_hopper(monkeypatch, kernel, dtype, rows):
+    pytest.importorskip("triton")
+    here = case(rows // 2, 16, 64, 2, dtype=dtype)
+    for name in ("_up_kernel", "_down_kernel", "_final_kernel"):
+        if name != kernel:
+            monkeypatch.setattr(module, name, Recorder())
+    binary = compiled(monkeypatch, module, kernel, lambda: module.head_step_triton(*here.arguments))
+    # Registers that do not fit go to the stack.
+    assert "cubin" in binary.asm and ".local" not in binary.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1024, 1280, 1536])
+def test_compiles_at_the_sizes_of_official_heads(monkeypatch, width):
+    """The first block, whose kernels project the points as well: the last launch of a head of one block."""
+    pytest.importorskip("triton")
+    for kernel in ("_up_kernel", "_down_kernel"):
+        here = case(64, 16, 64, 1, dtype=torch.bfloat16)
+        x, _, _, scales, law, noise = here.arguments
+        weights = [torch.zeros(s, dtype=torch.bfloat16) for s in ((width, 16), width)]
+        weights += [torch.zeros(s, dtype=torch.bfloat16) for s in (width, width, (width, width), width) * 1]
+        weights += [torch.zeros(s, dtype=torch.bfloat16) for s in ((width, width), width, (32, width), 32)]
+        modulations = torch.zeros(128, 5 * width, dtype=torch.bfloat16)
+        with monkeypatch.context() as patch:
+            for name in ("_up_kernel", "_down_kernel", "_final_kernel"):
+                if name != kernel:
+                    patch.setattr(module, name, Recorder())
+            binary = compiled(
+                patch,
+                module,
+                kernel,
+                lambda: module.head_step_triton(x, modulations, weights, scales, law, noise),  # noqa: B023
+            )
+        assert ".local" not in binary.asm["ptx"]

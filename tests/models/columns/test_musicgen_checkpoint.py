@@ -1,0 +1,204 @@
+"""Official MusicGen files: random weights in audiocraft's layout, computed by plain functions that read that layout,
+against transformers' model that they become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MusicgenForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutput
+
+from tests.audiocraft_files import (
+    BOOKS,
+    CODEC_SETTINGS,
+    CODES,
+    DIM,
+    LAYERS,
+    MUSICGEN_SETTINGS,
+    SETTINGS,
+    STEREO_SETTINGS,
+    TEXT,
+    changed,
+    codec_weights,
+    language_model_weights,
+    random,
+    straight_logits,
+    write,
+    write_language_model,
+)
+from tests.tiny_t5 import tiny_t5
+from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
+from visual_spec.models.columns.encodec import decode_codes
+from visual_spec.models.columns.musicgen import MusicgenColumnModel
+from visual_spec.models.columns.musicgen_checkpoint import MusicgenCheckpoint, load_musicgen
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
+
+FRAMES = 7
+
+
+def write_musicgen(folder: Path, channels: int = 1, **changes: Any) -> Path:
+    settings = STEREO_SETTINGS if channels == 2 else MUSICGEN_SETTINGS
+    write_language_model(folder, settings, changes or None, BOOKS * channels)
+    write(folder, "compression_state_dict.bin", codec_weights(), CODEC_SETTINGS)
+    return folder
+
+
+def load(folder: Path, **settings: Any) -> MusicgenCheckpoint:
+    return load_musicgen(folder, tiny_t5(d_model=TEXT), **settings)
+
+
+def straight_greedy(weights: dict[str, Tensor], features: Tensor, mask: Tensor, channels: int) -> Tensor:
+    """The likeliest codes [K, T] of one clip, step by step of the delay pattern, with guidance 3."""
+    books = BOOKS * channels
+    lags = [book // channels for book in range(books)]
+    fed = torch.full((books, 1), CODES)
+    for step in range(FRAMES + max(lags)):
+        seen = torch.ones(step + 1, step + 1, dtype=torch.bool).tril()
+        guided, plain = (
+            straight_logits(weights, fed, features, words, seen)[-1]
+            for words in (mask, torch.zeros_like(mask))
+        )
+        new = (plain + 3 * (guided - plain)).argmax(-1)
+        valid = torch.tensor([0 <= step - lag < FRAMES for lag in lags])
+        fed = torch.cat([fed, torch.where(valid, new, CODES)[:, None]], 1)
+    return torch.stack([fed[book, 1 + lag : 1 + lag + FRAMES] for book, lag in enumerate(lags)])
+
+
+@pytest.mark.parametrize("channels", [1, 2], ids=["mono", "stereo"])
+def test_clips_are_those_of_a_plain_computation_in_the_official_layout(tmp_path, channels):
+    loaded = load(write_musicgen(tmp_path, channels), dtype=torch.float64)
+    weights = language_model_weights(BOOKS * channels)
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(2, 4, TEXT, generator=generator).double()
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    model = MusicgenColumnModel(loaded.model, FRAMES, padding="zeros")
+    law = TokenLaw(guidance_scale=3.0, temperature=0.0)
+    condition = TextCondition(features, mask)
+    result = ColumnAutoregressiveSampler()(model, condition, law=law, batch_size=2)
+    codes = model.codes(result.tokens, condition)
+    for row in range(2):
+        assert torch.equal(codes[row], straight_greedy(weights, features[row], mask[row], channels))
+    assert len(codes.unique()) > 4
+    # Without padding and guidance, transformers' own generate plays the same.
+    loaded.model.double()
+    waves = loaded.model.generate(
+        encoder_outputs=BaseModelOutput(features[:1]),
+        attention_mask=torch.ones(1, 4, dtype=torch.long),
+        guidance_scale=1.0,
+        do_sample=False,
+        max_length=FRAMES + BOOKS,
+    )
+    alone = TextCondition(features[:1], mask[:1])
+    tokens = ColumnAutoregressiveSampler()(model, alone, law=TokenLaw(temperature=0.0)).tokens
+    codec = load_audiocraft_codec(tmp_path).double()
+    wanted = decode_codes(codec, model.codes(tokens, alone), channels)
+    assert waves.shape == (1, channels, FRAMES * 6) and (waves - wanted).abs().max() < 1e-8
+
+
+def test_what_the_model_and_its_settings_are(tmp_path):
+    loaded = load(write_musicgen(tmp_path, 2))
+    settings, model = loaded.settings, loaded.model
+    assert (settings.duration, settings.channels, settings.text_encoder) == (2.0, 2, "t5-base")
+    assert (settings.guidance_scale, settings.temperature, settings.top_k) == (3.0, 1.0, 250)
+    assert isinstance(model, MusicgenForConditionalGeneration) and not model.training
+    decoder = model.decoder.config
+    assert (decoder.num_codebooks, decoder.audio_channels, decoder.vocab_size) == (6, 2, CODES)
+    assert (decoder.hidden_size, decoder.num_hidden_layers) == (DIM, LAYERS)
+    own = model.generation_config
+    assert (own.do_sample, own.guidance_scale, own.top_k) == (True, 3.0, 250)
+    assert own.max_length == 2 * 67 and own.decoder_start_token_id == own.pad_token_id == CODES
+    model.save_pretrained(tmp_path / "saved")
+    again = MusicgenForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_half_precision_becomes_float32_on_a_cpu(tmp_path):
+    write_musicgen(tmp_path)
+    halves = {name: value.half() for name, value in language_model_weights().items()}
+    write(tmp_path, "state_dict.bin", halves, MUSICGEN_SETTINGS)
+    dtypes = [load(tmp_path, **more).model.decoder.dtype for more in ({}, {"dtype": None})]
+    assert dtypes == [torch.float32, torch.float16]
+
+
+def test_a_text_encoder_by_its_folder(tmp_path):
+    tiny_t5(d_model=TEXT).save_pretrained(tmp_path / "t5")
+    model: Any = load_musicgen(write_musicgen(tmp_path), tmp_path / "t5").model
+    for name, value in tiny_t5(d_model=TEXT).state_dict().items():
+        assert torch.equal(model.text_encoder.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("lm_model", "transformer_lm_magnet", "it is a MAGNeT, loaded by AudioPipeline.from_magnet"),
+        ("lm_model", "jasco", "holds a 'jasco', not MusicGen's 'transformer_lm'; pass the file of another"),
+        ("transformer_lm.causal", False, "transformer_lm.causal=False instead of True"),
+        ("transformer_lm.num_layers", 3, "holds 2 layers, and its settings say 3"),
+        ("transformer_lm.layer_scale", 0.1, "transformer_lm.layer_scale=0.1 instead of None"),
+        ("transformer_lm.qk_layer_norm", True, "transformer_lm.qk_layer_norm=True"),
+        (
+            "codebooks_pattern.modeling",
+            "parallel",
+            "codebooks_pattern.modeling='parallel' instead of 'delay'",
+        ),
+        ("codebooks_pattern.delay.delays", [0, 2, 4], r"delays=\[0, 2, 4\]; .* by \[0, 1, 2\]"),
+        ("codebooks_pattern.delay.delays", "x", "delays='x'; transformers' MusicGen delays its 3"),
+        ("codebooks_pattern.delay.flatten_first", 2, "flatten_first=2 instead of 0"),
+        ("interleave_stereo_codebooks.per_timestep", True, "per_timestep=True instead of False"),
+        ("interleave_stereo_codebooks.use", "yes", "interleave_stereo_codebooks.use='yes', which is no such"),
+        ("interleave_stereo_codebooks.use", True, "holds 3 codebooks, which are no two interleaved channels"),
+        ("fuser.cross", [], r"fuser.cross=\[\] instead of \['description'\]"),
+        ("dataset.segment_duration", "long", "dataset.segment_duration='long'"),
+    ],
+)
+def test_settings_of_another_network_are_refused(tmp_path, name, value, message):
+    write_musicgen(tmp_path)
+    write_language_model(tmp_path, changed(MUSICGEN_SETTINGS, name, value))
+    with pytest.raises(ValueError, match=message) as error:
+        load(tmp_path)
+    assert "state_dict.bin" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path):
+    write_musicgen(tmp_path)
+    with pytest.raises(ValueError, match="text features of 10 channels, .* has 8; pass t5-base, which the"):
+        load_musicgen(tmp_path, tiny_t5())
+    codec = load_audiocraft_codec(tmp_path)
+    write_language_model(tmp_path, STEREO_SETTINGS, None, 4)
+    with pytest.raises(
+        ValueError, match=r"delays=\[0, 0, 1, 1, 2, 2\]; .* its 4 codebooks by \[0, 0, 1, 1\]"
+    ):
+        load(tmp_path)
+    write_language_model(tmp_path, None, None, 2)
+    with pytest.raises(ValueError, match="does not tell the number of attention heads; pass num_heads"):
+        load(tmp_path)
+    with pytest.raises(
+        ValueError, match="predicts 2 codebooks of 8 codes, but the codec has 3 of 8; pass codec="
+    ):
+        load(tmp_path, num_heads=4, codec=codec)
+    wide = "condition_provider.conditioners.description.output_proj.weight"
+    write_language_model(tmp_path, MUSICGEN_SETTINGS, random({wide: (DIM, DIM)}))
+    with pytest.raises(ValueError, match="projects text features of 24 channels to as many"):
+        load_musicgen(tmp_path, tiny_t5(d_model=DIM))
+
+
+def test_keys_are_all_accounted_for(tmp_path):
+    write_musicgen(tmp_path, **{"linears.2.weight": None, "emb.1.weight": torch.zeros(CODES, DIM)})
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path)
+    for part in (
+        "a MusicGen of 3 codebooks, 2 layers and width 24",
+        "1 missing: linears.2.weight",
+        "1 of another shape: emb.1.weight [8, 24] instead of [9, 24]",
+    ):
+        assert part in str(caught.value)
+    write_language_model(tmp_path, SETTINGS)
+    with pytest.raises(ValueError, match="it is a MAGNeT"):
+        load(tmp_path)

@@ -1,0 +1,180 @@
+"""aMUSEd through diffusers' modules: the sampler's ids are those of diffusers' scheduler for equal noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.unets.uvit_2d import UVit2DModel
+from diffusers.schedulers import scheduling_amused
+from diffusers.schedulers.scheduling_amused import AmusedScheduler
+from torch import Tensor
+
+from tests.tiny import seeded
+from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel, ClipCondition
+from visual_spec.samplers.core.masked_presets import PRESETS
+from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
+
+# Of 6 or 12 steps one hides exactly half of the tokens; there diffusers' single precision loses one of them.
+CODES, MASK, SIDE, STEPS = 24, 31, 8, 5
+
+
+def transformer() -> AmusedTransformer:
+    """The sizes of diffusers' own tests, with more ids than codes, as the released models have."""
+    torch.manual_seed(0)
+    model = AmusedTransformer(
+        hidden_size=8,
+        use_bias=False,
+        hidden_dropout=0.0,
+        cond_embed_dim=8,
+        micro_cond_encode_dim=2,
+        micro_cond_embed_dim=10,
+        encoder_hidden_size=8,
+        vocab_size=MASK + 1,
+        codebook_size=CODES,
+        in_channels=8,
+        block_out_channels=8,
+        num_res_blocks=1,
+        downsample=True,
+        upsample=True,
+        block_num_heads=1,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        attention_dropout=0.0,
+        intermediate_size=8,
+        layer_norm_eps=1e-6,
+        ln_elementwise_affine=True,
+        sample_size=SIDE,
+    )
+    with torch.no_grad():  # laws that differ from slot to slot
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    return model.eval()
+
+
+def condition(count: int) -> ClipCondition:
+    draw = torch.Generator().manual_seed(5)
+    shapes = (count, 8), (count, 7, 8), (1, 8), (1, 7, 8)
+    return ClipCondition(*(torch.randn(shape, generator=draw) for shape in shapes))
+
+
+@torch.no_grad()
+def diffusers_ids(
+    monkeypatch: pytest.MonkeyPatch, model: AmusedTransformer, told: ClipCondition, keys: Tensor, ids: Tensor
+) -> Tensor:
+    """The loop of diffusers' pipeline around its scheduler, with this library's noise in the place of its own."""
+    noise, count = CounterNoise(keys, "cpu"), len(keys)
+    slots = torch.arange(SIDE * SIDE).expand(count, -1)
+    now = 0
+
+    def multinomial(probs: Tensor, number: int, generator: Any = None) -> Tensor:
+        return noise.categorical(probs.log().view(count, -1, CODES), slots, TOKEN, now).view(-1, 1)
+
+    def gumbel(like: Tensor, generator: Any = None) -> Tensor:
+        return noise.gumbel(slots, 1, CHOICE, now, like.dtype)[..., 0]
+
+    monkeypatch.setattr(scheduling_amused.torch, "multinomial", multinomial)
+    monkeypatch.setattr(scheduling_amused, "gumbel_noise", gumbel)
+    scheduler: Any = AmusedScheduler(mask_token_id=MASK)
+    scheduler.set_timesteps(STEPS, (2, 0))
+    sizes = torch.tensor([16.0 * SIDE, 16.0 * SIDE, 0.0, 0.0, 6.0]).expand(2 * count, -1)
+    states = torch.cat([told.null_states.expand(count, -1, -1), told.states])
+    pooled = torch.cat([told.null_pooled.expand(count, -1), told.pooled])
+    latents = ids.view(count, SIDE, SIDE)
+    for step, timestep in enumerate(scheduler.timesteps):
+        now = step
+        without, with_text = UVit2DModel.forward(
+            model, torch.cat([latents] * 2), states, pooled, sizes
+        ).chunk(2)
+        logits = without + 10.0 * (with_text - without)
+        latents = scheduler.step(logits, timestep, latents).prev_sample
+    monkeypatch.undo()
+    return latents.flatten(1)
+
+
+def test_ids_are_those_of_diffusers_for_equal_noise(monkeypatch):
+    model, told, preset = transformer(), condition(3), PRESETS["amused"]
+    wanted = diffusers_ids(
+        monkeypatch, model, told, draw_keys(seeded(1, 2, 3), 3), torch.full((3, SIDE * SIDE), MASK)
+    )
+    # The Gumbel scale falls from 2 to 0 over however many steps there are.
+    settings = preset.settings | {"steps": STEPS, "choice_temperature": 2.0 * STEPS / (STEPS - 1)}
+    found = MaskedSampler(**settings)(model, told, law=preset.law, generator=seeded(1, 2, 3), batch_size=3)
+    assert torch.equal(found.tokens, wanted)
+    assert len(found.tokens.unique()) > 5 and found.trace.target_calls.tolist() == [STEPS] * 3
+
+
+def test_known_tokens_stay_in_half_precision():
+    """With half precision diffusers' scheduler hides some of them again (its mark for them is a finite number)."""
+    model, told = transformer().half(), condition(64)
+    told = ClipCondition(*(part.half() for part in vars(told).values()))
+    known = torch.randint(CODES, (64, SIDE * SIDE), generator=torch.Generator().manual_seed(0))
+    given = known.clone()
+    given[:, ::2] = MASK
+    logits = torch.randn(64, SIDE * SIDE, CODES, dtype=torch.float16)
+    scheduler: Any = AmusedScheduler(mask_token_id=MASK)
+    scheduler.set_timesteps(12, (2, 0))
+    hidden_again = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        step = scheduler.step(logits, 11, given.clone(), starting_mask_ratio=0.5)
+        hidden_again += int((step.prev_sample[:, 1::2] == MASK).sum())
+    assert hidden_again > 0  # the mistake is still there, so this test says something
+    model = model.float()  # this CPU has no half-precision convolutions of depth; the draws are what matters
+    told = ClipCondition(*(part.float() for part in vars(told).values()))
+    sampler = MaskedSampler(**PRESETS["amused"].settings | {"steps": 4})
+    found = sampler(model, told, law=PRESETS["amused"].law, given=given, batch_size=64)
+    assert torch.equal(found.tokens[:, 1::2], known[:, 1::2])
+    assert (found.tokens < CODES).all()
+
+
+def test_one_token_a_call_in_fewer_calls():
+    model, told, law = transformer(), condition(1), PRESETS["amused"].law
+    plain = SpeculativeMaskedSampler(0)(model, told, law=law, generator=seeded(4))
+    fast = SpeculativeMaskedSampler(7)(model, told, law=law, generator=seeded(4))
+    assert torch.equal(fast.tokens, plain.tokens) and int(fast.trace.target_calls) < SIDE * SIDE
+
+
+def test_conditions_that_do_not_fit_are_refused():
+    model = transformer()
+    with pytest.raises(TypeError, match="NoneType given; aMUSEd takes a ClipCondition"):
+        model.prepare(None, batch_size=1, guided=False)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="2 prompts for 3 samples"):
+        model.prepare(condition(2), batch_size=3, guided=False)
+
+
+def test_it_is_loaded_from_folders_that_diffusers_writes(tmp_path):
+    model = transformer()
+    UVit2DModel.from_config(model.config).save_pretrained(tmp_path / "transformer")  # pyright: ignore
+    loaded: Any = AmusedTransformer.from_pretrained(tmp_path, subfolder="transformer")
+    assert isinstance(loaded, AmusedTransformer)
+    assert (loaded.mask_id, loaded.vocab_size, loaded.grid.num_tokens) == (MASK, CODES, SIDE**2)
+
+
+def test_pictures_become_tokens_and_tokens_pictures():
+    torch.manual_seed(0)
+    vq_model = AmusedVQModel(
+        act_fn="silu",
+        block_out_channels=(8, 8),  # pyright: ignore[reportArgumentType]
+        down_block_types=("DownEncoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
+        up_block_types=("UpDecoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
+        latent_channels=8,
+        layers_per_block=1,
+        norm_num_groups=8,
+        num_vq_embeddings=CODES,
+        sample_size=8,
+        mid_block_add_attention=False,
+        lookup_from_codebook=True,
+    ).eval()
+    images = 2 * torch.rand(2, 3, 16, 16) - 1
+    tokens = vq_model.encode_tokens(images)
+    assert tokens.shape == (2, 64) and vq_model.patch_size == 2
+    latents: Any = vq_model.encode((images + 1) / 2)
+    code = vq_model.quantize.embedding.weight
+    nearest = torch.cdist(latents.latents.flatten(2).mT, code[None]).argmin(-1)
+    assert torch.equal(tokens, nearest)
+    whole: Any = vq_model.decode(code[nearest].mT.unflatten(2, (8, 8)), force_not_quantize=False)
+    assert torch.allclose(vq_model.decode_tokens(tokens), 2 * whole.sample.clamp(0, 1) - 1, atol=1e-5)

@@ -1,0 +1,130 @@
+"""Class pictures from continuous tokens: what the sampler draws, decoded; saved and loaded; refused by name."""
+
+import numpy as np
+import pytest
+import torch
+
+from visual_spec.eval.settings import sampler_settings
+from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.mar import MARTransformer
+from visual_spec.pipelines.latent_image import LatentImagePipeline
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.training.kl_tokenizer import new_tokenizer
+from visual_spec.training.mar import initialise
+
+NAMES = ["red circle", "blue square", "green star"]
+
+
+def tiny_vae(latent_channels=3, seed=0):
+    torch.manual_seed(seed)
+    return new_tokenizer(channels=(4, 4, 4), latent_channels=latent_channels, image_size=16).eval()
+
+
+def tiny_model(kind, dim=16, seed=0, **changes):
+    torch.manual_seed(seed)
+    shared = dict(grid_size=4, token_dim=3, dim=dim, num_layers=1, num_heads=2, head_width=8, head_depth=1)
+    shared |= dict(num_classes=3, head_kind="velocity", head_steps=5, **changes)
+    model = (
+        MARTransformer(buffer_size=2, **shared)
+        if kind == "mar"
+        else CausalLatentTransformer(prefix_length=1, **shared)
+    )
+    initialise(model)
+    for parameter in model.parameters():  # nothing stays at the zeros that training starts from
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def tiny_pipeline(kind="mar", *, drafter=False, sampler="continuous", **settings):
+    pipe = LatentImagePipeline(
+        transformer=tiny_model(kind),
+        vae=tiny_vae(),
+        sampler=make_sampler(sampler, **settings),
+        id2label=NAMES,
+        default_guidance_scale=2.0,
+        drafter=tiny_model(kind, dim=8, seed=1) if drafter else None,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generators(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+@pytest.mark.parametrize("kind", ["mar", "causal"])
+def test_pictures_are_the_decoded_tokens_of_the_sampler(kind):
+    pipe = tiny_pipeline(kind)
+    found = pipe(["blue square", 0], generator=generators(3, 4), output_type="np")
+    tokens = pipe.sampler(
+        pipe.transformer,
+        torch.tensor([1, 0]),
+        law=TokenLaw(guidance_scale=2.0),
+        generator=generators(3, 4),
+        batch_size=2,
+    ).tokens
+    assert torch.equal(found.tokens, tokens) and tokens.shape == (2, 16, 3)
+    latents = tokens.mT.reshape(2, 3, 4, 4) / pipe.vae.config["scaling_factor"]
+    with torch.no_grad():
+        pixels = (pipe.vae.decode(latents).sample / 2 + 0.5).clamp(0, 1)
+    assert np.allclose(found.images, pixels.permute(0, 2, 3, 1).numpy(), atol=1e-6)
+    assert found.trace.head_calls.tolist() == [16 * 5] * 2
+    canvas = pipe(["blue square", 0], generator=generators(3, 4), output_type="latent").images
+    assert torch.equal(canvas, tokens.mT.reshape(2, 3, 4, 4))
+    assert np.allclose(pipe.decode_canvas(canvas, "np"), found.images)
+
+
+def test_guidance_and_class_change_the_picture_and_the_batch_does_not():
+    pipe = tiny_pipeline()
+    both = pipe([0, 2], generator=generators(5, 6), output_type="latent").images
+    alone = pipe("green star", generator=generators(6), output_type="latent").images
+    assert torch.allclose(both[1:], alone, atol=1e-5)
+    other = pipe("green star", generator=generators(6), output_type="latent", guidance_scale=1.0).images
+    assert not torch.allclose(alone, other, atol=1e-2)
+    assert not torch.allclose(alone, pipe(1, generator=generators(6), output_type="latent").images, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mar", "causal"])
+def test_saved_and_loaded_it_draws_the_same(kind, tmp_path):
+    pipe = tiny_pipeline(kind, drafter=True, sampler="speculative-continuous", rule="chain", final_noise=0.1)
+    pipe.save_pretrained(tmp_path / "saved")
+    loaded = load_pipeline(tmp_path / "saved")
+    loaded.set_progress_bar_config(disable=True)
+    assert type(loaded) is LatentImagePipeline
+    assert sampler_settings(loaded.sampler) == sampler_settings(pipe.sampler)
+    one, two = (p("red circle", generator=generators(1), output_type="latent") for p in (pipe, loaded))
+    assert torch.equal(one.images, two.images)
+    assert one.trace.draft_calls.item() > 0
+    assert loaded.facts.stored_as == "canvas" and loaded.image_size == (16, 16)
+
+
+def test_pictures_are_encoded_as_they_are_decoded():
+    pipe = tiny_pipeline()
+    pictures = torch.rand(2, 3, 16, 16) * 2 - 1
+    with torch.no_grad():
+        expected = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config["scaling_factor"]
+    assert torch.equal(pipe.encode_canvas(pictures), expected)
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    with pytest.raises(ValueError, match="draws tokens of 3 numbers, but the autoencoder decodes 2"):
+        LatentImagePipeline(tiny_model("mar"), tiny_vae(2), make_sampler("continuous"))
+    with pytest.raises(ValueError, match="2 names for 3 classes"):
+        LatentImagePipeline(tiny_model("mar"), tiny_vae(), make_sampler("continuous"), id2label=NAMES[:2])
+    pipe = tiny_pipeline()
+    with pytest.raises(ValueError, match="top_k=5 given, which is for tokens out of a vocabulary"):
+        pipe("red circle", top_k=5)
+    with pytest.raises(TypeError, match="ContinuousSampler"):
+        pipe.sampler = make_sampler("speculative-jacobi")
+        pipe("red circle")
+    pipe.sampler = make_sampler("speculative-continuous", rule="chain", final_noise=0.1)
+    with pytest.raises(ValueError, match="drafter"):
+        pipe("red circle")
+
+
+def test_levels_of_a_chain_are_scored_side_by_side():
+    pipe = tiny_pipeline("causal", sampler="head-speculation", levels=4)
+    trace = pipe("red circle", generator=generators(0), output_type="latent").trace
+    assert trace.head_calls.item() < 16 * 5 and trace.output_law == "lossless"

@@ -1,0 +1,189 @@
+"""Pipelines of masked image models: whole pictures, pictures drawn into, and official files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.official import TINY_VQ
+from tests.tiny import (
+    seeded,
+    tiny_masked_pipeline,
+    tiny_masked_transformer,
+    tiny_pipeline,
+    tiny_vq_model,
+)
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
+from visual_spec.pipelines.masked_image import MaskedImagePipeline
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
+
+PROMPT = "a red circle"
+
+
+def picture(seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def tokens_of(pipe: Any, image: Image.Image) -> torch.Tensor:
+    signed = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        return pipe.vq_model.encode_tokens(signed)[0]
+
+
+def mask_of(*boxes: tuple[int, int, int, int]) -> Image.Image:
+    white = np.zeros((8, 8), dtype=np.uint8)
+    for top, left, bottom, right in boxes:
+        white[top:bottom, left:right] = 255
+    return Image.fromarray(white)
+
+
+def test_a_picture_is_what_its_sampler_decodes():
+    pipe = tiny_masked_pipeline()
+    found = pipe(PROMPT, generator=seeded(3), num_images_per_prompt=1, guidance_scale=2.0)
+    direct = pipe.sampler(
+        pipe.transformer,
+        pipe.encode_prompt(PROMPT),
+        law=pipe.make_law(2.0),
+        generator=seeded(3),
+        batch_size=1,
+    )
+    assert torch.equal(found.tokens, direct.tokens) and found.trace.target_calls.tolist() == [3]
+    assert pipe.facts.plain_sampler == "speculative-masked:num_drafts=0"
+
+
+def test_inpainting_keeps_what_the_mask_does_not_touch_bit_for_bit():
+    pipe, image = tiny_masked_pipeline(), picture()
+    # A token is 2 x 2 pixels. Of one of them the mask touches a single pixel.
+    mask = mask_of((0, 0, 4, 4), (7, 7, 8, 8))
+    hidden = torch.zeros(4, 4, dtype=torch.bool)
+    hidden[:2, :2], hidden[3, 3] = True, True
+    known = tokens_of(pipe, image)
+    found = pipe(PROMPT, image=image, mask=mask, generator=seeded(0, 1, 2), num_images_per_prompt=3)
+    for row in found.tokens:
+        assert torch.equal(row[~hidden.flatten()], known[~hidden.flatten()])
+    assert (found.tokens[:, hidden.flatten()] != known[hidden.flatten()]).any()
+    assert (found.trace.entry_call[:, hidden.flatten()] >= 0).all()
+    assert (found.trace.entry_call[:, ~hidden.flatten()] == -1).all()
+
+
+@pytest.mark.parametrize("form", ["array", "floats", "tensor", "lists"])
+def test_pictures_and_masks_come_in_any_form(form):
+    pipe, image, mask = tiny_masked_pipeline(), picture(), mask_of((0, 0, 8, 4))
+    wanted = pipe([PROMPT, "a blue square"], image=image, mask=mask, generator=seeded(0, 1)).tokens
+    pixels, white = np.array(image), np.array(mask)
+    given: tuple[Any, Any] = {
+        "array": (pixels, white > 0),
+        "floats": (pixels / 255, white / 255),
+        "tensor": (torch.from_numpy(pixels).permute(2, 0, 1), torch.from_numpy(white)),
+        "lists": ([image, image], [mask, white]),
+    }[form]
+    found = pipe([PROMPT, "a blue square"], image=given[0], mask=given[1], generator=seeded(0, 1))
+    assert torch.equal(found.tokens, wanted)
+
+
+def test_a_variation_draws_a_share_of_the_tokens_anew():
+    pipe, image = tiny_masked_pipeline(), picture()
+    for strength, count in ((0.01, 1), (0.5, 8), (1.0, 16)):
+        found = pipe(PROMPT, image=image, strength=strength, generator=seeded(0, 1), num_images_per_prompt=2)
+        assert (found.trace.entry_call >= 0).sum((1, 2)).tolist() == [count] * 2
+    part = pipe(PROMPT, image=image, mask=mask_of((0, 0, 8, 4)), strength=0.5, generator=seeded(0))
+    drawn = (part.trace.entry_call[0, :, 0] >= 0).view(4, 4)
+    assert drawn.sum() == 4 and not drawn[:, 2:].any()
+    rows = [
+        pipe(PROMPT, image=image, strength=0.5, generator=seeded(seed)).trace.entry_call[0, :, 0] >= 0
+        for seed in (0, 1, 0)
+    ]
+    assert torch.equal(rows[0], rows[2]) and not torch.equal(rows[0], rows[1])
+
+
+def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monkeypatch):
+    pipe, image, mask = tiny_masked_pipeline(), picture(), mask_of((0, 0, 4, 4))
+    monkeypatch.setattr(pipe.vq_model, "encode_tokens", None)
+    small = image.resize((4, 4))
+    for settings, kind, message in (
+        (dict(mask=mask), ValueError, "mask given without image"),
+        (dict(strength=0.5), ValueError, "strength given without image"),
+        (dict(image=image), ValueError, "image given without mask and strength"),
+        (dict(image=image, strength=0.0), ValueError, "strength=0.0; pass the share"),
+        (dict(image=small, mask=mask), ValueError, "image of 4 x 4 pixels, but this model draws 8 x 8"),
+        (dict(image=image, mask=mask.resize((4, 4))), ValueError, "mask of 4 x 4 pixels"),
+        (dict(image=[image] * 3, mask=mask), ValueError, "3 pictures as image for 1 prompts or classes"),
+        (dict(image="circle.png", mask=mask), TypeError, "image is a str; pass a PIL picture"),
+        (dict(image=np.zeros((8, 8)), mask=mask), ValueError, r"image has the shape \(8, 8\)"),
+    ):
+        with pytest.raises(kind, match=message):
+            pipe(PROMPT, **settings)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="all tokens are given"):
+        pipe(PROMPT, image=image, mask=mask_of())
+    pipe.sampler = SpeculativeMaskedSampler(2)
+    with pytest.raises(ValueError, match="SpeculativeMaskedSampler keeps no tokens of a picture"):
+        pipe(PROMPT, image=image, mask=mask)
+    pipe.sampler = AutoregressiveSampler()
+    with pytest.raises(TypeError, match="AutoregressiveSampler, which does not fill in hidden"):
+        pipe(PROMPT)
+
+
+def test_the_law_of_one_token_a_call_in_fewer_calls():
+    pipe = tiny_masked_pipeline(SpeculativeMaskedSampler(0))
+    plain = pipe([PROMPT, "a blue square"], generator=seeded(0, 1), guidance_scale=2.0)
+    assert plain.trace.target_calls.tolist() == [16, 16]
+    pipe.sampler = SpeculativeMaskedSampler(4)
+    fast = pipe([PROMPT, "a blue square"], generator=seeded(0, 1), guidance_scale=2.0)
+    assert torch.equal(fast.tokens, plain.tokens) and (fast.trace.target_calls < 16).all()
+
+
+def test_a_saved_pipeline_is_loaded_by_any_door(tmp_path):
+    pipe = tiny_masked_pipeline(MaskedSampler(steps=3, score="halton", clock="halton", schedule="arccos"))
+    wanted = pipe(PROMPT, generator=seeded(5)).tokens
+    pipe.save_pretrained(tmp_path)
+    for load in (MaskedImagePipeline.from_pretrained, load_pipeline):
+        again: Any = load(tmp_path)
+        again.set_progress_bar_config(disable=True)
+        assert type(again) is MaskedImagePipeline and again.sampler.config.score == "halton"
+        assert torch.equal(again(PROMPT, generator=seeded(5)).tokens, wanted)
+    with pytest.raises(ValueError, match="holds a MaskedImagePipeline"):
+        tiny_pipeline().from_pretrained(tmp_path)
+
+
+def test_official_files_of_classes(tmp_path, monkeypatch):
+    from visual_spec.models.next_token import llamagen_vq
+
+    monkeypatch.setitem(llamagen_vq.PRESETS, "tiny", TINY_VQ)
+    transformer = tiny_masked_transformer(
+        vocab_size=16384, num_classes=5, caption_dim=None, prefix_length=0, registers=2
+    )
+    torch.manual_seed(0)
+    vq_model = VQModel(**TINY_VQ, image_size=8)
+    weights = dict(transformer.state_dict())
+    weights["head.weight"] = weights["tok_emb.weight"].clone()
+    torch.save({"model_state_dict": weights, "iter": 1}, tmp_path / "ImageNet_256_tiny.pth")
+    torch.save({"model": vq_model.state_dict()}, tmp_path / "vq.pt")
+    files = tmp_path / "ImageNet_256_tiny.pth", tmp_path / "vq.pt"
+    pipe = MaskedClassImagePipeline.from_official(*files, num_heads=2)
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.image_size == (8, 8) and pipe.default_settings()["guidance_scale"] == 1.7
+    assert (pipe.sampler.config.score, pipe.sampler.config.steps) == ("halton", 32)
+    pipe.sampler = MaskedSampler(steps=3, score="halton")
+    made = MaskedClassImagePipeline(transformer, vq_model.eval(), pipe.sampler)
+    made.set_progress_bar_config(disable=True)
+    settings: dict[str, Any] = dict(generator=seeded(0, 1), guidance_scale=1.7, output_type="pt")
+    found = pipe([1, 4], **settings)
+    assert torch.equal(found.images, made([1, 4], **settings | {"generator": seeded(0, 1)}).images)
+    inside = pipe(2, image=picture(), mask=mask_of((0, 0, 8, 4)), generator=seeded(0))
+    assert torch.equal(inside.tokens.view(4, 4)[:, 2:], tokens_of(pipe, picture()).view(4, 4)[:, 2:])
+    with pytest.raises(ValueError, match="image_size=384, but these weights draw 8 pixels"):
+        MaskedClassImagePipeline.from_official(*files, num_heads=2, image_size=384)
+    with pytest.raises(ValueError, match="draws from captions; use MaskedImagePipeline"):
+        MaskedClassImagePipeline(tiny_masked_transformer(), tiny_vq_model(), MaskedSampler())
+    with pytest.raises(ValueError, match="official ones of classes"):
+        MaskedImagePipeline.from_official(*files)

@@ -1,0 +1,203 @@
+"""Prompts that are too long, and negative prompts, of every kind of pipeline that reads text."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models.columns.test_musicgen import musicgen
+from tests.tiny import seeded, tiny_transformer
+from tests.tiny_audio import tiny_decoder, tiny_musicgen
+from tests.tiny_pipelines import KINDS
+from tests.tiny_t5 import tiny_tokenizer
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.pipelines.audio import AudioPipeline
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler
+
+TEXT = ["captions", "bits", "music", "masked music"]
+# A prompt that fills the encoder, and what is more than it reads.
+LONG = {
+    "captions": ("a red circle on a blue", "square square", "6 words"),
+    "bits": ("a red circle on a blue", "square square", "6 tokens"),
+    "music": ("a slow sad organ melody in", "minor minor", "6 words"),
+    "masked music": ("a slow sad organ melody in", "minor minor", "6 words"),
+}
+OTHER = {"captions": "blue square", "bits": "blue square", "music": "melody", "masked music": "melody"}
+
+
+def tokens_of(output: Any) -> torch.Tensor:
+    return output.codes if hasattr(output, "codes") else output.tokens
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_prompt_that_is_too_long_is_cut_with_a_warning(name):
+    kind, (kept, cut, limit) = KINDS[name], LONG[name]
+    pipe = kind.make()
+    want = pipe(kept, generator=seeded(1), output_type="latent")
+    with pytest.warns(UserWarning, match=f"reads at most {limit}; '{cut}' at the end of the prompt '{kept}"):
+        got = pipe(f"{kept} {cut}", generator=seeded(1), output_type="latent")
+    assert torch.equal(tokens_of(got), tokens_of(want))
+    with pytest.warns(UserWarning) as warned:
+        pipe.encode_prompt(f"{kept} {cut}")
+    assert len(warned) == 1
+
+
+def test_tokenizers_of_transformers_say_how_long_a_prompt_may_be():
+    model, tokenizer = tiny_musicgen(dtype=torch.float32), tiny_tokenizer()
+    pipe = AudioPipeline.from_musicgen(model, tokenizer, ColumnAutoregressiveSampler())
+    whole = pipe.encode_prompt(["a red circle on a blue square"])
+    assert whole.mask.sum() == 8  # without a limit nothing is cut
+    tokenizer.model_max_length = 5
+    with pytest.warns(UserWarning, match="reads at most 4 tokens; 'a blue square' at the end of the prompt"):
+        got = pipe.encode_prompt(["a red circle on a blue square", "a red"])
+    want = pipe.encode_prompt(["a red circle on", "a red"])
+    assert torch.equal(got.features, want.features) and torch.equal(got.mask, want.mask)
+
+
+def test_unconditional_rows_are_those_of_the_negative_prompt():
+    """Each half of a guided prefill equals a prefill without guidance of its own caption."""
+    pipe: Any = KINDS["captions"].make()
+    told = pipe.encode_prompt(["a red circle", "a"], negative_prompt=["blue", "a blue square"])
+    plain = pipe.encode_prompt(["a red circle", "a"]), pipe.encode_prompt(["blue", "a blue square"])
+    model = tiny_transformer()
+    check_halves(
+        lambda condition, guided: model.prefill(condition, batch_size=2, guided=guided, window=1).logits,
+        told,
+        plain,
+    )
+
+
+@pytest.mark.parametrize("longer_first", [True, False])
+@pytest.mark.parametrize("padding", ["masked", "zeros"])
+def test_music_leads_away_from_captions_of_another_length(padding, longer_first):
+    torch.manual_seed(1)
+    lengths = [5, 3] if longer_first else [3, 5]
+    told, other = (
+        TextCondition(torch.randn(2, length, 32), torch.arange(length) < torch.tensor([[length], [1]]))
+        for length in lengths
+    )
+    parts = [told, other]
+    if padding == "zeros":  # which attends to the padding: both are padded alike
+        parts = [
+            TextCondition(
+                F.pad(part.features, (0, 0, 0, 5 - part.mask.shape[1])),
+                F.pad(part.mask, (0, 5 - part.mask.shape[1])),
+            )
+            for part in parts
+        ]
+    told = TextCondition(told.features, told.mask, negative=other)
+    columns = MusicgenColumnModel(tiny_decoder(), 4, padding=padding)
+    masked, hidden = MagnetModel(tiny_decoder(), 4, padding=padding, reach=2), torch.full((2, 4, 3), 16)
+    check_halves(
+        lambda condition, guided: columns.prefill(condition, batch_size=2, guided=guided, window=1).logits,
+        told,
+        parts,
+    )
+    check_halves(
+        lambda condition, guided: masked(masked.prepare(condition, batch_size=2, guided=guided), hidden, 0),
+        told,
+        parts,
+    )
+
+
+def check_halves(scores, told, plain):
+    got, want = scores(told, True), torch.cat([scores(part, False) for part in plain])
+    assert got.shape == want.shape and (got - want).abs().max() < 1e-5
+    assert (got - scores(plain[0], True)).abs().max() > 1e-3  # the learned null caption is another one
+    assert torch.equal(scores(told, False), scores(TextCondition(told.features, told.mask), False))
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_leading_away_from_the_prompt_itself_is_no_guidance(name):
+    """`unconditional + s * (conditional - unconditional)` of two equal rows is either of them."""
+    kind = KINDS[name]
+    pipe = kind.make()
+    want = kind.ask(pipe, seed=1, guidance_scale=1.0)
+    got = kind.ask(pipe, seed=1, guidance_scale=3.0, negative_prompt=kind.asked)
+    assert torch.equal(tokens_of(got), tokens_of(want))
+    assert not torch.equal(tokens_of(kind.ask(pipe, seed=1, guidance_scale=3.0)), tokens_of(want))
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_negative_prompts_of_a_batch(name):
+    """One for all, one for each, and as features; a sample does not depend on the others."""
+    kind, other = KINDS[name], OTHER[name]
+    pipe = kind.make()
+    prompts, each = [kind.asked, other], {kind.each: 2}
+
+    def made(prompts, negatives, *seeds, **more):
+        settings = {"guidance_scale": 3.0, "output_type": "latent", **each, **more}
+        given = {} if negatives is None else {"negative_prompt": negatives}
+        return tokens_of(pipe(prompts, generator=seeded(*seeds), **given, **settings))
+
+    got = made(prompts, [other, kind.asked], 1, 2, 3, 4)
+    assert torch.equal(got[:2], made(prompts[0], other, 1, 2))
+    assert torch.equal(got[2:], made(prompts[1], kind.asked, 3, 4))
+    assert torch.equal(made(prompts, other, 1, 2, 3, 4), made(prompts, [other, other], 1, 2, 3, 4))
+    assert not torch.equal(got, made(prompts, None, 1, 2, 3, 4))
+    told = pipe.encode_prompt(prompts, negative_prompt=[other, kind.asked])
+    features = dict(
+        prompt_embeds=told.features,
+        prompt_attention_mask=told.mask,
+        negative_prompt_embeds=told.negative.features,
+        negative_prompt_attention_mask=told.negative.mask,
+    )
+    assert torch.equal(made(None, None, 1, 2, 3, 4, **features), got)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_negative_prompts_that_do_not_fit_are_refused(name):
+    kind = KINDS[name]
+    pipe = kind.make()
+    for given, error, message in [
+        (dict(negative_prompt=["a", "a"]), ValueError, "2 negative prompts for 1 prompts; pass one for all"),
+        (dict(negative_prompt=3), TypeError, "negative_prompt=3; pass a string or a list"),
+        (dict(negative_prompt=[]), ValueError, "negative_prompt is an empty list"),
+        (dict(negative_prompt=" "), ValueError, "prompt ' ' has no words"),
+        (dict(negative_prompt="a", guidance_scale=1.0), ValueError, "guidance_scale=1.0 runs no row"),
+        (dict(negative_prompt_embeds=torch.zeros(2, 3)), ValueError, "negative_prompt_embeds of shape"),
+        (
+            dict(negative_prompt="a", negative_prompt_embeds=torch.zeros(1, 2, 3)),
+            ValueError,
+            "both of negative_prompt and negative_prompt_embeds",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            kind.ask(pipe, **{"guidance_scale": 3.0, **given})
+
+
+@pytest.mark.parametrize("name", ["classes", "scales"])
+def test_models_without_text_refuse_a_negative_prompt_by_name(name):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'negative_prompt'"):
+        KINDS[name].ask(KINDS[name].make(), negative_prompt="a")
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_prompts_are_encoded_without_the_other_components(name):
+    kind = KINDS[name]
+    whole = kind.make()
+    asked = dict(negative_prompt=OTHER[name], **{kind.each: 2})
+    want = whole.encode_prompt([kind.asked] * 2, **asked)
+    parts = dict.fromkeys(whole.components) | {"text_encoder": whole.text_encoder}
+    alone = type(whole)(**parts)
+    got = alone.encode_prompt([kind.asked] * 2, **asked)
+    for one, other in zip(got.parts, want.parts, strict=True):
+        assert torch.equal(one.features, other.features) and torch.equal(one.mask, other.mask)
+    with pytest.raises(ValueError, match="loaded without its transformer and .*; set pipe.transformer"):
+        kind.ask(alone)
+    settings = {key: whole.config[key] for key in type(whole)._get_signature_keys(type(whole))[1]}
+    without = type(whole)(**{**settings, **whole.components, "text_encoder": None})
+    without.set_progress_bar_config(disable=True)
+    told = dict(prompt_embeds=got.features[:1], prompt_attention_mask=got.mask[:1], output_type="latent")
+    drawn = tokens_of(without(**told, generator=seeded(1)))
+    assert torch.equal(drawn, tokens_of(whole(kind.asked, generator=seeded(1), output_type="latent")))
+
+
+def test_a_text_encoder_of_transformers_works_alone():
+    whole = musicgen(1, dtype=torch.float32)
+    alone = AudioPipeline(None, None, whole.text_encoder, None, tiny_tokenizer())
+    ids = torch.tensor([[3, 4, 1]])  # a red, and the end
+    want = whole.text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+    assert (alone.encode_prompt("a red").features - want).abs().max() < 1e-5

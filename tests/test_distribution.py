@@ -1,0 +1,66 @@
+"""What a wheel and a source distribution hold, told from the files and from pyproject.toml, without building them."""
+
+import fnmatch
+import hashlib
+import re
+import runpy
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "visual_spec"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MEGABYTE = 1_000_000
+
+
+def packaged() -> list[Path]:
+    """All files of the package, caches not counted."""
+    paths = (path for path in PACKAGE.rglob("*") if "__pycache__" not in path.parts)
+    return sorted(path for path in paths if path.is_symlink() or path.is_file())
+
+
+def test_every_file_of_the_package_is_in_the_wheel():
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["visual_spec"]
+    kept = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    assert not [path for path in packaged() if path.suffix != ".py" and path not in kept]
+
+
+def test_the_wheel_is_small_and_holds_nothing_twice():
+    files = packaged()
+    assert not [path for path in files if path.is_symlink()], "a wheel holds a copy of what a link points to"
+    assert sum(path.stat().st_size for path in files) < 45 * MEGABYTE
+    same = defaultdict(list)
+    for path in files:
+        if path.stat().st_size > 10_000:
+            same[hashlib.sha256(path.read_bytes()).digest()].append(path.relative_to(PACKAGE).as_posix())
+    assert not [paths for paths in same.values() if len(paths) > 1]
+
+
+def test_the_source_distribution_holds_what_it_is_tested_and_trained_with():
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines() if line[:1] != "#"]
+    single = {name for command, *names in lines if command == "include" for name in names}
+    trees = {folder: patterns for command, folder, *patterns in lines if command == "recursive-include"}
+    assert single >= {"Makefile", "constraints.txt"}
+    for folder in ("tests", "scripts", "docs", "benchmarks"):
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+        missed = [path for path in files if not any(fnmatch.fnmatch(path.name, p) for p in trees[folder])]
+        assert files and not missed
+
+
+def test_what_trains_is_in_the_package_and_its_scripts_are_thin():
+    for script in (ROOT / "scripts").glob("train_*.py"):
+        text = script.read_text()
+        (module,) = re.findall(r"^from visual_spec\.training\.(\w+) import main$", text, re.MULTILINE)
+        assert f"python -m visual_spec.training.{module}" in text and len(text.splitlines()) < 10
+        source = (PACKAGE / "training" / f"{module}.py").read_text()
+        assert "\ndef main() -> None:" in source and 'if __name__ == "__main__":\n    main()' in source
+    for path in packaged():
+        if path.suffix == ".py":  # what a user of a wheel is told to run is there
+            assert "scripts/train" not in path.read_text(), path
+
+
+def test_every_lower_bound_is_stated():
+    bounds = runpy.run_path(str(ROOT / "scripts" / "lower_bounds.py"))["lower_bounds"]
+    found = bounds((ROOT / "pyproject.toml").read_text())
+    assert len(found) == len(PROJECT["project"]["dependencies"]) and found["diffusers"] == "diffusers==0.37"

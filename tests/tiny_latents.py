@@ -1,0 +1,40 @@
+"""A tiny random `LatentImagePipeline`: 4 x 4 tokens of 4 numbers, 5 classes, pictures of 8 x 8 pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+from tests.models.continuous.tiny import tiny_causal, tiny_mar
+from visual_spec.pipelines.latent_image import LatentImagePipeline
+from visual_spec.pipelines.sampler_text import make_sampler
+
+
+def tiny_latent_pipeline(kind: str = "mar", **changes: Any) -> LatentImagePipeline:
+    """With a drafter of one layer.
+
+    Args:
+        kind: "mar" or "causal".
+        changes: of both models.
+    """
+    torch.manual_seed(0)
+    vae: Any = AutoencoderKL(
+        block_out_channels=(4, 4),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=2,
+        sample_size=8,
+        scaling_factor=0.5,
+    )
+    make = tiny_mar if kind == "mar" else tiny_causal
+    sizes: dict[str, Any] = dict(token_dim=4, head_kind="velocity", head_steps=6, **changes)
+    return LatentImagePipeline(
+        make(**sizes),
+        vae.eval(),
+        make_sampler("continuous"),
+        default_guidance_scale=2.0,
+        drafter=make(num_layers=1, **sizes),
+    )

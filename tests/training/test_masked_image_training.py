@@ -1,0 +1,122 @@
+"""Training the masked model of pictures at a tiny size: it learns, resumes, and hides what it says it hides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.training import ar, masked_image
+from visual_spec.training.masked_image import (
+    MaskedImageTraining,
+    hidden_tokens,
+    new_model,
+    train_masked_image,
+)
+
+SHORT = MaskedImageTraining(steps=24, batch_size=8, scenes=16, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def readers() -> tuple[CaptionEncoder, VQModel]:
+    """A random caption encoder, and a random tokenizer of 4 x 4 tokens."""
+    torch.manual_seed(0)
+    encoder = CaptionEncoder(ar.shapes_vocabulary(), dim=8, num_layers=0, max_words=20)
+    vq_model = VQModel(
+        base_channels=4,
+        channel_multipliers=(1, 1, 1, 1),
+        blocks_per_level=1,
+        latent_channels=4,
+        codebook_size=16,
+        codebook_dim=4,
+        norm_groups=None,
+        image_size=32,
+    )
+    return encoder.eval(), vq_model.eval()
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch):
+    """16 tokens a picture, and few held-out ones."""
+    monkeypatch.setattr(masked_image, "tokenize_dataset", partial(ar.tokenize_dataset, side=4))
+    monkeypatch.setattr(masked_image, "held_out_loss", partial(masked_image.held_out_loss, count=8))
+
+
+def tiny(readers: tuple[CaptionEncoder, VQModel]) -> MaskedImageTransformer:
+    torch.manual_seed(1)
+    encoder, vq_model = readers
+    return new_model(vq_model, encoder, dim=16, num_layers=2, num_heads=2)
+
+
+def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):
+    encoder, vq_model = readers
+    whole = tiny(readers)
+    record = train_masked_image(whole, encoder, vq_model, SHORT, tmp_path / "whole")
+    assert record["loss"][-1][1] < record["loss"][0][1] - 0.2
+
+    class Interrupted(Exception):
+        pass
+
+    def stop(checkpoint, step, total, loss, **_):
+        after(checkpoint, step, total, loss)
+        if step == 14:
+            raise Interrupted
+
+    after = masked_image.Checkpoint.after
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masked_image.Checkpoint, "after", stop)
+        with pytest.raises(Interrupted):
+            train_masked_image(tiny(readers), encoder, vq_model, SHORT, tmp_path / "cut", every=10)
+    resumed = tiny(readers)
+    train_masked_image(resumed, encoder, vq_model, SHORT, tmp_path / "cut", every=10)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert not (tmp_path / "cut" / "resume.pt").exists()
+
+
+def test_saved_weights_are_those_trained(readers, tmp_path: Path):
+    encoder, vq_model = readers
+    model = tiny(readers)
+    train_masked_image(model, encoder, vq_model, replace(SHORT, steps=2), tmp_path)
+    loaded = MaskedImageTransformer.from_pretrained(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+def test_hidden_shares_follow_the_arccos_law():
+    shares = torch.linspace(0, 1, 11)
+    noise = torch.rand(11, 40, generator=torch.Generator().manual_seed(0))
+    hidden = hidden_tokens(shares, noise)
+    for row, share in enumerate(shares.tolist()):
+        count = min(max(1, math.ceil(40 * 2 / math.pi * math.acos(share) - 1e-4)), 40)
+        assert set(hidden[row].nonzero()[:, 0].tolist()) == set(noise[row].argsort()[:count].tolist())
+
+
+def test_several_workers_paint_what_one_paints(readers):
+    encoder, vq_model = readers
+    one = ar.tokenize_dataset(vq_model, encoder, 6, 3, side=4)
+    two = ar.tokenize_dataset(vq_model, encoder, 6, 3, side=4, workers=2)
+    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+
+
+def test_a_model_for_another_tokenizer_is_refused(readers, tmp_path: Path):
+    encoder, vq_model = readers
+    other = MaskedImageTransformer(
+        vocab_size=17,
+        dim=16,
+        num_layers=1,
+        num_heads=2,
+        grid_size=4,
+        num_classes=None,
+        caption_dim=8,
+        prefix_length=20,
+    )
+    with pytest.raises(ValueError, match="16 codes, and the model predicts 4 x 4 of 17"):
+        train_masked_image(other, encoder, vq_model, SHORT, tmp_path)

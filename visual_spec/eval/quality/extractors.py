@@ -1,0 +1,214 @@
+"""What reads features off samples of a set, for `visual_spec.eval.quality.score`.
+
+Each function returns (extract, networks, variant): `extract(samples, first, end)` gives {"features": [N, D], ...}; the
+networks' weights and the variant are what the features depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visual_spec.eval.quality.audio import ClapScorer
+from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.features import (
+    INCEPTION_FILE,
+    MelStatistics,
+    check_tensors_only,
+    features_of,
+    find_inception,
+    load_shapes_features,
+)
+
+Extract = Callable[[SampleFiles, int, int], dict[str, Tensor]]
+Extractor = tuple[Extract, Sequence[nn.Module], str]
+
+
+def _parts(first: int, end: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, end)) for start in range(first, end, size)]
+
+
+def _joined(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in found]) for name in found[0]}
+
+
+def _resize_variant(size: int | None) -> str:
+    return "" if size is None else f"size{size}"
+
+
+@torch.no_grad()
+def inception_features(weights: Path | None, size: int | None, device: str, batch_size: int) -> Extractor:
+    """The network of torch-fidelity with its resampling: features [N, 2048], and logits [N, 1008] without bias.
+
+    Args:
+        weights: the file that torch-fidelity releases; None: where PyTorch's cache keeps it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that holds more than tensors.
+        ImportError: torch-fidelity is missing (extra `eval`).
+    """
+    path = weights or find_inception()
+    if path is None or not Path(path).is_file():
+        raise FileNotFoundError(
+            f"no Inception weights{'' if path is None else f' at {path}'}; download {INCEPTION_FILE} of "
+            "torch-fidelity and pass it as --feature-weights"
+        )
+    check_tensors_only(path)
+    try:
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    except ImportError as error:
+        raise ImportError("Inception features need torch-fidelity: install visual-spec[eval]") from error
+    names = ["2048", "logits_unbiased"]
+    network = FeatureExtractorInceptionV3(
+        "inception-v3-compat", names, feature_extractor_weights_path=str(path)
+    )
+    network = network.eval().to(device)
+
+    @torch.no_grad()
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = []
+        for bounds in _parts(first, end, batch_size):
+            pictures = torch.from_numpy(samples.pictures(*bounds, size)).permute(0, 3, 1, 2)
+            features, logits = network(pictures.to(device))
+            found.append({"features": features.float().cpu(), "logits": logits.float().cpu()})
+        return _joined(found)
+
+    return extract, [network], _resize_variant(size)
+
+
+def shapes_features(size: int | None, device: str, batch_size: int) -> Extractor:
+    """The embedded classifier of `shapes` pictures."""
+    network: Any = load_shapes_features()
+    network = network.to(device)
+
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = [
+            {"features": features_of(network, samples.pictures(*bounds, size))}
+            for bounds in _parts(first, end, batch_size)
+        ]
+        return _joined(found)
+
+    return extract, [network], _resize_variant(size)
+
+
+def clip_features(folder: Path | None, size: int | None, device: str, batch_size: int) -> Extractor:
+    """Of a CLIP model (Radford et al. 2021): features of pictures, and scores: 100 cos with the prompt, at least 0.
+
+    As torchmetrics' `CLIPScore` (Hessel et al. 2021, without its factor 2.5), sample by sample. Prompts are cut at what
+    the model reads. Sets without prompts have no scores.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    if folder is None or not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"no CLIP model at {folder}; pass a folder such as openai/clip-vit-large-patch14 holds"
+        )
+    from transformers import AutoProcessor, CLIPModel
+
+    model: Any = (
+        CLIPModel.from_pretrained(folder, local_files_only=True).eval().requires_grad_(False).to(device)
+    )
+    processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
+
+    @torch.no_grad()
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = []
+        for bounds in _parts(first, end, batch_size):
+            pictures = torch.from_numpy(samples.pictures(*bounds, size)).permute(0, 3, 1, 2)
+            inputs = processor(images=list(pictures), return_tensors="pt").to(device)
+            image = F.normalize(_pooled(model.get_image_features(**inputs)).float(), dim=-1)
+            part = {"features": image.cpu()}
+            if samples.prompts is not None:
+                texts = samples.prompts[slice(*bounds)]
+                tokens = processor(text=texts, return_tensors="pt", padding=True, truncation=True).to(device)
+                text = F.normalize(_pooled(model.get_text_features(**tokens)).float(), dim=-1)
+                part["scores"] = (100 * (image * text).sum(-1)).clamp_min(0).cpu()
+            found.append(part)
+        return _joined(found)
+
+    return extract, [model], _resize_variant(size)
+
+
+def _pooled(output: Any) -> Tensor:
+    """Embeddings, which older versions of transformers return bare."""
+    return output if isinstance(output, Tensor) else output.pooler_output
+
+
+def clap_features(folder: Path | None, device: str, batch_size: int) -> Extractor:
+    """Of a CLAP model: features of clips, and scores: the cosine with the prompt."""
+    scorer = ClapScorer(str(folder), device=device, batch_size=batch_size)
+
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = []
+        for place, (clip, rate) in enumerate(samples.clips(first, end)):
+            # A long clip is cut at a place drawn for it alone.
+            found.append(scorer.embed_audio([clip], rate, seed=first + place))
+        part = {"features": torch.cat(found)}
+        if samples.prompts is not None:
+            part["scores"] = (part["features"] * scorer.embed_text(samples.prompts[first:end])).sum(-1)
+        return part
+
+    return extract, [scorer.model], ""
+
+
+def mel_features(batch_size: int) -> Extractor:
+    """Mean and spread of mel bands: no network."""
+
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = [MelStatistics(rate)(clip[None]) for clip, rate in samples.clips(first, end)]
+        return {"features": torch.cat(found)}
+
+    return extract, [], ""
+
+
+def tag_features(folder: Path | None, device: str, batch_size: int) -> Extractor:
+    """Log probabilities [N, C] of the labels of a classifier of clips, such as an audio spectrogram transformer.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    if folder is None or not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"no tagger at {folder}; pass a folder of an audio classifier of transformers"
+        )
+    from transformers import AutoFeatureExtractor, AutoModelForAudioClassification
+
+    model: Any = AutoModelForAudioClassification.from_pretrained(folder, local_files_only=True)
+    model.eval().requires_grad_(False).to(device)
+    extractor: Any = AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+
+    @torch.no_grad()
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = []
+        for clip, rate in samples.clips(first, end):
+            wave = resampled(clip, rate, extractor.sampling_rate)
+            inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt").to(device)
+            found.append(model(**inputs).logits.float().log_softmax(-1).cpu())
+        return {"features": torch.cat(found)}
+
+    return extract, [model], ""
+
+
+def resampled(clip: Tensor, rate: int, wanted: int) -> np.ndarray:
+    """A clip at another rate.
+
+    Raises:
+        ImportError: torchaudio is missing (extra `audio`).
+    """
+    if rate != wanted:
+        try:
+            from torchaudio.functional import resample  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(
+                f"clips at {rate} Hz need torchaudio to become {wanted} Hz: install visual-spec[audio]"
+            ) from error
+        clip = resample(clip, rate, wanted)
+    return clip.numpy()

@@ -1,0 +1,292 @@
+"""Sets of samples that somebody drew, as a scorer reads them, and their features, kept so that nothing is done twice.
+
+A set is a folder of pictures or of clips, or an `.npz` file as ADM's evaluator takes it: `arr_0`, uint8 [N, H, W, 3],
+and of a reference also `mu` and `sigma`, the moments of its Inception features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from visual_spec.eval.files import write_atomically
+from visual_spec.eval.quality.published import Gaussian
+from visual_spec.models.core.fingerprint import fingerprint
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+CLIPS = (".wav", ".flac", ".ogg")
+CHUNK = 1000  # samples whose features are one file
+_ARRAYS = "arr_0"
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """A set of samples.
+
+    Attributes:
+        path: folder or `.npz` file.
+        files: of a folder, relative to it, in the order of its manifest, else of their names.
+        lines: of its manifest, one a file; none where it has no manifest.
+    """
+
+    path: Path
+    files: tuple[str, ...] = ()
+    lines: tuple[dict[str, Any], ...] = ()
+
+    @classmethod
+    def open(cls, path: str | Path) -> SampleFiles:
+        """Find the samples.
+
+        Raises:
+            FileNotFoundError: no such folder or file.
+            ValueError: no samples in it, of two kinds, or a damaged manifest.
+        """
+        path = Path(path)
+        if path.suffix == ".npz" and path.is_file():
+            return cls(path)
+        if not path.is_dir():
+            raise FileNotFoundError(f"no folder of samples and no .npz file at {path}")
+        if (path / "manifest.jsonl").is_file():
+            try:
+                lines = tuple(json.loads(line) for line in (path / "manifest.jsonl").read_text().splitlines())
+                return cls(path, tuple(line["file"] for line in lines), lines)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path / 'manifest.jsonl'} is damaged ({error}); run sample again"
+                ) from error
+        if (path / "run.json").is_file():
+            raise ValueError(f"{path} is not complete: it has no manifest.jsonl yet; run sample to its end")
+        found = sorted(p.relative_to(path) for p in path.rglob("*") if p.suffix.lower() in PICTURES + CLIPS)
+        kinds = {file.suffix.lower() in PICTURES for file in found}
+        if len(kinds) != 1:
+            what = "pictures and clips" if kinds else f"no {', '.join(PICTURES + CLIPS)} files"
+            raise ValueError(f"{path} holds {what}; pass a folder of pictures, or of clips")
+        return cls(path, tuple(map(str, found)))
+
+    @property
+    def medium(self) -> str:
+        """ "image" or "audio"."""
+        return "audio" if self.files and self.files[0].endswith(CLIPS) else "image"
+
+    @property
+    def prompts(self) -> list[str] | None:
+        """What each sample was asked for, as the manifest says."""
+        return [str(line["prompt"]) for line in self.lines] if self.lines else None
+
+    @cached_property
+    def _moments(self) -> Gaussian | None:
+        with _npz(self.path) as file:
+            if "mu" not in file.files or "sigma" not in file.files:
+                return None
+            mean, covariance = (
+                torch.from_numpy(np.asarray(file[name], np.float64)) for name in ("mu", "sigma")
+            )
+        if covariance.shape != (len(mean), len(mean)):
+            raise ValueError(
+                f"{self.path}: mu {list(mean.shape)} and sigma {list(covariance.shape)} do not fit"
+            )
+        return Gaussian(mean, covariance)
+
+    @property
+    def moments(self) -> Gaussian | None:
+        """`mu` and `sigma` of an `.npz` file, where it has them."""
+        return None if self.files else self._moments
+
+    @cached_property
+    def _array(self) -> np.ndarray | None:
+        with _npz(self.path) as file:
+            if _ARRAYS not in file.files:
+                return None
+            array = file[_ARRAYS]
+        if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
+            raise ValueError(
+                f"{self.path}: arr_0 is {array.dtype} {list(array.shape)}; it has to be uint8 [N, H, W, 3]"
+            )
+        return array
+
+    def __len__(self) -> int:
+        """Samples; 0 for a file that holds moments alone."""
+        if self.files:
+            return len(self.files)
+        return 0 if self._array is None else len(self._array)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the names, sizes and times of the files."""
+        paths = [self.path / file for file in self.files] or [self.path]
+        facts = [
+            (str(path.relative_to(self.path)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths
+        ]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+    def pictures(self, first: int, end: int, size: int | None = None) -> np.ndarray:
+        """Pictures uint8 [N, H, W, 3].
+
+        Args:
+            size: side in pixels. They are resized to it as clean-fid does (Parmar et al. 2022): bicubic with
+                antialiasing, each channel in floating point. None: as they are.
+
+        Raises:
+            ValueError: a file that is no picture, or pictures of several sizes; names it.
+        """
+        if not self.files:
+            assert self._array is not None
+            found = list(self._array[first:end])
+        else:
+            found = [_picture(self.path / file) for file in self.files[first:end]]
+        if size is not None:
+            found = [_resized(picture, size) for picture in found]
+        for place, picture in enumerate(found):
+            if picture.shape != found[0].shape:
+                name = self.files[first + place] if self.files else first + place
+                raise ValueError(
+                    f"{self.path}: {name} has {picture.shape[1]} x {picture.shape[0]} pixels, others "
+                    f"{found[0].shape[1]} x {found[0].shape[0]}; pass --size N"
+                )
+        return np.stack(found)
+
+    def clips(self, first: int, end: int) -> Iterator[tuple[Tensor, int]]:
+        """Mono clips [samples] with their rate in Hz."""
+        for file in self.files[first:end]:
+            yield _clip(self.path / file)
+
+    def write_npz(self, path: Path) -> None:
+        """Write the pictures as ADM's evaluator takes them, chunk by chunk: `arr_0`, uint8 [N, H, W, 3]."""
+        shape = (len(self), *self.pictures(0, 1).shape[1:])
+        part = path.with_name(f".{path.name}.tmp")
+        try:
+            with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+                with archive.open(f"{_ARRAYS}.npy", "w", force_zip64=True) as file:
+                    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
+                    for first in range(0, len(self), CHUNK):
+                        pictures = self.pictures(first, min(first + CHUNK, len(self)))
+                        if pictures.shape[1:] != shape[1:]:
+                            raise ValueError(f"{self.path} holds pictures of several sizes; pass --size N")
+                        file.write(pictures.tobytes())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _npz(path: Path) -> Any:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
+        raise ValueError(f"{path} is no .npz file ({error})") from error
+
+
+def _picture(path: Path) -> np.ndarray:
+    try:
+        with Image.open(path) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is no whole picture ({error}); run sample again, or remove it") from error
+
+
+def _resized(picture: np.ndarray, size: int) -> np.ndarray:
+    if picture.shape[:2] == (size, size):
+        return picture
+    channels = [
+        np.asarray(Image.fromarray(channel).resize((size, size), Image.Resampling.BICUBIC))
+        for channel in np.moveaxis(picture.astype(np.float32), -1, 0)
+    ]
+    return np.stack(channels, -1).clip(0, 255).round().astype(np.uint8)
+
+
+def _clip(path: Path) -> tuple[Tensor, int]:
+    import wave
+
+    try:
+        with wave.open(str(path)) as file:
+            if file.getsampwidth() != 2:
+                raise wave.Error("not 16 bits")
+            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(
+                -1, file.getnchannels()
+            )
+            return torch.from_numpy(samples.astype(np.float32) / 32768).mean(1), file.getframerate()
+    except (wave.Error, EOFError):
+        pass
+    try:
+        import soundfile  # pyright: ignore[reportMissingImports]
+
+        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    except ImportError as error:
+        raise ImportError(f"{path} needs soundfile to be read: install visual-spec[audio]") from error
+    except RuntimeError as error:
+        raise ValueError(f"{path} is no whole clip ({error}); run sample again, or remove it") from error
+    return torch.from_numpy(samples).mean(1), int(rate)
+
+
+class FeatureFolder:
+    """Features of sets, in chunks that processes share.
+
+    Args:
+        path: of the folder.
+        name: of the extractor.
+        extract: (set, first, end) -> {name: features [N, D]}.
+        weights: networks whose weights the features depend on.
+        variant: anything else that they depend on.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        extract: Callable[[SampleFiles, int, int], dict[str, Tensor]],
+        weights: Sequence[nn.Module],
+        variant: str = "",
+    ) -> None:
+        self.path, self.extract = path, extract
+        self.hash = fingerprint(weights)
+        self.key = "-".join(filter(None, [name, self.hash, variant]))
+
+    def chunks(self, samples: SampleFiles) -> list[tuple[int, int]]:
+        return [(first, min(first + CHUNK, len(samples))) for first in range(0, len(samples), CHUNK)]
+
+    def extract_share(
+        self, samples: SampleFiles, rank: int, shards: int, report: Callable[[str], Any]
+    ) -> None:
+        """Extract every `shards`-th chunk that is not there, from chunk `rank`."""
+        mine = self.chunks(samples)[rank::shards]
+        for number, (first, end) in enumerate(mine, 1):
+            if self._read(samples, first, end) is None:
+                found = {name: rows.numpy() for name, rows in self.extract(samples, first, end).items()}
+                buffer = io.BytesIO()
+                np.savez(buffer, **found)  # pyright: ignore[reportArgumentType]
+                write_atomically(self._file(samples, first), buffer.getvalue(), overwrite=True)
+                report(f"{samples.path}: features of {end} samples; chunk {number} of {len(mine)}")
+
+    def read(self, samples: SampleFiles) -> dict[str, Tensor] | None:
+        """All features [N, D] by name; None as long as a chunk is missing."""
+        parts = [self._read(samples, *bounds) for bounds in self.chunks(samples)]
+        if not parts or any(part is None for part in parts):
+            return None
+        names = parts[0] or {}
+        return {
+            name: torch.from_numpy(np.concatenate([part[name] for part in parts if part])) for name in names
+        }
+
+    def _read(self, samples: SampleFiles, first: int, end: int) -> dict[str, np.ndarray] | None:
+        """A chunk; None where there is none, or a damaged one."""
+        try:
+            with np.load(self._file(samples, first), allow_pickle=False) as file:
+                found = {name: file[name] for name in file.files}
+        except (OSError, ValueError, zipfile.BadZipFile, EOFError):
+            return None
+        return found if all(len(rows) == end - first for rows in found.values()) else None
+
+    def _file(self, samples: SampleFiles, first: int) -> Path:
+        return self.path / f"{self.key}-{samples.fingerprint}-{first:06d}.npz"

@@ -1,0 +1,192 @@
+"""Prompts of published evaluations, read from the files that they are released as.
+
+| file | what is read |
+|---|---|
+| `*.txt` | one prompt a line |
+| `*.jsonl` | one object a line, its `prompt`, `caption` or `text`; GenEval's `evaluation_metadata.jsonl` by its `tag` |
+| `*.csv`, `*.tsv` | the column `prompt`, `caption` or `text`, in any case; PartiPrompts is such a file |
+| `*.json` | COCO captions: the first caption of every picture, in the order of the pictures' ids |
+| a folder of `*.txt` | DPG-Bench: one prompt a file, in the order of their names |
+| `classes` | no file: the classes of a class model in turn, as often as it takes; `imagenet` says the same |
+
+GenEval and DPG-Bench have scorers that read four pictures a prompt from a layout of their own, which `Prompts.layout`
+names.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FLAT, GENEVAL, DPG = "flat", "geneval", "dpg"
+CLASSES = ("classes", "imagenet")
+_COLUMNS = ("prompt", "caption", "text")
+_PER_PROMPT = {FLAT: 1, GENEVAL: 4, DPG: 4}  # pictures of each prompt, as the scorers read them
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is asked for, in order.
+
+    Attributes:
+        texts: one a prompt.
+        layout: "flat", "geneval" or "dpg".
+        labels: what the pipeline is asked for in place of the texts: numbers of classes, as two may share a name.
+        names: of DPG-Bench, the name of each prompt's file, without its ending.
+        records: of GenEval, the line of each prompt.
+    """
+
+    texts: tuple[str, ...]
+    layout: str = FLAT
+    labels: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    records: tuple[str, ...] = ()
+
+    @property
+    def per_prompt(self) -> int:
+        """Pictures that each prompt gets."""
+        return _PER_PROMPT[self.layout]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any prompt, their order and the layout."""
+        text = json.dumps([self.layout, self.texts, self.names, self.records])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        """Pictures of all prompts, each with as many as its layout takes."""
+        return len(self.texts) * self.per_prompt
+
+    def of(self, sample: int) -> int:
+        """The prompt of a sample. Behind the last prompt the first one comes again."""
+        return sample // self.per_prompt % len(self.texts)
+
+    def asked(self, sample: int) -> str:
+        """What the pipeline is asked for."""
+        return (self.labels or self.texts)[self.of(sample)]
+
+
+def read_prompts(source: str, class_names: Sequence[str] | None = None) -> Prompts:
+    """Read a file or folder of prompts, or take the classes of a model in turn.
+
+    Args:
+        source: a path, or "classes".
+        class_names: of the model, where it draws classes.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file of another form, which names the line, or no prompts in it; "classes" of a model without
+            classes.
+    """
+    if source in CLASSES:
+        if not class_names:
+            raise ValueError(f"--prompts {source} is for models that draw classes; pass a file of prompts.")
+        if source == "imagenet" and len(class_names) != 1000:
+            raise ValueError(
+                f"--prompts imagenet, but the model has {len(class_names)} classes; pass --prompts classes."
+            )
+        return Prompts(tuple(class_names), labels=tuple(map(str, range(len(class_names)))))
+    path = Path(source)
+    if path.is_dir():
+        return _dpg(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no file of prompts at {source}; pass one, or --prompts classes for a class model."
+        )
+    readers: dict[str, Callable[[Path], Prompts]] = {
+        ".txt": _lines,
+        ".jsonl": _json_lines,
+        ".csv": _table,
+        ".tsv": _table,
+        ".json": _coco,
+    }
+    if path.suffix not in readers:
+        raise ValueError(
+            f"{path}: prompts are read from {', '.join(readers)} files and from folders of .txt files."
+        )
+    try:
+        found = readers[path.suffix](path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+    return _checked(found, path)
+
+
+def _checked(found: Prompts, path: Path) -> Prompts:
+    if not found.texts:
+        raise ValueError(f"{path} holds no prompts.")
+    for number, text in enumerate(found.texts):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{path}: prompt {number + 1} is {text!r}; every prompt needs some text.")
+    return found
+
+
+def _lines(path: Path) -> Prompts:
+    lines = (line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
+    return Prompts(tuple(line for line in lines if line))
+
+
+def _json_lines(path: Path) -> Prompts:
+    texts, records, tagged = [], [], True
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no JSON ({error}).") from error
+        texts.append(_prompt_of(record, f"{path}, line {number}"))
+        records.append(json.dumps(record))
+        tagged = tagged and "tag" in record
+    return (
+        Prompts(tuple(texts), GENEVAL, records=tuple(records)) if texts and tagged else Prompts(tuple(texts))
+    )
+
+
+def _prompt_of(record: Any, where: str) -> str:
+    if isinstance(record, dict):
+        for name in _COLUMNS:
+            if isinstance(record.get(name), str):
+                return record[name]
+    raise ValueError(f"{where} has no text under {', '.join(_COLUMNS)}.")
+
+
+def _table(path: Path) -> Prompts:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            rows = list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
+        except csv.Error as error:
+            raise ValueError(f"{path} is no table ({error}).") from error
+    columns = {(name or "").strip().lower(): name for name in (rows[0] if rows else {})}
+    column = next((columns[name] for name in _COLUMNS if name in columns), None)
+    if column is None:
+        raise ValueError(
+            f"{path} has no column {', '.join(_COLUMNS)} in its first line, or no lines behind it."
+        )
+    return Prompts(tuple((row[column] or "").strip() for row in rows))
+
+
+def _coco(path: Path) -> Prompts:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        notes = content["annotations"]
+        rows = sorted((note["image_id"], note["id"], note["caption"]) for note in notes)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no file of COCO captions ({type(error).__name__}: {error}); it needs annotations with "
+            "image_id, id and caption."
+        ) from error
+    first: dict[Any, str] = {}
+    for image, _, text in rows:
+        first.setdefault(image, str(text).strip())
+    return Prompts(tuple(first.values()))
+
+
+def _dpg(path: Path) -> Prompts:
+    files = sorted(path.glob("*.txt"))
+    texts = [" ".join(file.read_text(encoding="utf-8-sig").split()) for file in files]
+    return _checked(Prompts(tuple(texts), DPG, names=tuple(file.stem for file in files)), path)

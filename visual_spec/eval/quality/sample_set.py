@@ -1,0 +1,272 @@
+"""A set of samples as files: pictures or clips named by index, with what each was asked for and how it was drawn.
+
+    000000.png 000001.png ...   the samples; GenEval's layout has folders of its own, DPG-Bench's grids are under grids/
+    manifest.jsonl              one line a sample: index, file, prompt, seed, sampler, law, calls, checksum
+    seconds.jsonl               one line a batch: its first sample and its seconds
+    run.json                    all that fixes the samples
+    batches/                    the lines of every batch that is done, from which the two files above are joined
+
+Sample i has prompt i and seed `seed + i`, and is drawn in the batch that i lies in. So the samples are the same bit for
+bit however many processes share the work, and however often they are interrupted. A batch counts as done when its lines
+are there and all its files have the checksums that they name; otherwise it is drawn again. All files are written whole
+or not at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from visual_spec.eval import draws
+from visual_spec.eval.files import ready_folder, write_atomically
+from visual_spec.eval.media import show
+from visual_spec.eval.quality.prompt_files import DPG, FLAT, GENEVAL, Prompts
+from visual_spec.eval.quality.samples import settle, stored_name
+from visual_spec.eval.report.drawing import png_bytes
+from visual_spec.eval.settings import Setting, check_samplers
+from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.pipelines.audio_files import audio_bytes
+
+Report = Callable[[str], Any]
+MANIFEST, SECONDS, RUN, BATCHES = "manifest.jsonl", "seconds.jsonl", "run.json", "batches"
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """What is drawn, and where it goes.
+
+    Attributes:
+        pipe: draws; its sampler is left as it was.
+        setting: how.
+        prompts: for what.
+        folder: where the files go.
+        num: samples. It may be raised later.
+        batch_size: samples decoded together. The last batch is whole too, so a longer run has the same samples.
+        model: its name, for the record.
+    """
+
+    pipe: Any
+    setting: Setting
+    prompts: Prompts
+    folder: Path
+    num: int
+    batch_size: int
+    model: str = ""
+
+    @property
+    def batches(self) -> range:
+        """The first sample of every batch."""
+        return range(0, self.num, self.batch_size)
+
+    def facts(self) -> dict[str, Any]:
+        """All that fixes the samples; JSON types only."""
+        parts = (part for part in self.pipe.components.values() if hasattr(part, "state_dict"))
+        return {
+            "model": self.model,
+            "weights": fingerprint(parts),
+            "medium": self.pipe.medium,
+            "prompts": self.prompts.fingerprint,
+            "layout": self.prompts.layout,
+            "batch_size": self.batch_size,
+            "dtype": str(self.pipe.transformer.dtype).removeprefix("torch."),
+            "device": self.pipe.device.type,
+            **self.setting.describe(),
+        }
+
+    def open(self) -> None:
+        """Make the folder ready, before anything is drawn.
+
+        Raises:
+            ValueError: sizes out of range, a sampler that does not fit, or a folder of samples drawn otherwise.
+            OSError: nothing can be written there.
+        """
+        if self.num < 1 or self.batch_size < 1:
+            raise ValueError(f"num={self.num}, batch_size={self.batch_size}; pass at least 1 of each")
+        if self.prompts.layout != FLAT and self.pipe.medium != "image":
+            raise ValueError(
+                f"the layout {self.prompts.layout} is of pictures; this model makes {self.pipe.medium}."
+            )
+        check_samplers(self.pipe, [self.setting])
+        ready_folder(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        settle(self.folder / RUN, self.facts())
+
+    # -- one batch ----------------------------------------------------------------------------------------------------
+
+    def draw(self, first: int) -> None:
+        """Draw one batch and write its files, its lines last."""
+        indices = range(first, first + self.batch_size)
+        arrays = draws.draw(self.pipe, self.setting, [self.prompts.asked(index) for index in indices], first)
+        shown = show(self.pipe, arrays[stored_name(arrays)])
+        lines = []
+        for index in (index for index in indices if index < self.num):
+            content, name = self._content(shown[index - first]), self.file_of(index)
+            write_atomically(self.folder / name, content, overwrite=True)
+            lines.append(
+                {
+                    "index": index,
+                    "file": name,
+                    "prompt": self.prompts.texts[self.prompts.of(index)],
+                    "seed": self.setting.seed + index,
+                    "sampler": self.setting.text,
+                    "law": self.setting.pipeline_law,
+                    "calls": int(arrays["calls"][index - first]),
+                    **_divergence(arrays, index - first),
+                    "bytes": len(content),
+                    "crc32": zlib.crc32(content),
+                }
+            )
+        seconds = json.dumps(
+            {"first": first, "samples": self.batch_size, "seconds": float(arrays["seconds"])}
+        )
+        write_atomically(self._batch(first, "seconds"), seconds + "\n", overwrite=True)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_atomically(self._batch(first, "jsonl"), text, overwrite=True)
+
+    def done(self, first: int) -> list[dict[str, Any]] | None:
+        """The lines of a batch, if all its files are there and whole; else None."""
+        try:
+            lines = [json.loads(line) for line in self._batch(first, "jsonl").read_text().splitlines()]
+            whole = len(lines) >= min(self.batch_size, self.num - first) and all(map(self._whole, lines))
+            json.loads(self._batch(first, "seconds").read_text())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return lines if whole else None
+
+    def _whole(self, line: dict[str, Any]) -> bool:
+        content = (self.folder / line["file"]).read_bytes()
+        return len(content) == line["bytes"] and zlib.crc32(content) == line["crc32"]
+
+    def file_of(self, index: int) -> str:
+        """The file of a sample, below the folder."""
+        if self.prompts.layout == GENEVAL:
+            turn, place = divmod(index, self.prompts.per_prompt)
+            return f"{turn:05d}/samples/{place:05d}.png"
+        return f"{index:06d}.{'png' if self.pipe.medium == 'image' else 'wav'}"
+
+    def _content(self, sample: np.ndarray) -> bytes:
+        if self.pipe.medium == "image":
+            return png_bytes(Image.fromarray(sample))
+        return audio_bytes(sample, self.pipe.sampling_rate)
+
+    def _batch(self, first: int, kind: str) -> Path:
+        return self.folder / BATCHES / f"{first:06d}.{kind}"
+
+    # -- all of them --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> dict[str, Any] | None:
+        """Join the lines once all batches are there, and return what they sum up to; None as long as some are not."""
+        found: list[dict[str, Any]] = []
+        for first in self.batches:
+            lines = self.done(first)
+            if lines is None:
+                return None
+            found += lines
+        found = found[: self.num]
+        if self.prompts.layout != FLAT:
+            self._write_layout()
+        times = [json.loads(self._batch(first, "seconds").read_text()) for first in self.batches]
+        write_atomically(
+            self.folder / SECONDS, "".join(json.dumps(time) + "\n" for time in times), overwrite=True
+        )
+        text = "".join(json.dumps(line) + "\n" for line in found)
+        write_atomically(self.folder / MANIFEST, text, overwrite=True)
+        drawn = sum(time["samples"] for time in times)
+        return {
+            "folder": str(self.folder),
+            "samples": self.num,
+            "calls_mean": sum(line["calls"] for line in found) / len(found),
+            "seconds_per_sample": sum(time["seconds"] for time in times) / drawn,
+        }
+
+    def _write_layout(self) -> None:
+        """What the scorers of GenEval and DPG-Bench read beside the pictures."""
+        for turn in range(self.num // self.prompts.per_prompt):
+            prompt = self.prompts.of(turn * self.prompts.per_prompt)
+            if self.prompts.layout == GENEVAL:
+                record = self.prompts.records[prompt] + "\n"
+                write_atomically(self.folder / f"{turn:05d}" / "metadata.jsonl", record, overwrite=True)
+            elif turn < len(self.prompts.texts):
+                four = [self.folder / self.file_of(turn * 4 + place) for place in range(4)]
+                grid = png_bytes(_grid([Image.open(path) for path in four]))
+                name = self.prompts.names[prompt]
+                write_atomically(self.folder / "grids" / f"{name}.png", grid, overwrite=True)
+        assert self.prompts.layout in (GENEVAL, DPG)
+
+
+def sample(
+    work: SampleSet, *, rank: int = 0, shards: int = 1, report: Report = lambda text: None
+) -> dict[str, Any] | None:
+    """Draw a set, or go on where a run stopped.
+
+    Args:
+        rank, shards: this process takes every `shards`-th batch, from batch `rank`.
+
+    Returns:
+        What the set sums up to (`SampleSet.finish`), or None as long as other processes have batches to draw.
+
+    Raises:
+        ValueError, OSError: as `SampleSet.open`; a rank out of range; another process at the same share.
+    """
+    if not 0 <= rank < shards:
+        raise ValueError(f"rank={rank} of {shards}; pass a rank from 0 to shards - 1")
+    work.open()
+    with held(work.folder / f".lock-{rank}"):
+        started, mine, drawn = time.monotonic(), work.batches[rank::shards], 0
+        for number, first in enumerate(mine, 1):
+            if work.done(first) is None:
+                work.draw(first)
+                drawn += 1
+                spent = time.monotonic() - started
+                left = spent / drawn * (len(mine) - number)
+                report(f"batch {number} of {len(mine)}: {spent:.0f} s, at most {left:.0f} s left")
+    return work.finish()
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a lock as long as this process lives, also where it is killed.
+
+    Raises:
+        OSError: another process holds it; says which.
+    """
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise OSError(
+                f"{path.parent} is at work already, by {file.read().strip() or 'another process'}; wait for it, choose "
+                "another folder, or share the work with --rank and --shards"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
+
+
+def _divergence(arrays: dict[str, np.ndarray], place: int) -> dict[str, float]:
+    """What a lossy sampler measured of a sample; nothing for others."""
+    moved = float(arrays["moved_mass"][place])
+    return {} if np.isnan(moved) else {"moved_mass": moved}
+
+
+def _grid(pictures: list[Image.Image]) -> Image.Image:
+    """Four pictures in two rows."""
+    width, height = pictures[0].size
+    grid = Image.new("RGB", (2 * width, 2 * height))
+    for place, picture in enumerate(pictures):
+        grid.paste(picture, (place % 2 * width, place // 2 * height))
+    return grid

@@ -1,0 +1,153 @@
+"""visual-spec score: FID, KID, Inception score, precision and recall, CLIP, FAD and more of a set of samples.
+
+    visual-spec score drawn --reference VIRTUAL_imagenet256_labeled.npz --metrics fid is prc --feature-weights FILE
+    visual-spec score drawn --reference true_pictures --metrics fid kid clip --clip FOLDER --compare-to plain
+
+The set is a folder: one that `visual-spec sample` wrote, or any with pictures or clips in it. Features are kept in the
+folder of the scores, so another metric costs little, and a run that was stopped goes on. Under `torchrun`, or with
+`--rank` and `--shards`, processes share the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `visual-spec score`."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the samples, or an .npz file of pictures")
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="DIR",
+        help="true samples: a folder, or ADM's .npz with arr_0 or mu and sigma",
+    )
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        metavar="M",
+        help="of pictures fid kid is prc clip shapes, of clips fad kad clap mel kl (default: shapes, or mel)",
+    )
+    parser.add_argument(
+        "--compare-to",
+        type=Path,
+        metavar="DIR",
+        help="another set for the same prompts and seeds, such as that of plain decoding: share of equal samples, and "
+        "difference of the distances with its own interval",
+    )
+    parser.add_argument(
+        "--feature-weights", type=Path, metavar="FILE", help="Inception weights of torch-fidelity"
+    )
+    parser.add_argument("--clip", type=Path, metavar="DIR", help="a CLIP model of transformers")
+    parser.add_argument("--clap", type=Path, metavar="DIR", help="a CLAP model of transformers")
+    parser.add_argument("--tagger", type=Path, metavar="DIR", help="an audio classifier of transformers")
+    parser.add_argument(
+        "--size",
+        type=int,
+        metavar="N",
+        help="resize pictures to N pixels first, as clean-fid (default: as they are)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="scores and features (default: DIR/scores)")
+    parser.add_argument(
+        "--write-npz", type=Path, metavar="FILE", help="also write the pictures for ADM's evaluator"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=50, metavar="B", help="samples in a network (default: 50)"
+    )
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="share of this process (default: torchrun's, or 0)"
+    )
+    parser.add_argument("--shards", type=int, metavar="N", help="processes (default: torchrun's, or 1)")
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the document as the last line")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse arguments and run; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="visual-spec score", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score as the options say; writes `scores.json` and prints a table.
+
+    Raises:
+        ValueError, OSError, ImportError: bad input; names it.
+    """
+    import torch
+
+    from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
+    from visual_spec.eval.machine import choose_device, own_device
+    from visual_spec.eval.quality.feature_sets import SampleFiles
+    from visual_spec.eval.quality.score import Scoring, score
+
+    drawn = SampleFiles.open(args.folder)
+    if (args.size is not None and args.size < 1) or args.batch_size < 1:
+        raise ValueError(f"--size {args.size} --batch-size {args.batch_size}; pass at least 1")
+    out = args.out or (args.folder if args.folder.is_dir() else args.folder.parent) / "scores"
+    ready_folder(out)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    work = Scoring(
+        drawn,
+        None if args.reference is None else SampleFiles.open(args.reference),
+        None if args.compare_to is None else SampleFiles.open(args.compare_to),
+        tuple(args.metrics or (("shapes",) if drawn.medium == "image" else ("mel",))),
+        out,
+        args.size,
+        args.feature_weights,
+        args.clip,
+        args.clap,
+        args.tagger,
+        str(choose_device(own_device(args.device))),
+        args.batch_size,
+    )
+    work.check()
+    if args.write_npz is not None:
+        if drawn.medium != "image":
+            raise ValueError(f"--write-npz is for pictures; {drawn.path} holds clips")
+        drawn.write_npz(refuse_existing(args.write_npz, False))
+    found = score(
+        work,
+        rank=int(os.environ.get("RANK", 0)) if args.rank is None else args.rank,
+        shards=int(os.environ.get("WORLD_SIZE", 1)) if args.shards is None else args.shards,
+        report=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    if found is None:
+        print("this process is done; other processes have features to extract", file=sys.stderr)
+        return 0
+    write_atomically(out / "scores.json", json.dumps(found, indent=1) + "\n", overwrite=True)
+    print(score_table(found))
+    if args.json:
+        print(json.dumps(found))
+    return 0
+
+
+def score_table(document: dict[str, Any]) -> str:
+    """Markdown: one line a figure, and what the samples have in common with those they are compared to."""
+    from visual_spec.eval.tables import markdown
+
+    lines = []
+    for name, figure in document["figures"].items():
+        sizes = str(figure["samples"])
+        if figure.get("reference_samples"):
+            sizes += f" against {figure['reference_samples']}"
+        value = f"{figure['value']:.4g} ({figure['low']:.4g} to {figure['high']:.4g})"
+        lines.append([name.replace("_", " "), value, sizes, f"{figure['extractor']} {figure['weights']}"])
+    table = markdown(["figure", "value (95 %)", "samples", "extractor, weights"], lines)
+    same = document["same_samples"]
+    if same is not None:
+        table += f"\n\n{same['hits']} of {same['total']} samples are, byte for byte, those of {document['beside']}."
+    return table

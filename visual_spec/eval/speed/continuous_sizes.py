@@ -1,0 +1,191 @@
+"""MAR of official size with random weights: what a call costs, and with it a picture.
+
+What a call costs depends on sizes, not on what the weights are. A picture takes up to 256 calls, each of the encoder,
+the decoder and up to 100 levels of the head, so some calls are timed, evenly spread over the schedule. Rows differ in
+whether the calls are recorded as graphs, and in whether the head's levels run as kernels or as PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from visual_spec.eval.settings import Setting, sampler_settings
+from visual_spec.eval.speed import measure
+from visual_spec.eval.speed.official_bench import time_sampler
+from visual_spec.eval.speed.official_sizes import fill_at_random
+from visual_spec.eval.speed.timing import Report
+from visual_spec.kernels import head_step
+from visual_spec.models.continuous.mar import PRESETS, MARTransformer
+from visual_spec.samplers.continuous import ContinuousSampler, PlainState
+from visual_spec.samplers.core import trunks
+from visual_spec.samplers.core.base import Run
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.graph import forget
+from visual_spec.samplers.core.law import TokenLaw
+
+# Calls and levels of a picture: the published evaluation, a quarter of its calls, and a quarter of its levels too.
+SCHEDULES = ((256, 100), (64, 100), (64, 25))
+GUIDANCE = 3.0  # Li et al. 2024, appendix B: 2.9 to 3.2
+CALLS = 8  # that are timed
+
+
+def mar(size: str | dict[str, int], *, dtype: torch.dtype, device: torch.device) -> MARTransformer:
+    """A MAR with random weights, made on the device.
+
+    Args:
+        size: "B", "L" or "H", or arguments of `MARTransformer`.
+    """
+    arguments: dict[str, Any] = dict(PRESETS[size] if isinstance(size, str) else size)
+    with torch.device("meta"):
+        model = MARTransformer(**arguments)
+    return fill_at_random(model, dtype=dtype, device=device)
+
+
+class SomeCalls(ContinuousSampler):
+    """Some calls of plain decoding, evenly spread, as if the tokens of the calls between them were there.
+
+    Args:
+        sampled: how many calls follow the first.
+        steps, head_steps, graph: as `ContinuousSampler`.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        sampled: int = CALLS,
+        steps: int | None = None,
+        order: str = "random",
+        guidance: str = "linear",
+        head_steps: int | None = None,
+        eta: float | None = None,
+        final_noise: float | None = None,
+        last_head_steps: int | None = None,
+        graph: bool | str = "auto",
+    ) -> None:
+        pass
+
+    def num_calls(self, run: Run) -> int:
+        return len(self.chosen(run.model))
+
+    def chosen(self, model: Any) -> list[int]:
+        """Numbers of the calls, in order."""
+        last = self.num_steps(model) - 1
+        count = min(self.config.sampled, last)
+        return [1 + (2 * index + 1) * last // (2 * count) for index in range(count)]
+
+    def paced(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
+        edges, shapes = trunks.step_edges(run.num_tokens, self.num_steps(run.model)), self.shapes(run.model)
+        left = iter(self.chosen(run.model))
+
+        def call() -> None:
+            number = next(left)
+            state.width = shapes[number]
+            state.lengths.fill_(edges[number])
+            advance()
+
+        return call
+
+
+@torch.no_grad()
+def measure_calls(
+    model: MARTransformer,
+    schedules: Sequence[tuple[int, int]] = SCHEDULES,
+    *,
+    batch_size: int,
+    runs: int,
+    warmup: int,
+    sampled: int = CALLS,
+    report: Report = lambda text: None,
+) -> list[dict[str, Any]]:
+    """Time calls of plain decoding by every schedule of calls and levels.
+
+    Returns:
+        One dict per row: what `time_sampler` gives, `peak_memory_bytes`, `weight_bytes`, `cache_bytes` and
+        `flops_per_call` (see `costs`), `floor_ms_per_call` and `floor_share`; and of the whole picture
+        `tokens_per_call`, `calls_per_image` and `ms_per_image` (quantiles). `speed_up` is over the first row of the
+        schedule.
+    """
+    device, dtype = model.device, model.dtype
+    labels = torch.arange(batch_size, device=device) % model.config["num_classes"]
+    bandwidth, peak = measure.copy_bandwidth(device), measure.matmul_peak(device, dtype)
+    variants = [("operators", False, False)]
+    if device.type == "cuda":
+        variants += [("operators, graph", True, False), ("kernels, graph", True, True)]
+    rows: list[dict[str, Any]] = []
+    for steps, levels in schedules:
+        begun = len(rows)
+        for name, graph, kernels in variants:
+            sampler = SomeCalls(sampled, steps, head_steps=levels, graph=graph)
+            setting = Setting(name, sampler, TokenLaw(guidance_scale=GUIDANCE), 0)
+            measure.reset_peak_memory(device)
+            with _kernels(kernels):
+                found = time_sampler(setting, model, labels, batch_size, runs, warmup)
+            found["peak_memory_bytes"] = measure.peak_memory(device)
+            forget(model)  # its memory would count for the next row
+            parts = costs(model, sampler, batch_size)
+            floor = 1000 * sum(max(size / bandwidth, flops / peak) for size, flops in parts.values())
+            found |= {
+                **dict(name=f"{steps} x {levels}, {name}", window=None, batch_size=batch_size),
+                **dict(sampler=sampler_settings(sampler), guidance_scale=GUIDANCE),
+                **dict(weight_bytes=round(sum(size for size, _ in parts.values())), cache_bytes=0),
+                **dict(flops_per_call=round(sum(flops for _, flops in parts.values()))),
+                **dict(floor_ms_per_call=floor, floor_share=floor / found["ms_per_call"]["p50"]),
+                **dict(tokens_per_call=model.grid.num_tokens / steps, calls_per_image=steps),
+                "ms_per_image": {
+                    key: value * steps / batch_size for key, value in found["ms_per_call"].items()
+                },
+            }
+            rows.append(found)
+            report(f"batch {batch_size}, {found['name']}: {found['ms_per_call']['p50']:.2f} ms per call")
+        for row in rows[begun:]:
+            row["speed_up"] = rows[begun]["ms_per_image"]["p50"] / row["ms_per_image"]["p50"]
+    return rows
+
+
+def costs(model: MARTransformer, sampler: SomeCalls, batch_size: int) -> dict[str, tuple[float, float]]:
+    """Bytes and operations of a call, a mean over the timed ones, of each of its parts: trunk, modulations, levels.
+
+    Bytes are those of the weights, read once by the trunk and by the modulations and once a level by the rest of the
+    head, and of the modulations, written and read once. Operations are two a weight and row, and those of attention.
+    The rest of a head whose weights fit into the second-level cache can be faster than its bytes say.
+    """
+    config, head = model.config, model.head
+    size, rows = next(model.parameters()).element_size(), 2 * batch_size
+    chosen = sampler.chosen(model)
+    edges, shapes = trunks.step_edges(model.grid.num_tokens, sampler.num_steps(model)), sampler.shapes(model)
+    places, dim, layers = config["buffer_size"] + model.grid.num_tokens, config["dim"], config["num_layers"]
+    layer = sum(parameter.numel() for parameter in model.encoder_blocks[0].parameters())
+    of_levels = sum(weight.numel() for weight in head.step_weights() or [])
+    of_modulations = sum(parameter.numel() for parameter in head.parameters()) - of_levels
+
+    found = {"trunk": (0.0, 0.0), "modulations": (0.0, 0.0), "levels": (0.0, 0.0)}
+    for number in chosen:
+        (tokens, _, levels), seen = shapes[number], config["buffer_size"] + edges[number]
+        flops = sum(rows * layers * (2 * layer * width + 4 * dim * width * width) for width in (seen, places))
+        modulated = levels * rows * tokens
+        here = {
+            "trunk": (2 * layers * layer * size, flops),
+            "modulations": (
+                of_modulations * size + 2 * modulated * head.modulation_size * size,
+                2 * of_modulations * modulated,
+            ),
+            "levels": (levels * of_levels * size, 2 * of_levels * modulated),
+        }
+        for name, (more, work) in here.items():
+            found[name] = found[name][0] + more / len(chosen), found[name][1] + work / len(chosen)
+    return found
+
+
+@contextmanager
+def _kernels(wanted: bool) -> Iterator[None]:
+    """Within, the head's levels run as kernels where they can, or nowhere."""
+    before = head_step.MOST_ROWS
+    head_step.MOST_ROWS = before if wanted else 0
+    try:
+        yield
+    finally:
+        head_step.MOST_ROWS = before

@@ -1,0 +1,159 @@
+"""Official MusicGen and AudioGen checkpoints, as audiocraft exports them, into transformers' MusicGen.
+
+Copet et al. 2023, "Simple and controllable music generation" (mono, and stereo of two interleaved channels); Kreuk et
+al. 2023, "AudioGen", in its later version with the same network. `visual_spec.models.columns.audiocraft` reads the
+files. The text encoder, a T5, is not in them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import EncodecModel, MusicgenConfig, MusicgenForConditionalGeneration, T5EncoderModel
+
+from visual_spec.models.columns.audiocraft import load_language_model
+from visual_spec.models.columns.audiocraft_codec import load_audiocraft_codec
+from visual_spec.models.columns.audiocraft_settings import TrainingSettings, flag, number, shown, word
+
+# How clips are drawn by default (`MusicGen.set_generation_params` of audiocraft).
+_GUIDANCE, _TOP_K, _TEMPERATURE = 3.0, 250, 1.0
+
+
+@dataclass(frozen=True)
+class MusicgenSettings:
+    """The settings of a checkpoint.
+
+    Attributes:
+        duration: seconds of the training clips.
+        channels: 1, or 2 of a stereo model.
+        guidance_scale, temperature, top_k: of the published clips.
+        text_encoder: name of the T5 whose states the model reads.
+    """
+
+    duration: float
+    channels: int
+    guidance_scale: float
+    temperature: float
+    top_k: int
+    text_encoder: str
+
+
+@dataclass(frozen=True)
+class MusicgenCheckpoint:
+    """A model and its settings.
+
+    Attributes:
+        model: run it with `padding="zeros"` to get the results of audiocraft: its own `generate` does not see the
+            padding of captions.
+    """
+
+    model: MusicgenForConditionalGeneration
+    settings: MusicgenSettings
+
+
+def load_musicgen(
+    source: str | os.PathLike,
+    text_encoder: T5EncoderModel | str | os.PathLike,
+    *,
+    codec: EncodecModel | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    num_heads: int | None = None,
+) -> MusicgenCheckpoint:
+    """Return the model of an official checkpoint.
+
+    Args:
+        source: the folder with `state_dict.bin`, and `compression_state_dict.bin` unless `codec` is given.
+        text_encoder: the T5 that the checkpoint names (`t5-base` for music), or its folder or Hub id.
+        codec: in place of the folder's.
+        dtype: of the decoder and the projection: float32, because the model is loaded onto the CPU, where audiocraft
+            computes in float32. None keeps that of the file (float16 for official ones).
+        num_heads: attention heads, for a file without settings; the weights do not determine them.
+
+    Raises:
+        FileNotFoundError, OSError: there is no such file, codec or text encoder.
+        ValueError: as in `load_language_model` and `load_audiocraft_codec`; or text encoder, codec and decoder do not
+            fit each other.
+    """
+    decoder, config = load_language_model(
+        source,
+        "transformer_lm",
+        {
+            "transformer_lm.causal": (True,),
+            "codebooks_pattern.modeling": ("delay",),
+            "codebooks_pattern.delay.flatten_first": (0, None),
+            "codebooks_pattern.delay.empty_initial": (0, None),
+            "interleave_stereo_codebooks.per_timestep": (False, None),
+        },
+        dtype=dtype,
+        num_heads=num_heads,
+    )
+    settings = _settings(config)
+    count = decoder.config.num_codebooks
+    if count % settings.channels:
+        raise ValueError(f"{config.path} holds {count} codebooks, which are no two interleaved channels.")
+    usual = [book // settings.channels for book in range(count)]
+    if (delays := config("codebooks_pattern.delay.delays", usual)) != usual:
+        raise ValueError(
+            f"{config.path} was trained with codebooks_pattern.delay.delays={shown(delays)}; transformers' MusicGen "
+            f"delays its {count} codebooks by {usual}."
+        )
+    codec = load_audiocraft_codec(source) if codec is None else codec
+    quantiser: Any = codec.quantizer
+    books, entries = len(quantiser.layers) * settings.channels, codec.config.codebook_size
+    if (count, decoder.config.vocab_size) != (books, entries):
+        raise ValueError(
+            f"{config.path} predicts {count} codebooks of {decoder.config.vocab_size} codes, but the codec has {books} "
+            f"of {entries}; pass codec=, the one that the model was trained on."
+        )
+    if not isinstance(text_encoder, T5EncoderModel):
+        text_encoder = T5EncoderModel.from_pretrained(text_encoder)
+    projection: Any = decoder.enc_to_dec_proj
+    width, dim = projection.in_features, decoder.config.hidden_size
+    if text_encoder.config.hidden_size != width:
+        raise ValueError(
+            f"{config.path} reads text features of {width} channels, but the text encoder has "
+            f"{text_encoder.config.hidden_size}; pass {settings.text_encoder}, which the settings name."
+        )
+    if width == dim:
+        raise ValueError(
+            f"{config.path} projects text features of {width} channels to as many, which transformers' MusicGen has no "
+            "layer for."
+        )
+    del decoder.enc_to_dec_proj
+    decoder.config.audio_channels = settings.channels
+    parts: dict[str, Any] = dict(text_encoder=text_encoder, audio_encoder=codec, decoder=decoder)
+    # An empty model that gets our parts: made of them, it would initialise their weights again.
+    with torch.device("meta"):
+        model = MusicgenForConditionalGeneration(
+            MusicgenConfig(**{name: part.config.to_dict() for name, part in parts.items()})
+        )
+    for name, part in parts.items():
+        setattr(model, name, part)
+        setattr(model.config, name, part.config)
+    model.enc_to_dec_proj = projection
+    _set_generation(model, settings)
+    return MusicgenCheckpoint(model.eval(), settings)
+
+
+def _set_generation(model: Any, settings: MusicgenSettings) -> None:
+    """Have the model's own `generate` draw as published, as those that transformers has converted do."""
+    special = model.decoder.config.vocab_size
+    own = model.generation_config
+    own.decoder_start_token_id = own.pad_token_id = own.bos_token_id = special
+    own.do_sample, own.guidance_scale, own.top_k = True, settings.guidance_scale, settings.top_k
+    own.max_length = int(settings.duration * model.audio_encoder.config.frame_rate)
+
+
+def _settings(config: TrainingSettings) -> MusicgenSettings:
+    stereo = config.of_kind(flag, "interleave_stereo_codebooks.use", False)
+    return MusicgenSettings(
+        duration=config.of_kind(number, "dataset.segment_duration", 30),
+        channels=2 if stereo else 1,
+        guidance_scale=_GUIDANCE,
+        temperature=_TEMPERATURE,
+        top_k=_TOP_K,
+        text_encoder=config.of_kind(word, "conditioners.description.t5.name", "t5-base"),
+    )

@@ -1,0 +1,179 @@
+"""The interface between samplers and models of continuous tokens: their calls, their heads, and the chains of a token.
+
+A token is a vector of d numbers. A trunk gives each slot a condition z; a head draws the slot's token from z by a chain
+of normal laws (`Schedule`), one head call a level. Two kinds of trunks exist. A causal one (`CausalLatentModel`) feeds
+tokens in its own order into a cache. A masked one (`MaskedLatentModel`) sees any set of known tokens, and has no cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import TokenGrid
+
+
+@dataclass(frozen=True)
+class ChainSettings:
+    """The chain by which a model draws a token, unless a sampler sets another. It is part of the model's law.
+
+    Attributes:
+        head_steps: levels of the chain, 1 to 1000.
+        eta: None: the chain that the head was published with, MAR's ancestral one or Euler steps. A number: the chain
+            of the same marginals whose steps have that share of the ancestral noise (Song et al. 2021, equation 16; of
+            flow matching its counterpart). 0 is deterministic but for its start.
+        final_noise: standard deviation of the noise that the last level adds; 0 as published. Rules that compare
+            densities of chains need some: without it, two chains never end at the same point.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    head_steps: int = 100
+    eta: float | None = None
+    final_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        steps, noise = self.head_steps, self.final_noise
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
+            raise ValueError(f"head_steps={steps!r}; pass an integer from 1 to 1000.")
+        check_eta(self.eta)
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < math.inf:
+            raise ValueError(f"final_noise={noise!r}; pass a finite number of at least 0.")
+
+
+def check_eta(eta: object) -> None:
+    """Refuse a share of the ancestral noise that is none.
+
+    Raises:
+        ValueError: neither None nor a number from 0 to 1.
+    """
+    if eta is not None and (isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= 1):
+        raise ValueError(
+            f"eta={eta!r}; pass a number from 0 (no noise in the steps) to 1 (the ancestral chain), or None: the chain "
+            "that the head was published with."
+        )
+
+
+class Schedule(Protocol):
+    """A chain of normal laws, steered by what a head returns.
+
+    Level i takes a point to the next; a chain starts at level `num_steps - 1` and ends behind level 0. All points may
+    have leading axes, `[..., d]`.
+
+    Attributes:
+        num_steps: how many levels it has.
+        times: [num_steps], what the head is told at each level.
+        deterministic: whether no level adds noise.
+        laws: float64 [num_steps, 5] on the CPU, the numbers `LAW_NUMBERS` of `visual_spec.kernels.head_step`, which are
+            `kernel` as one linear form.
+    """
+
+    num_steps: int
+    times: Tensor
+    deterministic: bool
+    laws: Tensor
+
+    def predict(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The token [..., d] that a head's output [..., outputs] at points `x [..., d]` foretells, and what is behind
+        the prediction in the output, [..., rest].
+
+        Args:
+            index: the level: one for all points, or long with one axis less than `x`, which broadcasts.
+        """
+        ...
+
+    def toward(self, x: Tensor, index: int | Tensor, token: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation, each [..., d], of the next point, where `predict` gave this token and rest."""
+        ...
+
+    def kernel(self, x: Tensor, index: int | Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, from the head's output."""
+        ...
+
+
+class LatentHead(Protocol):
+    """What draws a token from its condition."""
+
+    def modulations(self, z: Tensor, times: Tensor) -> Tensor:
+        """All that `denoise` needs beside the point: [T, N, M], for conditions `z [N, dim]` at times [T]."""
+        ...
+
+    def denoise(self, x: Tensor, modulations: Tensor) -> Tensor:
+        """The output [..., N, outputs] at points `x [..., N, d]`, with modulations that broadcast to [..., N, M]."""
+        ...
+
+
+class LatentModel(Protocol):
+    """What both kinds of models have.
+
+    Attributes:
+        token_dim: d.
+        chain: how it draws a token unless it is told otherwise.
+    """
+
+    token_dim: int
+
+    @property
+    def grid(self) -> TokenGrid: ...
+
+    @property
+    def chain(self) -> ChainSettings: ...
+
+    @property
+    def head(self) -> LatentHead: ...
+
+    def schedule(self, num_steps: int, eta: float | None = None) -> Schedule:
+        """The chain that the head steers, of so many levels, where the model is; see `ChainSettings`."""
+        ...
+
+
+class CausalLatentModel(LatentModel, Protocol):
+    """Feeds tokens in one fixed order. `places` long [L + 1]: where each slot stands on the grid, and one more.
+
+    The cache is written by slot, so a rejected token is simply written again.
+    """
+
+    places: Tensor
+
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+        """A state whose `conditions [R, dim]` are of slot 0. R = B, or 2B when guided: the unconditional rows last."""
+        ...
+
+    def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Feed tokens [B, W, d] at slots [B, W]; conditions [R, W, dim], column w of slot `slots[b, w] + 1`."""
+        ...
+
+
+class MaskedLatentModel(LatentModel, Protocol):
+    """Sees the tokens that are known, whichever they are."""
+
+    def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
+        """A state that can `select` samples, and holds one that is named twice twice."""
+        ...
+
+    def __call__(self, state: Any, tokens: Tensor, known: Tensor, room: int | None = None) -> Tensor:
+        """Conditions [R, L, dim] of every slot, from tokens [B, L, d] of which bool [B, L] are known.
+
+        Args:
+            room: the most known tokens of a row, where the caller knows it.
+        """
+        ...
+
+
+def guided(output: Tensor, scale: float | Tensor, token_dim: int) -> Tensor:
+    """Classifier-free guidance of a head's output `[..., 2 N, outputs]`, conditional rows first: `[..., N, outputs]`.
+
+    The prediction is u + scale (c - u); what is behind it (the share of variance) is the conditional row's.
+
+    Args:
+        scale: one for all, or [N, 1].
+    """
+    conditional, unconditional = output.chunk(2, -2)
+    prediction, rest = conditional[..., :token_dim], conditional[..., token_dim:]
+    other = unconditional[..., :token_dim]
+    return torch.cat([other + scale * (prediction - other), rest], -1)

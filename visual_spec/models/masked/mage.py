@@ -1,0 +1,226 @@
+"""MAGE: a masked encoder and decoder that draws pictures without a condition (Li et al., CVPR 2023).
+
+One class serves any size of the official layout; parameter names are the official keys. An encoder reads all tokens,
+with the mask id where they are hidden. A decoder reads its output, with the output at the class place in place of each
+hidden token. In training the encoder also leaves out hidden tokens; generation shows it all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.continuous.blocks import Block
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.protocol import MaskedState, TokenGrid
+from visual_spec.models.core.saved import SavedModel
+
+PRESETS: dict[str, dict[str, int]] = {
+    "B": {"dim": 768, "num_layers": 12, "num_heads": 12, "decoder_dim": 768},
+    "L": {"dim": 1024, "num_layers": 24, "num_heads": 16, "decoder_dim": 1024},
+}
+
+# Keys of official files that generation does not read: the tokenizer, which is a model of its own, and parts of the
+# vision transformer from which the code grew.
+_UNUSED = (
+    "vqgan.",
+    "patch_embed.",
+    "cls_token",
+    "pos_embed",
+    "mask_token",
+    "decoder_pos_embed",
+    "decoder_pred.",
+)
+
+
+class MageState(MaskedState):
+    """Nothing: the model draws without a condition."""
+
+    def select(self, samples: Tensor) -> None:
+        pass
+
+
+class TokenEmbeddings(nn.Module):
+    """Embeddings of tokens and places, summed and normalised."""
+
+    def __init__(self, rows: int, places: int, dim: int):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(rows, dim)
+        self.position_embeddings = nn.Embedding(places, dim)
+        self.LayerNorm = nn.LayerNorm(dim, eps=1e-6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.LayerNorm(self.word_embeddings(ids) + self.position_embeddings.weight)
+
+
+class TokenHead(nn.Module):
+    """Scores all rows of the embedding table."""
+
+    def __init__(self, decoder_dim: int, dim: int, rows: int):
+        super().__init__()
+        self.fc = nn.Linear(decoder_dim, dim)
+        self.ln = nn.LayerNorm(dim)
+        self.bias = nn.Parameter(torch.zeros(1, 1, rows))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Scores of the first V of `table [V, dim]`."""
+        return F.linear(self.ln(F.gelu(self.fc(x))), table, self.bias[0, 0, : len(table)])
+
+
+class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
+    """A `MaskedModel` over a square grid of image tokens, without a condition. The defaults are MAGE-B's.
+
+    Args:
+        vocab_size: number of image codes. The table also has a row for each of `num_classes` classes of a past design,
+            and one for the mask, the last.
+        dim, num_layers, num_heads: of the encoder. `PRESETS` lists the official sizes.
+        decoder_dim, decoder_layers, decoder_heads: of the decoder.
+        grid_size: tokens per side.
+        class_id: the row of the table that stands in the class place.
+
+    Raises:
+        ValueError: heads that do not divide a width, or a row that is not in the table.
+    """
+
+    _repeated_blocks = ["Block"]
+    _no_split_modules = ["Block"]
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int = 1024,
+        dim: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        decoder_dim: int = 768,
+        decoder_layers: int = 8,
+        decoder_heads: int = 16,
+        grid_size: int = 16,
+        num_classes: int = 1000,
+        class_id: int = 1100,
+    ):
+        super().__init__()
+        if dim % num_heads or decoder_dim % decoder_heads:
+            raise ValueError(
+                f"dim={dim}, num_heads={num_heads}, decoder_dim={decoder_dim} and decoder_heads={decoder_heads} given; "
+                "heads must divide their width."
+            )
+        rows = vocab_size + num_classes + 1
+        if not vocab_size <= class_id < rows - 1:
+            raise ValueError(f"class_id={class_id}; pass a row from {vocab_size} to {rows - 2}.")
+        self.grid, self.vocab_size, self.mask_id = TokenGrid(grid_size, grid_size), vocab_size, rows - 1
+        places = 1 + self.grid.num_tokens
+        self.token_emb = TokenEmbeddings(rows, places, dim)
+        self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.decoder_embed = nn.Linear(dim, decoder_dim)
+        self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, places, decoder_dim))
+        self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads) for _ in range(decoder_layers))
+        self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
+        self.mlm_layer = TokenHead(decoder_dim, dim, rows)
+
+    def prepare(self, condition: None, *, batch_size: int, guided: bool) -> MaskedState:
+        """See `MaskedModel`.
+
+        Raises:
+            ValueError: a condition, or guidance: the model draws without either.
+        """
+        if condition is not None or guided:
+            raise ValueError(
+                f"{'a condition' if condition is not None else 'guidance'} given, but MAGE draws pictures of no class; "
+                "pass condition=None and guidance_scale=1."
+            )
+        return MageState(guided=False, device=self.token_emb.word_embeddings.weight.device)
+
+    @loads_weights
+    @torch.no_grad()
+    def forward(self, state: MaskedState, tokens: Tensor, stage: int = 0) -> Tensor:
+        """Logits `[B, L, V]` of every slot, given `tokens [B, L, 1]` with the mask id where they are hidden."""
+        ids = F.pad(tokens[..., 0], (1, 0), value=self.config["class_id"])  # [B, 1 + L]
+        hidden = self.token_emb(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = self.decoder_embed(self.norm(hidden))
+        hidden = torch.where((ids == self.mask_id)[..., None], hidden[:, :1], hidden)
+        hidden = hidden + self.decoder_pos_embed_learned
+        for block in self.decoder_blocks:
+            hidden = block(hidden)
+        table = self.token_emb.word_embeddings.weight[: self.vocab_size]
+        logits = self.mlm_layer(self.decoder_norm(hidden[:, 1:]), table)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def load_mage_checkpoint(
+    source: Source | Mapping[str, Tensor],
+    *,
+    num_heads: int | None = None,
+    decoder_heads: int = 16,
+    class_id: int = 1100,
+    num_classes: int = 1000,
+    dtype: torch.dtype | None = None,
+) -> MageTransformer:
+    """The model of an official file, such as `mage-vitb-1600.pth`, or of a state dict with its keys.
+
+    Weights that generation does not read are dropped: those of the tokenizer, `vqgan.*`, among them.
+
+    Args:
+        source: the file, the result of `read_checkpoint`, or a state dict.
+        num_heads: of a size that is none of `PRESETS`; like the three after it, it cannot be read off the weights.
+        dtype: of the weights; None keeps that of the file.
+
+    Raises:
+        ValueError, OSError: as `read_checkpoint`; weights that are not MAGE's; keys that are missing, unexpected or
+            mis-shaped, which are listed.
+    """
+    if isinstance(source, Mapping):
+        weights, name = plain_weights(source, "the state dict"), "the state dict"
+    else:
+        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
+        weights, name = dict(checkpoint.weights), str(checkpoint.path)
+    weights = {key: value for key, value in weights.items() if not _unused(key)}
+    table, decoder = weights.get("token_emb.word_embeddings.weight"), weights.get("decoder_embed.weight")
+    places = weights.get("decoder_pos_embed_learned")
+    if table is None or decoder is None or places is None:
+        raise ValueError(
+            f"{name} is no MAGE: it lacks token_emb, decoder_embed or decoder_pos_embed_learned."
+        )
+    dim, layers = table.shape[1], _count(weights, "blocks.")
+    if num_heads is None:
+        found = [p["num_heads"] for p in PRESETS.values() if (p["dim"], p["num_layers"]) == (dim, layers)]
+        if not found:
+            raise ValueError(
+                f"{name} has width {dim} and {layers} layers, and is none of MAGE-{', MAGE-'.join(PRESETS)}; pass "
+                "num_heads, which cannot be read off the weights."
+            )
+        num_heads = found[0]
+    config: dict[str, Any] = dict(
+        vocab_size=len(table) - num_classes - 1,
+        dim=dim,
+        num_layers=layers,
+        num_heads=num_heads,
+        decoder_dim=decoder.shape[0],
+        decoder_layers=_count(weights, "decoder_blocks."),
+        decoder_heads=decoder_heads,
+        grid_size=round((places.shape[1] - 1) ** 0.5),
+        num_classes=num_classes,
+        class_id=class_id,
+    )
+    with torch.device("meta"):
+        model = MageTransformer(**config)
+    constants = {"token_emb.position_ids": torch.arange(places.shape[1])[None]}
+    return fill(model, weights, name, what=f"MAGE of {config}", constants=constants, dtype=dtype).eval()
+
+
+def _unused(key: str) -> bool:
+    return any(key == part or (part.endswith(".") and key.startswith(part)) for part in _UNUSED)
+
+
+def _count(weights: Mapping[str, Tensor], start: str) -> int:
+    return len({key[len(start) :].split(".")[0] for key in weights if key.startswith(start)})

@@ -1,0 +1,416 @@
+"""MaskGIT's transformer as the Halton sampler's authors trained it (Chang et al. 2022; Besnier et al. 2025, section 4).
+
+One class serves the embedded size and the official class-conditional checkpoints; parameter names are the official
+keys. Every layer is modulated by the condition (AdaLN). A model of captions also attends to their words. Words see only
+each other, so their keys and values are computed once a picture, and so are all modulations.
+
+The model is bidirectional: a call scores all slots from the tokens that are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.protocol import MaskedState, TokenGrid
+from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.next_token.llamagen import (
+    CaptionProjection,
+    FeedForward,
+    RMSNorm,
+    TextCondition,
+    feed_forward_width,
+)
+
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {"num_layers": 6, "num_heads": 6, "dim": 384},
+    "small": {"num_layers": 12, "num_heads": 6, "dim": 512},
+    "base": {"num_layers": 12, "num_heads": 12, "dim": 768},
+    "large": {"num_layers": 24, "num_heads": 16, "dim": 1024},
+    "xlarge": {"num_layers": 28, "num_heads": 16, "dim": 1152},
+}
+
+_EPSILON = 1e-5  # of every norm
+
+
+@dataclass
+class MaskedImageState(MaskedState):
+    """What one batch is conditioned on. R = B, or 2B when guided: the conditional rows, then the unconditional ones.
+
+    Attributes:
+        modulations: [layers, R, 6, dim], shift, scale and gate of attention, then of the feed-forward layer.
+        head_modulation: [R, 2, dim], shift and scale before the head.
+        words: keys and values of the words in every layer, [layers, 2, R, H, T, D]; T = 0 for a model of classes.
+        mask: bool [R, T], the words that are there.
+    """
+
+    modulations: Tensor
+    head_modulation: Tensor
+    words: Tensor
+    mask: Tensor
+
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples, len(self.mask))
+        self.modulations, self.words = self.modulations[:, rows], self.words[:, :, rows]
+        self.head_modulation, self.mask = self.head_modulation[rows], self.mask[rows]
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """`x [R, W, dim]` with gain 1 + `scale [R, dim]` and bias `shift [R, dim]`."""
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+class Attention(nn.Module):
+    """Self-attention. Queries and keys are normalised over all heads together, without a gain."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, dim, bias=False)
+        self.wv = nn.Linear(dim, dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [R, H, W, D] of `x [R, W, dim]`."""
+        query, key, value = self.wq(x), self.wk(x), self.wv(x)
+        query, key = (_unit_mean_square(part).to(value.dtype) for part in (query, key))
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value)
+        )
+        return query, key, value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """`query [R, H, W, D]` over `key, value [R, H, S, D]` under a bool mask [R, 1, 1, S], or all: [R, W, dim]."""
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+def _unit_mean_square(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(wide, x.shape[-1:], eps=_EPSILON).to(x.dtype)
+
+
+class MaskedBlock(nn.Module):
+    """Attention and a SwiGLU layer; `mlp` computes their modulations from the condition."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.ln1, self.ln2 = RMSNorm(dim, _EPSILON), RMSNorm(dim, _EPSILON)
+        self.attn = Attention(dim, heads)
+        self.ff = FeedForward(dim, feed_forward_width(dim))
+
+    def forward(
+        self, x: Tensor, modulation: Tensor, words: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `x [R, W, dim]` after this layer, and its keys and values [2, R, H, W, D].
+
+        Args:
+            modulation: [R, 6, dim].
+            words: [2, R, H, T, D], keys and values that all places see besides their own.
+            mask: bool [R, 1, 1, T + W], what all places see; None: everything.
+        """
+        shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(1)
+        query, key, value = self.attn.project(modulated(self.ln1(x), shift, scale))
+        own = torch.stack([key, value])
+        if words is not None:
+            key, value = torch.cat([words, own], 3)
+        x = x + gate[:, None] * self.attn.attend(query, key, value, mask)
+        return x + ff_gate[:, None] * self.ff(modulated(self.ln2(x), ff_shift, ff_scale)), own
+
+
+class _FinalNorm(RMSNorm):
+    """An RMSNorm with a bias."""
+
+    def __init__(self, dim: int):
+        super().__init__(dim, _EPSILON)
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
+
+
+class AdaNorm(nn.Module):
+    """The modulated norm before the head."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm_final = _FinalNorm(dim)
+        self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+
+
+class TiedHead(nn.Module):
+    """Scores tokens with the rows of their embedding; only the bias is its own.
+
+    The last row and the last bias are those of the mask, which is never a token: it gets no score.
+    """
+
+    def __init__(self, outputs: int):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        return F.linear(x, embedding[:-1], self.bias[:-1])
+
+
+class CaptionWords(nn.Module):
+    """Caption features as words of the transformer; `uncond_embedding` stands for "no caption" in guidance."""
+
+    def __init__(self, caption_dim: int, dim: int, length: int):
+        super().__init__()
+        self.cap_proj = CaptionProjection(caption_dim, dim)
+        self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
+
+
+class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
+    """A `MaskedModel` over a square grid of image tokens. The defaults are the official base model's at 256 pixels.
+
+    Args:
+        vocab_size: number of image codes. The mask has the id behind them.
+        dim, num_layers, num_heads: width, depth and attention heads; `PRESETS` lists the official sizes.
+        grid_size: tokens per side (16 and 24 for official 256 and 384 pixel models).
+        proj: 2 merges squares of 2 x 2 tokens before the layers and splits them behind, as the official models of 384
+            pixels do; 1 does not.
+        registers: learned places behind the tokens that hold none.
+        num_classes: set for a class-conditional model (1000 in the official ones), else None.
+        caption_dim, prefix_length: set for a model of captions: width of their features, and words of the longest.
+
+    Raises:
+        ValueError: not exactly one of `num_classes` and `caption_dim` is given, heads that do not divide the width, or
+            a `proj` that is neither 1 nor 2, or does not divide the grid.
+    """
+
+    _repeated_blocks = ["MaskedBlock"]
+    _no_split_modules = ["MaskedBlock"]
+
+    stored_as = (torch.float8_e4m3fn,)  # by `scripts/train_shapes_masked.py --eight-bits`
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int = 16384,
+        dim: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        grid_size: int = 16,
+        proj: int = 1,
+        registers: int = 1,
+        num_classes: int | None = 1000,
+        caption_dim: int | None = None,
+        prefix_length: int = 0,
+    ):
+        super().__init__()
+        if (num_classes is None) == (caption_dim is None):
+            raise ValueError(
+                f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them."
+            )
+        if dim % num_heads:
+            raise ValueError(f"dim={dim} and num_heads={num_heads} given; the heads must divide the width.")
+        if proj not in (1, 2) or grid_size % proj:
+            raise ValueError(
+                f"proj={proj} and grid_size={grid_size} given; proj must be 1, or 2 with an even grid."
+            )
+        self.grid = TokenGrid(grid_size, grid_size)
+        self.vocab_size = self.mask_id = vocab_size
+        if caption_dim is None:
+            assert num_classes is not None
+            self.cls_emb = nn.Embedding(num_classes + 1, dim)  # the last row: no class
+        else:
+            self.caption = CaptionWords(caption_dim, dim, prefix_length)
+        self.tok_emb = nn.Embedding(vocab_size + 1, dim)
+        self.pos_emb = nn.Embedding(self.grid.num_tokens, dim)
+        if proj > 1:
+            self.in_proj = nn.Conv2d(dim, dim, proj, stride=proj, bias=False)
+            self.out_proj = nn.Conv2d(dim, proj**2 * dim, 1, bias=False)
+        # Nested as the official keys are.
+        self.transformer = nn.ModuleDict(
+            {"layers": nn.ModuleList(MaskedBlock(dim, num_heads) for _ in range(num_layers))}
+        )
+        self.last_norm = AdaNorm(dim)
+        self.head = TiedHead(vocab_size + 1)
+        if registers:
+            self.reg_tokens = nn.Embedding(registers, dim)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """The official start: modulations of layers at 0, so that each layer is the identity."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d)):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        for block in self.blocks:
+            nn.init.zeros_(block.mlp[1].weight)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def blocks(self) -> Sequence[MaskedBlock]:
+        """The layers."""
+        return self.transformer["layers"]  # pyright: ignore[reportReturnType]
+
+    # -- condition -----------------------------------------------------------------------------------------------------
+
+    def check_condition(self, condition: TextCondition | Tensor | None, batch_size: int) -> None:
+        """Refuse a condition that does not fit this model. None, "no class" or "no caption", fits every model.
+
+        Raises:
+            TypeError: captions for a class-conditional model, or labels for a model of captions.
+            ValueError: a wrong batch or size, a label out of range, or a caption without a word.
+        """
+        if condition is None:
+            return
+        if self.config["caption_dim"] is None:
+            if not isinstance(condition, Tensor) or condition.is_floating_point():
+                raise TypeError(
+                    f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]."
+                )
+            classes = self.config["num_classes"]
+            if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+                raise ValueError(
+                    f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}."
+                )
+            return
+        if not isinstance(condition, TextCondition):
+            raise TypeError(
+                f"{type(condition).__name__} given; this model takes a TextCondition(features, mask)."
+            )
+        expected = (batch_size, self.config["prefix_length"], self.config["caption_dim"])
+        if tuple(condition.features.shape) != expected or tuple(condition.mask.shape) != expected[:2]:
+            raise ValueError(
+                f"features {tuple(condition.features.shape)} and mask {tuple(condition.mask.shape)} given; this model "
+                f"takes {expected} and {expected[:2]}."
+            )
+        if not condition.mask.any(1).all():
+            raise ValueError("a caption without a word given; give at least one.")
+
+    def embed_condition(
+        self,
+        condition: TextCondition | Tensor | None,
+        batch_size: int,
+        *,
+        guided: bool = False,
+        dropped: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the condition of all layers `[R, dim]`, words `[R, T, dim]`, and their mask, bool `[R, T]`.
+
+        Args:
+            guided: whether unconditional rows come behind the conditional ones.
+            dropped: bool [B], rows whose condition is replaced by none (training for guidance).
+        """
+        device = self.tok_emb.weight.device
+        if dropped is None:
+            dropped = torch.full((batch_size,), condition is None, device=device)
+        if guided:
+            dropped = torch.cat([dropped, torch.ones_like(dropped)])
+        repeats = len(dropped) // batch_size
+        if self.config["caption_dim"] is None:
+            null = self.config["num_classes"]
+            labels = torch.full_like(dropped, null, dtype=torch.long)
+            if condition is not None:
+                assert isinstance(condition, Tensor)
+                labels = torch.where(dropped, null, condition.repeat(repeats))
+            embedded = self.cls_emb(labels)
+            return embedded, embedded[:, None][:, :0], dropped[:, None][:, :0]
+        words = self.caption.cap_proj(self.caption.uncond_embedding).expand(len(dropped), -1, -1)
+        mask = torch.ones(words.shape[:2], dtype=torch.bool, device=device)
+        if condition is not None:
+            assert isinstance(condition, TextCondition)
+            told = self.caption.cap_proj(condition.features.to(words.dtype)).repeat(repeats, 1, 1)
+            words = torch.where(dropped[:, None, None], words, told)
+            mask = dropped[:, None] | condition.mask.repeat(repeats, 1)
+        weights = mask.to(words.dtype)
+        mean = (words * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+        return mean, words, mask
+
+    def _state(self, embedded: Tensor, words: Tensor, mask: Tensor, guided: bool) -> MaskedImageState:
+        """Compute everything that depends on the condition only, with gradients."""
+        modulations = torch.stack([block.mlp(embedded).unflatten(1, (6, -1)) for block in self.blocks])
+        seen, keys = mask[:, None, None], []  # [R, 1, 1, T]
+        for block, modulation in zip(self.blocks, modulations, strict=True):
+            if words.shape[1]:
+                words, own = block(words, modulation, mask=seen)
+            else:
+                rows, heads = len(words), self.config["num_heads"]
+                own = words.new_zeros(2, rows, heads, 0, words.shape[2] // heads)
+            keys.append(own)
+        return MaskedImageState(
+            guided=guided,
+            device=embedded.device,
+            modulations=modulations,
+            head_modulation=self.last_norm.mlp(embedded).unflatten(1, (2, -1)),
+            words=torch.stack(keys),
+            mask=mask,
+        )
+
+    # -- the MaskedModel contract --------------------------------------------------------------------------------------
+
+    @loads_weights
+    @torch.no_grad()
+    def prepare(
+        self, condition: TextCondition | Tensor | None, *, batch_size: int, guided: bool
+    ) -> MaskedImageState:
+        """Compute everything that depends on the condition only.
+
+        Raises:
+            TypeError, ValueError: as `check_condition`.
+        """
+        self.check_condition(condition, batch_size)
+        return self._state(*self.embed_condition(condition, batch_size, guided=guided), guided)
+
+    @loads_weights
+    @torch.no_grad()
+    def forward(self, state: MaskedImageState, tokens: Tensor, stage: int = 0) -> Tensor:
+        """Logits `[R, L, V]` of every slot, given `tokens [B, L, 1]` with the mask id where they are hidden."""
+        tokens = tokens[..., 0]
+        return self._scores(state, tokens.repeat(2, 1) if state.guided else tokens)
+
+    def _scores(self, state: MaskedImageState, tokens: Tensor) -> Tensor:
+        """The same for tokens `[R, L]`, with gradients."""
+        hidden = self._merge(self.tok_emb(tokens) + self.pos_emb.weight)  # [R, N, dim]
+        places = hidden.shape[1]
+        if self.config["registers"]:
+            hidden = torch.cat([hidden, self.reg_tokens.weight.expand(len(hidden), -1, -1)], 1)
+        words, mask = state.mask.shape[1], None
+        if words:
+            mask = F.pad(state.mask, (0, hidden.shape[1]), value=True)[:, None, None]
+        for block, modulation, keys in zip(self.blocks, state.modulations, state.words, strict=True):
+            hidden, _ = block(hidden, modulation, keys if words else None, mask)
+        hidden = self.last_norm.norm_final(self._split(hidden[:, :places]))
+        shift, scale = state.head_modulation.unbind(1)
+        logits = self.head(modulated(hidden, shift, scale), self.tok_emb.weight)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _merge(self, x: Tensor) -> Tensor:
+        """Tokens `[R, L, dim]` as places of the layers."""
+        if self.config["proj"] == 1:
+            return x
+        return self.in_proj(x.mT.unflatten(2, (self.grid.height, -1))).flatten(2).mT
+
+    def _split(self, x: Tensor) -> Tensor:
+        """Places of the layers as tokens `[R, L, dim]`."""
+        proj = self.config["proj"]
+        if proj == 1:
+            return x
+        maps = self.out_proj(x.mT.unflatten(2, (self.grid.height // proj, -1)))
+        return F.pixel_shuffle(maps, proj).flatten(2).mT
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def predictions(
+        self, tokens: Tensor, condition: TextCondition | Tensor | None, dropped: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[B, L, V]` of pictures `tokens [B, L]` with hidden tokens, with gradients.
+
+        `dropped`, bool [B]: rows whose condition is replaced by none.
+        """
+        embedded = self.embed_condition(condition, len(tokens), dropped=dropped)
+        return self._scores(self._state(*embedded, guided=False), tokens)

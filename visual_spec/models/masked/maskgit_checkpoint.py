@@ -1,0 +1,80 @@
+"""Official files of the Halton sampler's MaskGIT: read, check every key, build the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.masked.maskgit import PRESETS, MaskedImageTransformer
+
+_TIED = "head.weight"  # the official module has it twice: as the head and as the embedding
+
+
+def load_maskgit_checkpoint(
+    source: Source | Mapping[str, Tensor], *, num_heads: int | None = None, dtype: torch.dtype | None = None
+) -> MaskedImageTransformer:
+    """The transformer of an official file, such as `ImageNet_384_large.pth`, or of a state dict with its keys.
+
+    Its tokens are those of LlamaGen's class-conditional VQ-16, `vq_ds16_c2i.pt`.
+
+    Args:
+        source: the file, the result of `read_checkpoint`, or a state dict.
+        num_heads: of a size that is none of `PRESETS`, which cannot be read off the weights.
+        dtype: of the weights; None keeps that of the file.
+
+    Raises:
+        ValueError, OSError: as `read_checkpoint`; weights that are not MaskGIT's, a head that differs from the
+            embedding it is tied to, or keys that are missing, unexpected or mis-shaped, which are listed.
+    """
+    if isinstance(source, Mapping):
+        weights, name = plain_weights(source, "the state dict"), "the state dict"
+    else:
+        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
+        weights, name = dict(checkpoint.weights), str(checkpoint.path)
+    config = _read_config(weights, name, num_heads)
+    head = weights.pop(_TIED, None)
+    if head is not None and not torch.equal(head, weights["tok_emb.weight"]):
+        raise ValueError(
+            f"{name}: {_TIED} differs from tok_emb.weight, to which the official head is tied; this is another model."
+        )
+    with torch.device("meta"):
+        model = MaskedImageTransformer(**config)
+    return fill(model, weights, name, what=f"MaskGIT of {config}", dtype=dtype).eval()
+
+
+def _read_config(weights: Mapping[str, Tensor], name: str, num_heads: int | None) -> dict[str, Any]:
+    needed = ("tok_emb.weight", "pos_emb.weight", "cls_emb.weight", "head.bias")
+    absent = [key for key in needed if key not in weights]
+    if absent:
+        raise ValueError(
+            f"{name} is no MaskGIT of the Halton sampler: it lacks {', '.join(absent)}; pass the weights under "
+            "'model_state_dict' of an official file."
+        )
+    outputs, dim = weights["tok_emb.weight"].shape
+    length = weights["pos_emb.weight"].shape[0]
+    if round(length**0.5) ** 2 != length:
+        raise ValueError(f"{name} has {length} positions; a MaskGIT has a square of them.")
+    start = "transformer.layers."
+    layers = len({key[len(start) :].split(".")[0] for key in weights if key.startswith(start)})
+    if num_heads is None:
+        found = [p["num_heads"] for p in PRESETS.values() if (p["dim"], p["num_layers"]) == (dim, layers)]
+        if not found:
+            raise ValueError(
+                f"{name} has width {dim} and {layers} layers, and is none of the sizes {', '.join(PRESETS)}; pass "
+                "num_heads, which cannot be read off the weights."
+            )
+        num_heads = found[0]
+    return {
+        "vocab_size": outputs - 1,
+        "dim": dim,
+        "num_layers": layers,
+        "num_heads": num_heads,
+        "grid_size": round(length**0.5),
+        "proj": 2 if "in_proj.weight" in weights else 1,
+        "registers": len(weights["reg_tokens.weight"]) if "reg_tokens.weight" in weights else 0,
+        "num_classes": weights["cls_emb.weight"].shape[0] - 1,
+    }

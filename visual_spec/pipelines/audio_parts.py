@@ -1,0 +1,220 @@
+"""The components of a music pipeline: what fits together, what they say about clips, and the models of a window."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from einops import repeat
+from transformers import (
+    EncodecModel,
+    MusicgenForCausalLM,
+    MusicgenForConditionalGeneration,
+    MusicgenMelodyForConditionalGeneration,
+    PreTrainedTokenizerBase,
+    T5EncoderModel,
+)
+
+from visual_spec.models.columns.encodec import check_codec
+from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
+from visual_spec.models.columns.musicgen_modules import MusicgenModules
+from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.core.calls import COLUMNS, MASKED
+from visual_spec.models.core.offload import at_hand
+from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.sampler_text import saved_sampler
+from visual_spec.samplers.core.law import TokenLaw
+
+
+class AudioParts(VisualPipeline):
+    """The components of an `AudioPipeline`, which says what they are.
+
+    Raises:
+        TypeError, ValueError: as `AudioPipeline`.
+    """
+
+    model_cpu_offload_seq = "text_encoder->drafter->transformer"
+    # A clip that is streamed is heard while it is decoded.
+    _exclude_from_cpu_offload = ["codec"]
+    _optional_components = ["codec", "text_encoder", "tokenizer", "drafter"]
+    _callback_tensor_inputs = ["lengths"]
+    _fitting_drafter = (
+        "a ColumnEagleDrafter trained for this model (python -m visual_spec.training.column_drafter)"
+    )
+
+    transformer: Any
+    codec: Any
+    text_encoder: Any
+    tokenizer: Any
+
+    def __init__(
+        self,
+        transformer: MusicgenForCausalLM
+        | MusicgenForConditionalGeneration
+        | MusicgenMelodyForConditionalGeneration
+        | None,
+        codec: EncodecModel | None,
+        text_encoder: CaptionEncoder | T5EncoderModel | None,
+        sampler: SchedulerMixin | None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        default_guidance_scale: float = 3.0,
+        default_top_k: int = 0,
+        max_audio_length_in_s: float = 30.0,
+        pattern: str = "delay",
+        padding: str = "masked",
+        default_temperature: float = 1.0,
+        default_top_p: float = 1.0,
+        masked: bool = False,
+        reach: int | None = 5,
+        drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
+    ):
+        super().__init__()
+        self.register_modules(
+            transformer=transformer,
+            codec=codec,
+            text_encoder=text_encoder,
+            sampler=sampler,
+            tokenizer=tokenizer,
+            drafter=drafter,
+        )
+        self.register_to_config(
+            default_guidance_scale=default_guidance_scale,
+            default_top_k=default_top_k,
+            max_audio_length_in_s=max_audio_length_in_s,
+            pattern=pattern,
+            padding=padding,
+            default_temperature=default_temperature,
+            default_top_p=default_top_p,
+            masked=masked,
+            reach=reach,
+        )
+        self._check_parts()
+
+    # -- what the parts are --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler.
+
+        A model of columns decodes plainly by default: no sampler of the same law has been faster by the clock
+        (docs/RESULTS.md, "Music").
+        """
+        masked = bool(settings.get("masked"))
+        return PipelineFacts(
+            medium="audio",
+            unit="columns",
+            calls=(MASKED,) if masked else (COLUMNS,),
+            plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
+            fast_sampler="masked" if masked else "columns",
+            default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
+            comparable=not masked,
+        )
+
+    @property
+    def _fills_in(self) -> bool:
+        """Whether the model fills in hidden codes, rather than going on."""
+        return MASKED in self.calls
+
+    def _check_parts(self) -> None:
+        if self.transformer is None:
+            return  # it encodes prompts
+        modules = MusicgenModules(self._model, self.config["padding"])
+        pattern = self.config["pattern"]
+        CodebookPattern.named(pattern, modules.num_codebooks)  # refuses unknown ones
+        if self._codec is None:
+            raise ValueError("codec is None; pass the EncodecModel that the transformer was trained on.")
+        check_codec(self._codec)
+        books = len(self._codec.quantizer.layers) * self.channels
+        size = self._codec.config.codebook_size
+        if (modules.num_codebooks, modules.vocab_size) != (books, size):
+            raise ValueError(
+                f"the transformer predicts {modules.num_codebooks} codebooks of {modules.vocab_size} codes, but the "
+                f"codec has {books} of {size}; load both from the same model."
+            )
+        if not self.max_frames >= 1:
+            raise ValueError(
+                f"max_audio_length_in_s={self.config['max_audio_length_in_s']}; pass the length that the model was "
+                f"trained on, at least one frame of {1 / self.frame_rate:g} s."
+            )
+
+    @property
+    def _model(self) -> Any:
+        return getattr(
+            self.transformer, "_orig_mod", self.transformer
+        )  # the decoder's parts are run, not `forward`
+
+    @property
+    def _codec(self) -> Any:
+        return getattr(self._model, "audio_encoder", None) if self.codec is None else self.codec
+
+    @property
+    def channels(self) -> int:
+        """1, or 2 of a stereo model."""
+        config = self._model.config
+        return getattr(config, "decoder", config).audio_channels
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples per second."""
+        return self._codec.config.sampling_rate
+
+    @property
+    def samples_per_frame(self) -> int:
+        """Samples that a frame of codes becomes."""
+        return math.prod(self._codec.config.upsampling_ratios)
+
+    @property
+    def frame_rate(self) -> float:
+        """Frames of codes per second."""
+        return self.sampling_rate / self.samples_per_frame
+
+    @property
+    def max_frames(self) -> int:
+        """Frames of the longest clip that is played in one go."""
+        return round(self.config["max_audio_length_in_s"] * self.frame_rate)
+
+    def make_law(self, guidance_until: int | None = None, **settings: float | None) -> TokenLaw:
+        """The law of a code.
+
+        Args:
+            settings: guidance_scale, temperature, top_k, top_p; None is the default of this model.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        return TokenLaw(guidance_until=guidance_until, **self._chosen(**settings))
+
+    def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
+        if self._fills_in:
+            settings = {"padding": self.config["padding"], "reach": self.config["reach"]}
+            return MagnetModel(self._model, num_frames, **settings)
+        return self._columns_of(self._model, num_frames, prompt_frames)
+
+    def _window_drafter(self, num_frames: int, prompt_frames: int) -> Any:
+        if isinstance(self.drafter, ColumnEagleDrafter):
+            return self.drafter
+        return self._columns_of(self.drafter, num_frames, prompt_frames)
+
+    def _columns_of(self, model: Any, num_frames: int, prompt_frames: int) -> MusicgenColumnModel:
+        settings: dict[str, Any] = {"padding": self.config["padding"]}
+        if (
+            self.config["pattern"] != "delay"
+        ):  # which is that of the model: of stereo, both channels lag alike
+            books = MusicgenModules(model).num_codebooks
+            settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
+        return MusicgenColumnModel(model, num_frames, prompt_frames=prompt_frames, **settings)
+
+    def sampler_parts(self) -> dict[str, Any]:
+        """What the sampler asks for beside the model: a drafter for each window, the codes of each codebook."""
+        if getattr(self.sampler, "needs_drafter", False):
+            return {"make_drafter": self._window_drafter}
+        if not getattr(self.sampler, "needs_codebook", False):
+            return {}
+        with at_hand(self._codec):
+            books = torch.stack([layer.codebook.embed for layer in self._codec.quantizer.layers])
+        # Both channels of stereo use the codec's codebooks, and their codes of one level stand side by side.
+        return {"codebook": repeat(books, "k v d -> (k c) v d", c=self.channels)}

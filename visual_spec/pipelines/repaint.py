@@ -1,0 +1,130 @@
+"""What a picture that is given leaves to draw: its tokens, hidden where a mask or a share of chance says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from visual_spec.models.core.offload import at_hand
+from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
+
+Picture = Image.Image | np.ndarray | Tensor
+Pictures = Picture | Sequence[Picture]
+
+
+def check_repainting(
+    size: tuple[int, int], image: Pictures | None, mask: Pictures | None, strength: float | None, count: int
+) -> None:
+    """Refuse what cannot be repainted, before any computation.
+
+    Args:
+        size: height and width of the model's pictures.
+        image, mask, strength: as `known_tokens`.
+        count: pictures that are drawn from different prompts or classes.
+
+    Raises:
+        ValueError: a mask or strength without an image, an image with neither, another size than the model's, another
+            number of images than 1 or `count`, or a strength outside of (0, 1].
+        TypeError: something that is no picture.
+    """
+    if image is None:
+        for name, value in (("mask", mask), ("strength", strength)):
+            if value is not None:
+                raise ValueError(f"{name} given without image; pass the picture whose tokens are to stay.")
+        return
+    if mask is None and strength is None:
+        raise ValueError(
+            "image given without mask and strength; pass a mask, white where it is to be painted anew, or a strength "
+            "for a variation of it."
+        )
+    if strength is not None and not 0 < strength <= 1:
+        raise ValueError(
+            f"strength={strength}; pass the share of tokens to draw anew, above 0 and at most 1."
+        )
+    for name, value in (("image", image), ("mask", mask)):
+        if value is None:
+            continue
+        found = _listed(value)
+        if len(found) not in (1, count):
+            raise ValueError(
+                f"{len(found)} pictures as {name} for {count} prompts or classes; pass 1 or {count}."
+            )
+        for picture in found:
+            own = _pixels(picture, name).shape[-2:]
+            if tuple(own) != size:
+                raise ValueError(
+                    f"{name} of {own[0]} x {own[1]} pixels, but this model draws {size[0]} x {size[1]}; resize it, or "
+                    "place it on a canvas of that size and mask the rest."
+                )
+
+
+def known_tokens(
+    pipe: Any,
+    image: Pictures,
+    mask: Pictures | None,
+    strength: float | None,
+    *,
+    count: int,
+    each: int,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+) -> Tensor:
+    """Return what a `MaskedSampler` takes as `given`: long [count * each, L], the mask id where a token is drawn.
+
+    Args:
+        pipe: a `TokenImagePipeline` of a masked model.
+        image: one picture, or one for each prompt: PIL, numpy [H, W, 3] (uint8, or floats in [0, 1]), or a tensor
+            [3, H, W] in [0, 1].
+        mask: white, 1 or True where it is painted anew: PIL, numpy or tensor [H, W]. A token is drawn if the mask
+            touches its patch. None: everywhere.
+        strength: the share of these tokens that is drawn, chosen at random; None: all.
+        count, each: prompts or classes, and the pictures of each.
+        generator: of the draws; chooses the tokens too.
+    """
+    vq_model, grid = pipe.vq_model, pipe.transformer.grid
+    device = pipe.transformer.device
+    with at_hand(vq_model):
+        weights = next(vq_model.parameters())
+        pictures = torch.stack([_pixels(picture, "image") for picture in _listed(image)])
+        tokens = vq_model.encode_tokens((2 * pictures - 1).to(weights.device, weights.dtype)).to(device)
+    drawn = torch.ones(1, grid.num_tokens, dtype=torch.bool)
+    if mask is not None:
+        white = torch.stack([_pixels(picture, "mask") for picture in _listed(mask)])  # [M, 1, H, W]
+        drawn = (F.max_pool2d(white, vq_model.patch_size) > 0.5).flatten(1)  # [M, L]
+    tokens, drawn = (part.to(device).expand(count, -1).repeat_interleave(each, 0) for part in (tokens, drawn))
+    if strength is not None:
+        keys = draw_keys(generator, count * each)
+        slots = torch.arange(grid.num_tokens, device=device).expand(count * each, -1)
+        chance = CounterNoise(keys, device).uniform(slots, CHOICE).masked_fill(~drawn, math.inf)
+        most = (drawn.sum(1) * strength).ceil()
+        drawn = drawn & (chance.argsort(1).argsort(1) < most[:, None])
+    return torch.where(drawn, pipe.transformer.mask_id, tokens)
+
+
+def _listed(pictures: Pictures) -> list[Picture]:
+    return list(pictures) if isinstance(pictures, list | tuple) else [pictures]  # pyright: ignore
+
+
+def _pixels(picture: Any, name: str) -> Tensor:
+    """A picture as float [3, H, W] in [0, 1], or a mask as [1, H, W]."""
+    masks = name == "mask"
+    if isinstance(picture, Image.Image):
+        picture = np.asarray(picture.convert("L" if masks else "RGB"))
+    if isinstance(picture, np.ndarray):
+        picture = torch.tensor(picture)
+        if picture.ndim == 3 and not masks:
+            picture = picture.permute(2, 0, 1)
+    if not isinstance(picture, Tensor):
+        raise TypeError(f"{name} is a {type(picture).__name__}; pass a PIL picture, an array or a tensor.")
+    if masks and picture.ndim == 2:
+        picture = picture[None]
+    if picture.ndim != 3 or picture.shape[0] != (1 if masks else 3):
+        wanted = "[H, W]" if masks else "[H, W, 3] as an array, [3, H, W] as a tensor"
+        raise ValueError(f"{name} has the shape {tuple(picture.shape)}; pass {wanted}.")
+    return picture.float() / (255 if picture.dtype == torch.uint8 else 1)

@@ -1,0 +1,136 @@
+"""What accelerated speech models share: the functions hung on them, and the record of a `generate`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.samplers.core.graph import AUTO, RecordedFunction, wants_graph
+from visual_spec.samplers.core.trace import Stopwatch
+
+GENERATE, FORWARD = "generate", "forward"
+
+
+@dataclass
+class SpeechTrace:
+    """What a `generate` of an accelerated model cost.
+
+    Attributes:
+        model: class name of the model.
+        latents: long [B], those of each sample.
+        language_calls: calls of the language model, prefill included; those of a compiled model are not counted.
+        head_calls: evaluations of the head, each of all rows that speak.
+        seconds: wall time of `generate`.
+        phase_seconds: seconds of "language", "head", and "rest": the codec, and `generate` itself.
+    """
+
+    model: str
+    latents: Tensor
+    language_calls: int
+    head_calls: int
+    seconds: float
+    phase_seconds: dict[str, float]
+
+    def summary(self) -> str:
+        """Return one line: latents, calls, time, and what the latents are."""
+        return (
+            f"{self.model}: {int(self.latents.sum())} latents in {len(self.latents)} samples, {self.language_calls} "
+            f"calls of the language model, {self.head_calls} of the head, {self.seconds:.2f} s, the latents of its own "
+            "generate up to rounding"
+        )
+
+
+@dataclass
+class Run:
+    """What one `generate` has done so far."""
+
+    graphs: bool
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    latents: Tensor | None = None
+    language_calls: int = 0
+    head_calls: int = 0
+
+
+class SpeechModel:
+    """An accelerated model: the functions hung on it. Outside of `generate` they do what the model's own do."""
+
+    replaces: Sequence[str] = (GENERATE, FORWARD)
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.plain = {name: getattr(model, name) for name in self.replaces}
+        self.run: Run | None = None
+        self.loops: dict[Any, RecordedFunction] = {}
+
+    def hang(self) -> None:
+        """Replace the model's functions. `generate` reads the signatures of some, so they stay what they were."""
+        own = self.model.__dict__
+        for name, plain in self.plain.items():
+            own[name] = functools.update_wrapper(functools.partial(getattr(self, name)), plain)
+        own["last_trace"] = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if self.run is not None:  # one that `generate` calls itself
+            return self.plain[GENERATE](*args, **kwargs)
+        self.run = run = Run(wants_graph(AUTO, self.model))
+        self.begin()
+        result = None
+        try:
+            result = self.plain[GENERATE](*args, **kwargs)
+        finally:
+            self.run = None
+            self.end(result)
+        run.watch.lap("rest", self.model.device)
+        seconds, phases = run.watch.read()
+        self.model.__dict__["last_trace"] = SpeechTrace(
+            type(self.model).__name__,
+            self.count_latents(run, result),
+            run.language_calls,
+            run.head_calls,
+            seconds,
+            phases,
+        )
+        return result
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = torch.compiler.is_compiling()
+        return (self.plain[FORWARD] if compiled or self.run is None else self.call)(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, counted and timed."""
+        run = self.run
+        assert run is not None
+        run.watch.lap("rest", self.model.device)
+        outputs = self.plain[FORWARD](*args, **kwargs)
+        run.watch.lap("language", self.model.device)
+        run.language_calls += 1
+        return outputs
+
+    def begin(self) -> None:
+        """A `generate` begins."""
+
+    def end(self, result: Any) -> None:
+        """It ended with a result, or failed with None."""
+
+    def count_latents(self, run: Run, result: Any) -> Tensor:
+        """Latents of each sample, long [B] on the CPU."""
+        raise NotImplementedError
+
+    def solve(self, head: Any, key: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """A latent: the function of the inputs, recorded where that is possible.
+
+        Args:
+            head: the module whose weights the function reads.
+            key: what the function depends on beside these and the inputs.
+        """
+        assert self.run is not None
+        if not self.run.graphs:
+            return function(*inputs)
+        if key not in self.loops:
+            self.loops[key] = RecordedFunction(head, function)
+        return self.loops[key](*inputs)

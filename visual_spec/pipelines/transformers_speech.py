@@ -1,0 +1,115 @@
+"""Speed up a speech model of transformers that the user already has, and undo it.
+
+    model = VibeVoiceForConditionalGeneration.from_pretrained(...)
+    visual_spec.accelerate(model)
+    audio = model.generate(**processor(...), max_new_tokens=400)
+
+As `visual_spec.pipelines.transformers_models` for images: `accelerate` hangs functions on the object and touches
+nothing else. `generate` stays the model's own, with every setting it takes; the functions that it calls are replaced.
+For the same noise the latents are the same, up to rounding: products of more rows round differently.
+
+A guided `generate` of VibeVoice reads all weights of the language model three times a latent: for the prompt with its
+audio, for the audio alone, and for the text guidance that `generate` puts on the token. It reads those of the head ten
+times. Here:
+
+* One call of the language model serves all three texts (`JoinedCache`). The text of audio alone moves on only in steps
+  that yield audio, so its part of other calls is not kept. It starts anew with every piece of audio; if another sample
+  of the batch speaks in that very step, the text of audio alone is called by itself once more. Without guidance
+  (scale 1) the prompt's text alone is called: the others change nothing.
+* The head's modulations of all steps are one product before its loop, and guidance rows share what they have in common.
+* The solver is read off the scheduler once (`read_solver`). On a GPU the whole loop is recorded as a CUDA graph.
+
+Two things stay as they are. Calls of the language model: where the cache is not dynamic (static, quantised,
+offloaded), is not used or has sliding layers, and where attention is neither "sdpa" nor "eager". Steps of the solver:
+where the scheduler is of another class than `DPMSolverMultistepScheduler`, draws noise in its steps, or clips by
+thresholding. The head is split for these schedulers, too.
+
+PocketTTS makes one call of the language model a latent as it is. Its head is split, and its loop recorded.
+
+No speculation is offered, because both solvers are deterministic: the only randomness of a latent is the noise it
+starts from, so no later draw is left by which a draft could be accepted.
+
+Checked with transformers 5.17, 5.20, 5.22 and 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from visual_spec.pipelines.speech_model import SpeechModel
+from visual_spec.pipelines.speech_pocket import PocketTTS
+from visual_spec.pipelines.speech_vibevoice import VibeVoice
+from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, put_plain_back, unwrapped
+
+MODELS: dict[str, type[SpeechModel]] = {
+    "VibeVoiceForConditionalGeneration": VibeVoice,
+    "PocketTTSForConditionalGeneration": PocketTTS,
+}
+FAST_SAMPLER = None  # nothing to choose: all that is done is exact
+
+
+def is_speech_model(model: Any) -> bool:
+    """Whether it is a model of transformers that speaks, of a supported class or not."""
+    names = [
+        kind.__name__
+        for kind in type(unwrapped(model)).__mro__
+        if kind.__module__.startswith("transformers.")
+    ]
+    return any(name.startswith(("VibeVoice", "PocketTTS")) for name in names)
+
+
+def accelerate(model: Any, sampler: Any = None) -> Any:
+    """Have a VibeVoice or PocketTTS of transformers make fewer calls for the same latents.
+
+    The model's `generate` gives `last_trace`, a `SpeechTrace`. Accelerating twice changes nothing.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: another model, a sampler (these models need none), or a release of transformers whose `generate` has
+            other parts.
+    """
+    given, model = model, unwrapped(model)
+    kind = _kind_of(model)
+    if kind is None:
+        raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {' or a '.join(MODELS)}.")
+    if sampler is not None:
+        raise TypeError(
+            f"{type(sampler).__name__} given; a {type(model).__name__} takes no sampler, because its solver draws no "
+            "noise by which a draft could be accepted. Pass the model alone."
+        )
+    missing = [name for name in kind.replaces if not hasattr(model, name)]
+    if missing:
+        import transformers
+
+        raise TypeError(
+            f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; use a "
+            "release from 5.17 to 5.23."
+        )
+    if PLAIN not in model.__dict__:
+        keep_plain(model, (*kind.replaces, "last_trace"))
+        kind(model).hang()
+    return given
+
+
+def restore(model: Any) -> Any:
+    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same model."""
+    kind = _kind_of(unwrapped(model))
+    if kind is not None:
+        put_plain_back(unwrapped(model), (*kind.replaces, "last_trace"))
+    return model
+
+
+def summary(model: Any) -> str:
+    """One line on what the last `generate` of an accelerated model cost."""
+    model = unwrapped(model)
+    if PLAIN not in model.__dict__:
+        return f"{type(model).__name__}: not accelerated"
+    trace = model.last_trace
+    return trace.summary() if trace is not None else f"{type(model).__name__}: nothing generated yet"
+
+
+def _kind_of(model: Any) -> type[SpeechModel] | None:
+    names = {parent.__name__ for parent in type(model).__mro__}
+    return next((kind for name, kind in MODELS.items() if name in names), None)

@@ -1,0 +1,146 @@
+"""Plain decoding of continuous tokens: a chain of the head for each token, given all tokens of earlier calls.
+
+A masked model (MAR: Li et al. 2024, section 3.4) fills its slots in random, raster or given order; a call fills several
+of them, as many as the published cosine schedule says. A causal model draws one token a call, in its own order.
+
+Fewer calls, fewer levels, and levels that fall from call to call (DiSA: Zhao et al. 2025, section 3) are settings: each
+changes the law, and none is measured against another here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from visual_spec.models.core.fill_order import hidden_after
+from visual_spec.models.core.latents import ChainSettings
+from visual_spec.samplers.core import trunks
+from visual_spec.samplers.core.base import Run
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.graph import AUTO, check_graph, wants_graph
+from visual_spec.samplers.core.latent_base import LatentSampler, LatentState
+
+# Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
+_ROOM = 64
+
+
+class CallShape(NamedTuple):
+    """What a call's tensors depend on: one graph is recorded for each.
+
+    Attributes:
+        count: N, tokens that it draws for a sample.
+        room: of a masked model, known tokens that it has room for.
+        levels: T, of the chains.
+    """
+
+    count: int
+    room: int
+    levels: int
+
+
+@dataclass
+class PlainState(LatentState):
+    """A `LatentState` with the shape of the next call."""
+
+    width: CallShape
+
+
+class ContinuousSampler(LatentSampler):
+    """Draws the tokens of each call by the head's chain.
+
+    Args:
+        steps: calls of a masked model, at most one a token; None: one a token. A causal model has no choice.
+        order: of a masked model: "random", "raster", or all places of the grid, each once; None: random.
+        guidance: "linear", growing with the share of slots that are filled, as published, or "constant".
+        head_steps, eta, final_noise: of the chain of a token (`ChainSettings`); None: the model's own.
+        last_head_steps: levels of the chains of the last call; they fall evenly to it from `head_steps`, those of the
+            first call (DiSA: Zhao et al. 2025, section 3, from 50 to 5). None: all calls have `head_steps`.
+        graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible.
+
+    A call takes the `law`'s guidance scale and temperature; the temperature multiplies the noise of the chain's steps,
+    or, if the chain is deterministic, its start. It returns tokens float [B, L, d] in raster order, with a
+    `LatentTrace`. Noise belongs to a sample, a place and a level, so a token depends on no batch.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    promise = "identical"
+
+    @register_to_config
+    def __init__(
+        self,
+        steps: int | None = None,
+        order: str | Sequence[int] | None = None,
+        guidance: str = "linear",
+        head_steps: int | None = None,
+        eta: float | None = None,
+        final_noise: float | None = None,
+        last_head_steps: int | None = None,
+        graph: bool | str = AUTO,
+    ) -> None:
+        self._check_law_settings()
+        if last_head_steps is not None:
+            try:
+                ChainSettings(last_head_steps)
+            except ValueError as error:
+                raise ValueError(f"last_{error}") from None
+        check_graph(graph)
+
+    def num_steps(self, model: Any) -> int:
+        return model.grid.num_tokens if self.config.steps is None else self.config.steps
+
+    def check_model(self, model: Any) -> None:
+        super().check_model(model)
+        steps = self.config.steps
+        if steps is not None and trunks.is_causal(model):
+            raise ValueError(
+                f"steps={steps} given, but a causal model draws one token a call; leave steps out."
+            )
+        if steps is not None:
+            hidden_after(model.grid.num_tokens, steps)  # refuses another number
+
+    def num_calls(self, run: Run) -> int:
+        return self.num_steps(run.model) - 1  # `prepare` makes the first
+
+    def chain_lengths(self, model: Any) -> list[int]:
+        """Levels of the chains of each call."""
+        calls, first = self.num_steps(model), self.chain_settings(model.chain).head_steps
+        last = self.config.get("last_head_steps") or first  # a method built on this one may not have it
+        return [round(first + (last - first) * call / max(1, calls - 1)) for call in range(calls)]
+
+    def shapes(self, model: Any) -> list[CallShape]:
+        """The shape of each call of a decode, the first included."""
+        edges = trunks.step_edges(model.grid.num_tokens, self.num_steps(model))
+        unit = _ROOM if wants_graph(self.config.get("graph", False), model) else 1
+        rooms = [
+            0 if trunks.is_causal(model) else min(-(-known // unit) * unit, edges[-1]) for known in edges
+        ]
+        counts = [end - first for first, end in zip(edges, edges[1:], strict=False)]
+        return [CallShape(*one) for one in zip(counts, rooms, self.chain_lengths(model), strict=False)]
+
+    def chain_levels(self, state: PlainState) -> int:
+        return state.width.levels
+
+    def prepare(self, run: Run) -> PlainState:
+        shape = self.shapes(run.model)[0]
+        return self.open(run, PlainState, scratch=0, first=shape.count, width=shape)
+
+    def paced(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
+        shapes = iter(self.shapes(run.model)[1:])
+
+        def call() -> None:
+            state.width = next(shapes)
+            advance()
+
+        return call
+
+    def step(self, run: Run, state: PlainState) -> None:
+        count, room, _ = state.width
+        state.round += 1
+        z = trunks.step_conditions(
+            run.model, state.cache, state.tokens, state.places, state.lengths, count, room
+        )
+        run.lap("model")
+        self.draw_plainly(run, state, z)
