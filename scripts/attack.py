@@ -9,6 +9,7 @@ python scripts/attack.py --share 0.02 --kills 1 --seed 1
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -47,13 +48,16 @@ def main() -> int:
 
 
 def attack(folder: Path, arguments: argparse.Namespace, table: dict, failures: list) -> None:
+    import pytest
+
     from tests.attack import inputs, kills, outcome
 
-    ground = inputs.Ground(folder / "ground")
+    ground = inputs.Ground(folder / "ground", pytest.MonkeyPatch())
     for number, case in enumerate(inputs.cases(ground, arguments.seed, arguments.share)):
         if arguments.only not in (None, case.kind):
             continue
         found = outcome.attempt(case, folder / str(number))
+        shutil.rmtree(folder / str(number))
         table.setdefault(case.kind, Counter())[found.what] += 1
         if found.what not in (outcome.REFUSED, outcome.ACCEPTED):
             failures.append(

@@ -23,11 +23,15 @@ MAKE = {"pictures": tiny_pipeline, "scales": tiny_scale_pipeline, "music": tiny_
 
 
 class Ground:
-    """The undamaged things, made once in a folder."""
+    """The undamaged things, made once in a folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        patch: makes the tiny official sizes known.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        add_tiny_presets(pytest.MonkeyPatch())
+        add_tiny_presets(patch)
         for name, make in MAKE.items():
             make().save_pretrained(folder / name)
         official = folder / "official"
