@@ -1,7 +1,7 @@
 """Samplers of continuous tokens on models whose laws are known, and what a broken rule looks like to the same tests.
 
-The reference is the target's chain written out (`straight_chain`). Distances are over what samples of one law exceed once
-in a thousand runs, so 1 is the limit.
+The reference is the target's chain written out (`straight_chain`). Distances are over what samples of one law exceed
+once in a thousand runs, so 1 is the limit.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def test_a_causal_pair_hangs_together_whoever_drafts():
 
 
 def last_kernel(monkeypatch: Any, sampler: Any, target: Any, draft: Any, count: int) -> float:
-    """How far the last innovation of slot 1, (token - mean) / width given the target's own last point, is from normal."""
+    """How far the last innovation of slot 1, (token - mean) / width given the target's last point, is from normal."""
     seen = []
     kernel = Chains.kernel
 

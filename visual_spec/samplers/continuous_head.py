@@ -1,10 +1,10 @@
 """Speculation inside the head: several levels of a token's chain by one call of the head, with the same law.
 
-The chain of a token is sequential: 100 calls of a small network that each wait for the last. But what the head foretells
-hardly changes from level to level. So a few levels are drafted with the prediction of the last call, and one call scores
-all points of the draft side by side (De Bortoli et al. 2025, sections 3.1 and 3.2, "frozen" drafts; coupled by reflection,
-algorithm 3). Each point is kept with probability min(1, target / draft) and else replaced, so every point follows the law
-of its level.
+The chain of a token is sequential: 100 calls of a small network that each wait for the last. But what the head
+foretells hardly changes from level to level. So a few levels are drafted with the prediction of the last call, and one
+call scores all points of the draft side by side (De Bortoli et al. 2025, sections 3.1 and 3.2, "frozen" drafts; coupled
+by reflection, algorithm 3). Each point is kept with probability min(1, target / draft) and else replaced, so every
+point follows the law of its level.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class HeadSpeculativeSampler(ContinuousSampler):
         settings = self.chain_settings(model.chain)
         if model.schedule(settings.head_steps, settings.eta).deterministic:
             raise ValueError(
-                f"the steps of this chain add no noise (eta={settings.eta}), so no drafted point could be kept; set eta "
-                "above 0, such as 1, of this sampler and of plain decoding, or decode plainly."
+                f"the steps of this chain add no noise (eta={settings.eta}), so no drafted point could be kept; set "
+                "eta above 0, such as 1, of this sampler and of plain decoding, or decode plainly."
             )
 
     def draw(self, run: Run, state: LatentState, z: Tensor, slots: Tensor) -> Tensor:

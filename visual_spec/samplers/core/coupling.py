@@ -1,7 +1,7 @@
 """Couplings of normal laws: turn a draw from one law into a draw from another that is equal as often as possible.
 
-All laws have diagonal covariances. Points, means and standard deviations are `[B, N, d]`; a standard deviation of 0 is a
-law with all its mass on one point.
+All laws have diagonal covariances. Points, means and standard deviations are `[B, N, d]`; a standard deviation of 0 is
+a law with all its mass on one point.
 """
 
 from __future__ import annotations

@@ -103,6 +103,6 @@ def check_drafts(tokens: Tensor, tested: Tensor, places: Tensor) -> None:
     if len(bad):
         row, column = bad[0].tolist()
         raise FloatingPointError(
-            f"in the drafter: its token of place {int(places[row, column])} is not finite. Check its weights, or run it "
-            "in float32 or bfloat16 if it overflows in float16."
+            f"in the drafter: its token of place {int(places[row, column])} is not finite. Check its weights, or run "
+            "it in float32 or bfloat16 if it overflows in float16."
         )

@@ -191,8 +191,8 @@ class PathRule(WholeRule):
 
 
 class OdeRule(WholeRule):
-    """A chain without noise: a token's own density is known (`flow_density`), so the test is that of discrete tokens and
-    keeps as much as any rule can."""
+    """A chain without noise: a token's own density is known (`flow_density`), so the test is that of discrete tokens
+    and keeps as much as any rule can."""
 
     final_noise = False
     steps = "none"
@@ -240,8 +240,8 @@ class CspdRule(Rule):
     """The published criterion (Wang et al. 2024, continuous speculative decoding, section 3): both chains share their
     noise up to the last level, whose two laws are compared, times a factor for the widths of the levels before.
 
-    Conditional on the shared noise the last law is the target's own, so without that factor the test would be exact. With
-    it, what is accepted and what replaces the rest are no longer normalised alike.
+    Conditional on the shared noise the last law is the target's own, so without that factor the test would be exact.
+    With it, what is accepted and what replaces the rest are no longer normalised alike.
     """
 
     lossless = False
@@ -272,11 +272,11 @@ class CspdRule(Rule):
 class CspdReleaseRule(Rule):
     """What the published code does. The target scores all drafts of a block given what was known before the block; a
     refused one is replaced in place, and what was drafted behind it stays. Drafts have no noise of the last level, and
-    are tested there with its width taken 42 times as large, and with the inverse of the published factor. A residual that
-    finds nothing in 100 tries leaves zeros.
+    are tested there with its width taken 42 times as large, and with the inverse of the published factor. A residual
+    that finds nothing in 100 tries leaves zeros.
 
-    `moved` counts every kept draft whole: it is a point, of which the target's law has no mass. What the missing context
-    does comes on top.
+    `moved` counts every kept draft whole: it is a point, of which the target's law has no mass. What the missing
+    context does comes on top.
     """
 
     lossless = False

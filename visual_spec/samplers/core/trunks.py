@@ -1,8 +1,8 @@
 """Conditions of the slots that come next, from models of both kinds: causal with a cache, and masked without.
 
 A slot counts tokens in the order of decoding; its place is where it stands on the grid. A context is the tokens of all
-earlier slots. A causal model scores several contexts in one call, because each token of a window sees those before it. A
-masked model sees tokens both ways, so each context is a row of its own of one batched call.
+earlier slots. A causal model scores several contexts in one call, because each token of a window sees those before it.
+A masked model sees tokens both ways, so each context is a row of its own of one batched call.
 """
 
 from __future__ import annotations
