@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "visual_spec"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-MEGABYTE = 1_000_000
+MEBIBYTE = 2**20
 
 
 def packaged() -> list[Path]:
@@ -30,8 +30,8 @@ def test_every_file_of_the_package_is_in_the_wheel():
 def test_the_wheel_is_small_and_holds_nothing_twice():
     files = packaged()
     assert not [path for path in files if path.is_symlink()], "a wheel holds a copy of what a link points to"
-    # As a wheel holds them, compressed.
-    assert sum(len(zlib.compress(path.read_bytes(), 6)) for path in files) < 45.5 * MEGABYTE
+    packed = sum(len(zlib.compress(path.read_bytes(), 1)) for path in files)
+    assert packed < 45 * MEBIBYTE
     same = defaultdict(list)
     for path in files:
         if path.stat().st_size > 10_000:
@@ -53,13 +53,16 @@ def test_the_source_distribution_holds_what_it_is_tested_and_trained_with():
 def test_what_trains_is_in_the_package_and_its_scripts_are_thin():
     for script in (ROOT / "scripts").glob("train_*.py"):
         text = script.read_text()
+        if "import visual_spec.eval" in text or "from visual_spec.eval" in text:
+            continue  # it judges what it trained, which no trainer does: `eval` stands above `training`
         (module,) = re.findall(r"^from visual_spec\.training\.(\w+) import main$", text, re.MULTILINE)
         assert f"python -m visual_spec.training.{module}" in text and len(text.splitlines()) < 10
         source = (PACKAGE / "training" / f"{module}.py").read_text()
         assert "\ndef main() -> None:" in source and 'if __name__ == "__main__":\n    main()' in source
     for path in packaged():
         if path.suffix == ".py":  # what a user of a wheel is told to run is there
-            assert "scripts/train" not in path.read_text(), path
+            told = [line for line in path.read_text().splitlines() if "scripts/train" in line.split("#")[0]]
+            assert not told, path
 
 
 def test_every_lower_bound_is_stated():
