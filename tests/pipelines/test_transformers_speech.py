@@ -416,6 +416,6 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     monkeypatch.delattr(
         "transformers.models.vibevoice.generation_vibevoice.VibeVoiceGenerationMixin._sample_audio_latent"
     )
-    with pytest.raises(TypeError, match="has no _sample_audio_latent; use a release from 5.17"):
+    with pytest.raises(TypeError, match="has no _sample_audio_latent; use a release from 5.20"):
         visual_spec.accelerate(model)
     assert "last_trace" not in vars(model) and PAD == 0

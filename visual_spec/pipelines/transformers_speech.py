@@ -29,7 +29,7 @@ PocketTTS makes one call of the language model a latent as it is. Its head is sp
 No speculation is offered, because both solvers are deterministic: the only randomness of a latent is the noise it
 starts from, so no later draw is left by which a draft could be accepted.
 
-Checked with transformers 5.17, 5.20, 5.22 and 5.23.
+Checked with transformers 5.20 (VibeVoice), 5.22 and 5.23.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def accelerate(model: Any, sampler: Any = None) -> Any:
 
         raise TypeError(
             f"{type(model).__name__} of transformers {transformers.__version__} has no {', '.join(missing)}; use a "
-            "release from 5.17 to 5.23."
+            "release from 5.20 to 5.23."
         )
     if PLAIN not in model.__dict__:
         keep_plain(model, (*kind.replaces, "last_trace"))
