@@ -8,6 +8,7 @@ from typing import Any
 
 from visual_spec.pipelines.components import resolved
 
+SHARED = "shared.json"
 WEIGHTS_FOLDER = Path(__file__).parent.parent / "models" / "weights"
 
 
@@ -43,7 +44,7 @@ def part_folder(folder: Path, part: str) -> Path:
 
 def shared_parts(folder: Path) -> dict[str, str]:
     """The components of a pipeline whose files are in the folder of another one: {component: name of the folder}."""
-    path = folder / "shared.json"
+    path = folder / SHARED
     return json.loads(path.read_text()) if path.is_file() else {}
 
 

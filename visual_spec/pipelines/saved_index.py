@@ -17,7 +17,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from visual_spec.models.core.saved import SavedModel, check_folder, check_transformers_folder, read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
-from visual_spec.pipelines.embedded import part_folder
+from visual_spec.pipelines.embedded import SHARED, part_folder
 from visual_spec.samplers.core.law import TokenLaw
 
 INDEX = "model_index.json"
@@ -68,6 +68,7 @@ def check_saved_pipeline(
     """
     index, parameters = read_index_file(folder), dict(inspect.signature(kind.__init__).parameters)
     del parameters["self"]
+    _check_shared(folder / SHARED)
     given = {name: value for name, value in (given or {}).items() if name in parameters}
     sampler: dict[str, Any] = {}
     for name, parameter in parameters.items():
@@ -88,6 +89,14 @@ def check_saved_pipeline(
         else:
             _check_component(part_folder(folder, name), component, variant)
     _check_law(folder / INDEX, kind, {**index, **given}, sampler)
+
+
+def _check_shared(path: Path) -> None:
+    """Refuse a list of components in other folders that names anything but folders beside this one."""
+    if path.exists():
+        for name, owner in read_settings(path).items():
+            if not isinstance(owner, str) or Path(owner).name != owner or owner == "..":
+                raise ValueError(f"{path} says {name}={_short(owner)}; it should be the name of a folder beside it.")
 
 
 def _kinds(annotation: Any) -> list[str]:
