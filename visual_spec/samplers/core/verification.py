@@ -327,7 +327,8 @@ def draw_tokens(
     """Return `noise.categorical(law(logits, slots, guided), slots, stream)`, by one kernel if it fits: long [B, N]."""
     if not fits(logits):
         return noise.categorical(law(logits, slots, guided), slots, stream)
-    tokens, finite = draw(logits, noise.keys, slots, law.law.numbers(guided, logits.shape[-1]), stream=stream)
+    numbers = law.law.numbers(guided, logits.shape[-1])
+    tokens, finite, _ = draw(logits, noise.keys, slots, numbers, stream=stream)
     law.remember(~finite, slots)
     return tokens
 
