@@ -186,7 +186,6 @@ def test_nothing_is_overwritten_unasked(model, tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         ([""], "has no words"),
-        (["a " * 7], "7 words given; at most 6"),
         (
             [PROMPT, "--sampler", "medusa"],
             "unknown sampler 'medusa'; pass one of autoregressive, speculative-jacobi",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _masked() -> Any:
 
 def _masked_classes() -> Any:
     transformer = tiny_masked_transformer(num_classes=5, caption_dim=None, prefix_length=0)
-    return MaskedClassImagePipeline(transformer, tiny_vq_model(), MaskedSampler(steps=3))
+    return MaskedClassImagePipeline(transformer, tiny_vq_model(), MaskedSampler(steps=5))
 
 
 def _quiet(make: Callable[[], Any]) -> Callable[[], Any]:
@@ -85,7 +86,7 @@ KINDS: dict[str, Kind] = {
     "classes": Kind(_quiet(_classes), 3, "num_images_per_label"),
     "scales": Kind(_quiet(tiny_scale_pipeline), 3, "num_images_per_label"),
     "bits": Kind(_quiet(_bits), "a red circle"),
-    "masked captions": Kind(_quiet(tiny_masked_pipeline), "a red circle"),
+    "masked captions": Kind(_quiet(partial(tiny_masked_pipeline, MaskedSampler(steps=5))), "a red circle"),
     "masked classes": Kind(_quiet(_masked_classes), 3, "num_images_per_label"),
     "music": Kind(_quiet(tiny_audio_pipeline), "a slow sad organ", "num_waveforms_per_prompt"),
     "masked music": Kind(_quiet(_masked), "a slow sad organ", "num_waveforms_per_prompt"),

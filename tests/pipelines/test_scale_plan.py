@@ -60,8 +60,8 @@ def test_a_row_is_a_sampler_and_a_plan():
             "scale-wise:window=3",
             "has no setting window; it takes cache_share, measure, num_draft_scales, num_drafters, ramp",
         ),
-        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes graph"),
-        ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes graph"),
+        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width, graph"),
+        ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width, graph"),
     ],
 )
 def test_rows_that_cannot_be_read(text, message):
@@ -103,7 +103,7 @@ def test_the_pipeline_is_as_it_was_afterwards(pipe, tmp_path):
     assert pipe.transformer is transformer and pipe.budget is None
     pipe.save_pretrained(tmp_path / "saved")
     assert loading.read_index(tmp_path / "saved")["refiner"] == [
-        "visual_spec.models.next_scale.var",
+        "visual_spec.pipelines.components",
         "VARTransformer",
     ]
 

@@ -212,7 +212,7 @@ def test_refuses_settings_that_are_none():
 
 def test_refuses_drafters_that_do_not_fit():
     sampler = DraftedColumnSampler()
-    with pytest.raises(ValueError, match="needs a drafter, and got none; pass .*train_column_drafter"):
+    with pytest.raises(ValueError, match="needs a drafter, and got none; pass .*training.column_drafter"):
         decode(sampler)
     with pytest.raises(
         ValueError, match="the drafter predicts 3 codebooks of 7 codes in .* but the model 4 codebooks"

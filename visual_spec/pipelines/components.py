@@ -61,7 +61,9 @@ def resolved(index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    pair = (
+        isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
+    )
     return pair and value[0].startswith("visual_spec.") and value[1] in COMPONENTS | _samplers()
 
 

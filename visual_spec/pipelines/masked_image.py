@@ -16,6 +16,7 @@ from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting, known_tokens
+from visual_spec.pipelines.texts import Texts
 from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.masked import MaskedSampler
 
@@ -111,6 +112,7 @@ class MaskedImagePipeline(ImagePipeline):
         self,
         prompt: str | list[str] | None = None,
         *,
+        negative_prompt: str | list[str] | None = None,
         image: Pictures | None = None,
         mask: Pictures | None = None,
         strength: float | None = None,
@@ -124,6 +126,8 @@ class MaskedImagePipeline(ImagePipeline):
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: torch.Tensor | None = None,
         prompt_attention_mask: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict], Any] | None = None,
@@ -145,26 +149,29 @@ class MaskedImagePipeline(ImagePipeline):
         `guidance_until`.
         """
         law = self.make_law(guidance_scale, top_k, temperature=temperature, top_p=top_p)
+        texts: dict[str, Any] = dict(
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
         self.check_inputs(
             prompt,
             height=height,
             width=width,
             num_images_per_prompt=num_images_per_prompt,
             generator=generator,
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
             output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            **texts,
         )
         prompts = [prompt] if isinstance(prompt, str) else prompt
         count = len(prompts) if prompts is not None else len(prompt_embeds)  # type: ignore[arg-type]
         check_repainting(self.image_size, image, mask, strength, count)
-        condition = self.encode_prompt(
-            prompt,
-            num_images_per_prompt=num_images_per_prompt,
-            prompt_embeds=prompt_embeds,
-            prompt_attention_mask=prompt_attention_mask,
-        )
+        condition = self.encode_prompt(prompt, num_images_per_prompt=num_images_per_prompt, **texts)
         each = num_images_per_prompt
         given = given_parts(self, image, mask, strength, count=count, each=each, generator=generator)
         return self._draw(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,12 @@ def read_index_file(folder: Path) -> dict[str, Any]:
         ValueError: it is no JSON object, or names no class of a pipeline; names the file.
     """
     path = folder / INDEX
-    index = resolved(read_settings(path))
+    index = read_settings(path)
+    saved_as = index.get("_class_name")
+    if isinstance(saved_as, list) and saved_as[:1] == ["pipeline"]:  # with a pipeline.py beside it
+        index = resolved(index)
+    elif isinstance(saved_as, str):
+        index = resolved(index)
     if not isinstance(index.get("_class_name"), str):
         raise ValueError(
             f"{path} says _class_name={_short(index.get('_class_name'))}; it should name the class of a pipeline. Copy "
@@ -96,12 +102,15 @@ def _check_shared(path: Path) -> None:
     if path.exists():
         for name, owner in read_settings(path).items():
             if not isinstance(owner, str) or Path(owner).name != owner or owner == "..":
-                raise ValueError(f"{path} says {name}={_short(owner)}; it should be the name of a folder beside it.")
+                raise ValueError(
+                    f"{path} says {name}={_short(owner)}; it should be the name of a folder beside it."
+                )
 
 
 def _kinds(annotation: Any) -> list[str]:
     """The kinds that an annotation allows, classes without their modules."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    text = text.replace("typing.", "")
     parts = [part.strip() for part in text.split("|")]
     return [part if "[" in part else part.rpartition(".")[2] for part in parts]
 
@@ -127,6 +136,8 @@ def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
     home: Any = components if library.startswith("visual_spec.") else None
     if library in _LIBRARIES:
         home = __import__(library)
+    elif home is None:
+        home = sys.modules.get(library)  # the caller's own
     found = getattr(home, class_name, None) if class_name.isidentifier() else None
     if not isinstance(found, type):
         raise ValueError(

@@ -415,6 +415,8 @@ class MaskedSampler(Sampler):
             rescorer_calls=calls,
             total_correlation=None if state.correlation is None else state.correlation.cpu(),
         )
+        if found.stopped:  # what is still hidden has the mask's id, which nothing decodes
+            tokens = torch.where(tokens < run.model.vocab_size, tokens, 0)
         return SampleResult(tokens if run.model.grid.codebooks > 1 else tokens[..., 0], found)
 
     def _law(self, law: TokenLaw, share: float, step: int, steps: int) -> TokenLaw:

@@ -34,7 +34,7 @@ ASKED = (PROMPTS * 3)[:10]
 LANTERN = "column-jacobi:window=4,coupling=maximal,acceptance=lantern,unit=codebook,neighbours=4"
 ROWS = ("columns", "columns:temperature=0.5", "column-jacobi:window=4", LANTERN, MASKED)
 KINDS = ["plain", "control", "lossless", "lossy", "lossy"]
-COLUMNS = [22, 22, 22, 22, 20]
+COLUMNS = [22, 22, 22, 22, 18]
 
 
 def score(prompt, clip):

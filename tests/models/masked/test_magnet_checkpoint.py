@@ -178,7 +178,9 @@ def test_settings_of_another_network_are_refused(tmp_path, name, value, message)
 
 
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no state_dict.bin, as official.*it holds nothing"):
+    with pytest.raises(
+        FileNotFoundError, match="holds no state_dict.bin, as folders of audiocraft do; it holds nothing"
+    ):
         load_magnet(tmp_path)
     path = tmp_path / "state_dict.bin"
     torch.save({"best_state": SimpleNamespace(a=1), "xp.cfg": "a: 1"}, path)

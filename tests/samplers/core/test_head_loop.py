@@ -225,7 +225,7 @@ def recordings(monkeypatch) -> Iterator[list[Callable[[], None]]]:
     ids=str,
 )
 def test_recorded_calls_give_the_same_tokens_and_are_recorded_once(recordings, kind, settings, graphs):
-    model = (tiny_mar if kind == "mar" else tiny_causal)(head_kind="velocity")
+    model = (tiny_mar if kind == "mar" else tiny_causal)(head_kind="velocity").double()
     sampler = ContinuousSampler(**settings)
     plain = ContinuousSampler(**settings, graph=False)
     assert len(set(sampler.shapes(model)[1:])) == graphs

@@ -223,8 +223,10 @@ class WindowCache:
         """Bytes of keys, values and positions."""
         return self.held.nbytes + self.positions.nbytes
 
-    def causal(self, slots: Tensor) -> Tensor:
+    def causal(self, slots: Tensor, whole: bool = True) -> Tensor:
         """Make the next forward write at positions [R, W], consecutive in a row. Returns the mask, bool [R, W, S].
+
+        All places are read in every call, whatever `whole` says.
 
         The first position of a row must never go back from call to call: earlier positions may be overwritten.
 

@@ -7,6 +7,7 @@ an error. A damaged folder would then draw wrong pictures.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -93,6 +94,7 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
     if config is None or not weights or _is_quantised(folder, config):
         return
     _check_counts(folder, {name: config.get(name) for name in _COUNTS}, weights)
+    _check_kinds(folder, config, model)
     try:
         with torch.device("meta"):
             expected: dict[str, Tensor] = model.from_config(config).state_dict()  # pyright: ignore
@@ -105,6 +107,26 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
             f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
         )
     _check_dtypes(folder, weights, expected, (*FLOATING, *model.stored_as))
+
+
+# What a plain annotation of a setting allows.
+_PLAIN = {"None": type(None), "bool": bool, "int": int, "float": (int, float), "str": str}
+
+
+def _check_kinds(folder: Path, config: Mapping[str, Any], model: type[SavedModel]) -> None:
+    """Refuse settings of another kind than the constructor states; it may meet them only when it computes."""
+    for name, parameter in inspect.signature(model.__init__).parameters.items():
+        stated = parameter.annotation
+        text = stated if isinstance(stated, str) else getattr(stated, "__name__", str(stated))
+        kinds = [kind.strip() for kind in text.split("|")]
+        if name not in config or not set(kinds) <= _PLAIN.keys():
+            continue
+        value = config[name]
+        fits = any(isinstance(value, _PLAIN[kind]) for kind in kinds)
+        if not fits or (isinstance(value, bool) and "bool" not in kinds):
+            raise ValueError(
+                f"{folder}/config.json says {name}={value!r}; it should be {' or '.join(kinds)}."
+            )
 
 
 def check_transformers_folder(folder: Path, model: Any, variant: str | None = None) -> None:

@@ -324,9 +324,13 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
         mask = torch.ones(words.shape[:2], dtype=torch.bool, device=device)
         if condition is not None:
             assert isinstance(condition, TextCondition)
-            told = self.caption.cap_proj(condition.features.to(words.dtype)).repeat(repeats, 1, 1)
+            parts = [condition] * repeats
+            if guided and condition.negative is not None:  # it takes the place of "no caption"
+                parts = [condition, condition.negative]
+                dropped = torch.cat([dropped[:batch_size], torch.zeros_like(dropped[batch_size:])])
+            told = self.caption.cap_proj(torch.cat([part.features for part in parts]).to(words.dtype))
             words = torch.where(dropped[:, None, None], words, told)
-            mask = dropped[:, None] | condition.mask.repeat(repeats, 1)
+            mask = dropped[:, None] | torch.cat([part.mask for part in parts])
         weights = mask.to(words.dtype)
         mean = (words * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
         return mean, words, mask
