@@ -98,6 +98,8 @@ def generate(args: argparse.Namespace) -> int:
         )
     if pipe.medium == "audio":
         given |= _lengths(args)
+    if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
+        sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
     _check(args, pipe, sampler, plan)
     document: dict[str, Any] = {
         "model": args.model,
@@ -382,9 +384,9 @@ def _load(args: argparse.Namespace) -> Any:
     if args.drafter is not None:
         pipe.drafter = load_drafter(args.drafter).to(**place)
     if args.masked is not None:
-        from visual_spec.eval.pair import MusicPair
+        from visual_spec.eval.pair import MaskedPair
 
-        return MusicPair(pipe, load_pipeline(args.masked).to(**place))
+        return MaskedPair(pipe, load_pipeline(args.masked).to(**place))
     return pipe
 
 

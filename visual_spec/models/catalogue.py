@@ -229,6 +229,8 @@ PIPELINES = {
     "ImagePipeline": RASTER_TREE_ORDER,
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
+    "MaskedImagePipeline": (MASKED,),
+    "MaskedClassImagePipeline": (MASKED,),
     "ScaleImagePipeline": (SCALES,),
     "AudioPipeline": (COLUMNS, MASKED),
     "InfinityPipeline": (SCALES,),
