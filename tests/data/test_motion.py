@@ -57,9 +57,7 @@ def test_every_sampled_clip_shows_what_its_caption_says():
         facts = parse_caption(caption(clip))
         assert (facts.background, facts.texture, facts.camera) == (clip.background, clip.texture, clip.camera)
         wanted = [(o.shape, o.colour, o.size, o.direction, o.speed, o.ending) for o in clip.objects]
-        assert [
-            (o.shape, o.colour, o.size, o.direction, o.speed, o.ending) for o in facts.objects
-        ] == wanted
+        assert [(o.shape, o.colour, o.size, o.direction, o.speed, o.ending) for o in facts.objects] == wanted
     assert len(kinds) == 9  # moving alone, in a pair, and still, each with three cameras
 
 

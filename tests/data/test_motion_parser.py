@@ -76,7 +76,11 @@ def test_noise_and_empty_clips_have_no_objects():
     noise = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
     assert parse_clip(noise).background is None
     empty = parse_clip(render(Clip((), "sand", "plain")))
-    assert empty.objects == () and (empty.background, empty.texture, empty.camera) == ("sand", "plain", "still")
+    assert empty.objects == () and (empty.background, empty.texture, empty.camera) == (
+        "sand",
+        "plain",
+        "still",
+    )
 
 
 def test_pictures_of_other_sizes_are_read_too():
@@ -106,7 +110,9 @@ def test_clips_of_the_embedded_tokenizer_are_read_right():
     from visual_spec.training.motion import decode
     from visual_spec.training.motion_tokens import encode_parts
 
-    vq_model = VQModel.from_pretrained(embedded_folder("shapes") / "vq_model", torch_dtype=torch.float32).eval()
+    vq_model = VQModel.from_pretrained(
+        embedded_folder("shapes") / "vq_model", torch_dtype=torch.float32
+    ).eval()
     parts = encode_parts(vq_model)
     hits, equal = [], []
     for clip in sample_clips(60, seed=5):
