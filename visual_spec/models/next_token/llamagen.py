@@ -8,7 +8,9 @@ rejected slot is written again.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -283,14 +285,30 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         """The table of `rotary_table` for this grid: float32, or float64 for a float64 model."""
         head_dim = self.config["dim"] // self.config["num_heads"]
         dtype = torch.promote_types(self.dtype, torch.float32)
-        return rotary_table(self.grid.width, head_dim, dtype=dtype, frames=self.grid.frames)
+        table = rotary_table(self.grid.width, head_dim, dtype=dtype, frames=self.config["num_frames"])
+        return table[: self.grid.num_tokens]
+
+    def first_frames(self, count: int) -> Self:
+        """Return this model over the first `count` frames only, with the same weights.
+
+        Raises:
+            ValueError: the model has not so many frames.
+        """
+        frames = self.config["num_frames"]
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= frames:
+            raise ValueError(f"{count!r} frames asked for; this model draws 1 to {frames}.")
+        if count == self.grid.frames:
+            return self
+        shorter = copy(self)
+        shorter.grid = replace(self.grid, frames=count)
+        return shorter
 
     def _embed(self, tokens: Tensor, slots: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return embeddings `[B, W, dim]` of `tokens [B, W]` at `slots [B, W]`; `hidden` ones show only their place."""
         embedded = self.tok_embeddings(tokens)
         if hidden is not None:
             embedded = embedded.masked_fill(hidden[..., None], 0.0)
-        if self.grid.frames == 1:
+        if self.config["num_frames"] == 1:
             return embedded
         # Places past the grid hold nothing that is read.
         slots = slots.clamp_max(self.grid.num_tokens - 1)

@@ -14,6 +14,7 @@ from visual_spec.models.core.protocol import TokenGrid
 
 _REACH = 2  # tokens a frame, the largest displacement along an axis
 _BLOCK = 1  # tokens around a place that must agree
+_NEXT = 4  # weight of the part of the next frame that is there, against that of the last complete frame
 
 
 def moved_places(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
@@ -37,7 +38,7 @@ def moved_places(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid)
     inside = _inside(row, column, grid)
 
     def agree(frame: Tensor) -> Tensor:
-        """How many places of the block agree between a frame [B, 1] and the one before it, moved: [B, N, M]."""
+        """How well the block agrees in a frame [B, 1] and in the one before it, moved: [B, N, M]."""
         block = _square(_BLOCK).to(device)
         passed = (frame - last)[..., None, None]  # frames from the last complete one, 0 or 1
         later_row = (row + shifts[:, 0] * passed[..., 0])[..., None] + block[:, 0]  # [B, N, M, K]
@@ -48,10 +49,11 @@ def moved_places(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid)
         known = _inside(later_row, later_column, grid) & _inside(earlier_row, earlier_column, grid)
         known &= later <= newest[..., None, None]
         later, earlier = (torch.where(known, place, 0).flatten(1) for place in (later, earlier))
-        equal = tokens.gather(1, later) == tokens.gather(1, earlier)
-        return (equal.view(known.shape) & known).sum(-1)
+        equal = (tokens.gather(1, later) == tokens.gather(1, earlier)).view(known.shape)
+        # Places outside the frame count neither way: a difference must tell more than a place that is missing.
+        return torch.where(equal, 1, -2).mul(known).sum(-1)
 
-    matches = torch.where(inside, agree(last) + agree(last + 1), -1)
+    matches = torch.where(inside, agree(last) + _NEXT * agree(last + 1), -(10**6))
     # argmax may return any of several equals: let the first, smallest displacement win.
     order = torch.arange(len(shifts), device=device)
     best = (matches * len(shifts) - order).argmax(-1, keepdim=True)
