@@ -37,7 +37,9 @@ def main() -> None:
     trained, out = arguments.trained, arguments.out
     pipe = VideoPipeline(
         transformer=LlamaGenTransformer.from_pretrained(trained / "transformer", torch_dtype=torch.float32),
-        vq_model=VQModel.from_pretrained(out.parent / arguments.share / "vq_model", torch_dtype=torch.float32),
+        vq_model=VQModel.from_pretrained(
+            out.parent / arguments.share / "vq_model", torch_dtype=torch.float32
+        ),
         text_encoder=CaptionEncoder.from_pretrained(trained / "text_encoder", torch_dtype=torch.float32),
         sampler=SpeculativeJacobiSampler(128, initial_draft="previous_frame"),
         default_guidance_scale=arguments.guidance_scale,

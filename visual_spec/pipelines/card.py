@@ -23,6 +23,7 @@ _TAGS = {
     "AudioPipeline": "text-to-audio",
     "ImagePipeline": "text-to-image",
     "InfinityPipeline": "text-to-image",
+    "VideoPipeline": "text-to-video",
 }
 
 

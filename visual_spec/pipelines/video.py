@@ -215,7 +215,7 @@ class VideoPipeline(TokenImagePipeline):
             prompt_embeds, prompt_attention_mask, negative_prompt_embeds, negative_prompt_attention_mask: features in
                 place of the prompts, as for `ImagePipeline`.
             output_type: "pil", "np", "pt", or "latent" for the tokens by place [B, T, h, w].
-            return_dict: False returns the tuple (frames, tokens, trace).
+            return_dict: False returns the tuple (frames, tokens, trace, frame rate).
             callback_on_step_end, callback_on_step_end_tensor_inputs: as for `ImagePipeline`.
 
         Raises:
@@ -257,4 +257,5 @@ class VideoPipeline(TokenImagePipeline):
             callback_tensors=callback_on_step_end_tensor_inputs,
             model=None if num_frames is None else self.transformer.first_frames(num_frames),
         )
-        return VideoPipelineOutput(*drawn, self.frame_rate) if return_dict else drawn
+        result = *drawn, self.frame_rate
+        return VideoPipelineOutput(*result) if return_dict else result  # type: ignore[return-value]
