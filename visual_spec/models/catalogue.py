@@ -227,6 +227,7 @@ EXTRAS = {
 # The calls that the models of a pipeline answer.
 PIPELINES = {
     "ImagePipeline": RASTER_TREE_ORDER,
+    "VideoPipeline": RASTER_TREE_ORDER,
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
     "MaskedImagePipeline": (MASKED,),

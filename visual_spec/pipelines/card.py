@@ -24,6 +24,7 @@ _TAGS = {
     "ImagePipeline": "text-to-image",
     "InfinityPipeline": "text-to-image",
     "MaskedImagePipeline": "text-to-image",
+    "VideoPipeline": "text-to-video",
 }
 
 
