@@ -42,6 +42,14 @@ class TokenImagePipeline(VisualPipeline):
         self.image_processor = VaeImageProcessor(do_resize=False)
         if self.transformer is None or self.vq_model is None:
             return  # it encodes prompts, or decodes tokens
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Refuse a tokenizer of other codes or another grid than the transformer's.
+
+        Raises:
+            ValueError: names both.
+        """
         grid, side = self.transformer.grid, self.vq_model.tokens_per_side
         vocab_size, codes = self.transformer.vocab_size, self.vq_model.config["codebook_size"]
         if (vocab_size, grid.height, grid.width) != (codes, side, side):
