@@ -94,15 +94,15 @@ class AmusedImagePipeline(TokenImagePipeline):
             return super().from_pretrained(folder, **kwargs)
         new, old = kwargs.get("dtype"), kwargs.get("torch_dtype")
         dtype = (new or old) or torch.float32
-        options: dict[str, Any] = {"variant": kwargs.get("variant")}
+
+        def load(kind: Any, part: str, named: str) -> Any:
+            options = {named: dtype, "variant": kwargs.get("variant")}
+            return kind.from_pretrained(folder, subfolder=part, **options).eval()
+
         return cls(
-            AmusedTransformer.from_pretrained(
-                folder, subfolder="transformer", torch_dtype=dtype, **options
-            ).eval(),
-            AmusedVQModel.from_pretrained(folder, subfolder="vqvae", torch_dtype=dtype, **options).eval(),
-            CLIPTextModelWithProjection.from_pretrained(
-                folder, subfolder="text_encoder", dtype=dtype, **options
-            ).eval(),
+            load(AmusedTransformer, "transformer", "torch_dtype"),
+            load(AmusedVQModel, "vqvae", "torch_dtype"),
+            load(CLIPTextModelWithProjection, "text_encoder", "dtype"),
             AutoTokenizer.from_pretrained(folder, subfolder="tokenizer"),
             MaskedSampler(**PRESETS["amused"].settings),
         )

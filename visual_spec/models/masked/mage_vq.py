@@ -51,6 +51,8 @@ class _Level(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.block:
             x = block(x)
+        if hasattr(self, "upsample"):
+            x = self.upsample["conv"](F.interpolate(x, scale_factor=2.0, mode="nearest"))
         return x
 
 
@@ -108,8 +110,6 @@ class MageDecoder(nn.Module):
             x = block(x)
         for level in reversed(self.up):
             x = level(x)
-            if hasattr(level, "upsample"):
-                x = level.upsample["conv"](F.interpolate(x, scale_factor=2.0, mode="nearest"))
         return self.conv_out(F.silu(self.norm_out(x)))
 
 
