@@ -292,7 +292,7 @@ def _fit_table(facts: list[dict[str, Any]]) -> str:
     families = {fact["name"]: catalogue.PIPELINES.get(fact["pipeline"], ()) for fact in facts}
     families |= {
         m.name.split("-")[0]
-        if m.name.startswith(("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity"))
+        if m.name.startswith(("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MaskGIT", "MAGE"))
         else m.name.split(",")[0]: m.calls
         for m in catalogue.MODELS
     }

@@ -25,6 +25,7 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.convert_masked import assemble_masked, is_masked
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
@@ -48,8 +49,9 @@ def convert(
     Args:
         files: a LlamaGen transformer, its tokenizer, or both in any order; or a VAR transformer, a smaller one that
             refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of Infinity (of the 8B
-            the folder of its shards), its tokenizer, or both; or a MAR, a smaller one that drafts, and KL-16, or some
-            of them; told apart by their keys. Or the folder of a MusicGen of audiocraft, which needs its text encoder.
+            the folder of its shards), its tokenizer, or both; or a Halton-MaskGIT and LlamaGen's tokenizer; or a MAGE,
+            which holds its tokenizer; or a MAR, a smaller one that drafts, and KL-16, or some of them; told apart by
+            their keys. Or the folder of a MusicGen of audiocraft, which needs its text encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).
@@ -84,6 +86,9 @@ def convert(
         model, names = _assemble_infinity(sources, text_encoder, image_size, dtype)
         return _written(model, out, names)
     checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
+    if any(map(is_masked, checkpoints)):
+        model, names = assemble_masked(checkpoints, text_encoder, image_size, dtype)
+        return _written(model, out, names)
     of_var = [_is_var(checkpoint) for checkpoint in checkpoints]
     if any(of_var):
         if not all(of_var):
