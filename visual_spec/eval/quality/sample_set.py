@@ -1,7 +1,7 @@
 """A set of samples as files: pictures or clips named by index, with what each was asked for and how it was drawn.
 
     000000.png 000001.png ...   the samples; GenEval's layout has folders of its own, DPG-Bench's grids are under grids/
-    manifest.jsonl              one line a sample: index, file, prompt, seed, sampler, law, calls, checksum
+    manifest.jsonl              one line a sample: index, file, prompt, seed, sampler, law, promise, calls, checksum
     seconds.jsonl               one line a batch: its first sample and its seconds
     run.json                    all that fixes the samples
     batches/                    the lines of every batch that is done, from which the two files above are joined
@@ -48,7 +48,7 @@ class SampleSet:
     """What is drawn, and where it goes.
 
     Attributes:
-        pipe: draws; its sampler is left as it was.
+        pipe: draws; its sampler is left as it was. Where nothing is drawn, `PipelineFacts` are enough.
         setting: how.
         prompts: for what.
         folder: where the files go.
@@ -123,6 +123,7 @@ class SampleSet:
                     "sampler": self.setting.text,
                     "law": self.setting.pipeline_law,
                     "calls": int(arrays["calls"][index - first]),
+                    "promise": str(arrays["promise"]),
                     **_divergence(arrays, index - first),
                     "bytes": len(content),
                     "crc32": zlib.crc32(content),
@@ -258,9 +259,9 @@ def held(path: Path) -> Iterator[None]:
 
 
 def _divergence(arrays: dict[str, np.ndarray], place: int) -> dict[str, float]:
-    """What a lossy sampler measured of a sample; nothing for others."""
+    """What a lossy sampler measured of a sample, and of a token of its batch; nothing for others."""
     moved = float(arrays["moved_mass"][place])
-    return {} if np.isnan(moved) else {"moved_mass": moved}
+    return {} if np.isnan(moved) else {"moved_mass": moved, "divergence": float(arrays["divergence"])}
 
 
 def _grid(pictures: list[Image.Image]) -> Image.Image:
