@@ -293,7 +293,7 @@ def test_bad_input_is_refused_before_a_network_is_loaded(tmp_path, capsys):
         ([str(drawn), "--reference", str(drawn), "--size", "0"], "pass at least 1"),
     ]
     (tmp_path / "empty").mkdir()
-    cases.append(([str(tmp_path / "empty")], "pass a folder of pictures, or of clips"))
+    cases.append(([str(tmp_path / "empty")], "pass a folder of pictures, of clips, or of videos"))
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "run.json").write_text("{}")
     cases.append(([str(tmp_path / "part")], "is not complete"))

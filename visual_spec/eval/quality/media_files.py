@@ -11,7 +11,7 @@ from torch import Tensor
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 SOUNDS = (".wav", ".flac", ".ogg")
-VIDEOS = (".gif", ".mp4", ".webm", ".mkv", ".mov", ".avi")
+VIDEOS = (".npy", ".gif", ".mp4", ".webm", ".mkv", ".mov", ".avi")
 MEDIA = {"image": PICTURES, "audio": SOUNDS, "video": VIDEOS}
 
 
@@ -70,23 +70,31 @@ def read_clip(path: Path) -> tuple[Tensor, int]:
 
 
 def read_video(path: Path) -> np.ndarray:
-    """All frames of a video, uint8 [T, H, W, 3]. GIF files are read by Pillow, others by PyAV.
+    """All frames of a video, uint8 [T, H, W, 3], as `visual-spec sample` writes them (.npy), by Pillow (.gif) or PyAV.
 
     Programs that write GIF files may leave out frames that repeat the one before.
 
     Raises:
         ValueError: no whole video.
-        ImportError: PyAV is missing (package av), for other files than GIF.
+        ImportError: PyAV is missing (extra `video`), for other files than these.
     """
     try:
+        if path.suffix.lower() == ".npy":
+            return _checked(np.load(path, allow_pickle=False))
         if path.suffix.lower() == ".gif":
             with Image.open(path) as video:
                 return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)])
         try:
             import av  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ImportError(f"{path} needs PyAV to be read: install av") from error
+            raise ImportError(f"{path} needs PyAV to be read: install visual-spec[video]") from error
         with av.open(str(path)) as video:
             return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
-    except (OSError, SyntaxError, ValueError, IndexError) as error:
+    except (OSError, EOFError, SyntaxError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is no whole video ({error}); draw it again, or remove it") from error
+
+
+def _checked(frames: np.ndarray) -> np.ndarray:
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
+        raise ValueError(f"{frames.dtype} {list(frames.shape)}, not uint8 [T, H, W, 3]")
+    return frames

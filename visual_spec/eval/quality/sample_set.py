@@ -15,6 +15,7 @@ or not at all.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import platform
@@ -40,6 +41,7 @@ from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
 
 Report = Callable[[str], Any]
+_ENDINGS = {"image": "png", "audio": "wav", "video": "npy"}  # all exact, but for the 16 bits of sound
 MANIFEST, SECONDS, RUN, BATCHES = "manifest.jsonl", "seconds.jsonl", "run.json", "batches"
 
 
@@ -155,11 +157,15 @@ class SampleSet:
         if self.prompts.layout == GENEVAL:
             turn, place = divmod(index, self.prompts.per_prompt)
             return f"{turn:05d}/samples/{place:05d}.png"
-        return f"{index:06d}.{'png' if self.pipe.medium == 'image' else 'wav'}"
+        return f"{index:06d}.{_ENDINGS[self.pipe.medium]}"
 
     def _content(self, sample: np.ndarray) -> bytes:
         if self.pipe.medium == "image":
             return png_bytes(Image.fromarray(sample))
+        if self.pipe.medium == "video":
+            buffer = io.BytesIO()
+            np.save(buffer, sample, allow_pickle=False)
+            return buffer.getvalue()
         return audio_bytes(sample, self.pipe.sampling_rate)
 
     def _batch(self, first: int, kind: str) -> Path:

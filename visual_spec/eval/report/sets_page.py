@@ -18,10 +18,13 @@ from PIL import Image
 from visual_spec.eval.files import render_page, write_atomically
 from visual_spec.eval.quality.beside import compared, summary
 from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.media_files import read_video
 from visual_spec.eval.quality.score import key
 from visual_spec.eval.report.chart import points_svg
+from visual_spec.pipelines.video_files import video_bytes
 
-_KINDS = {".png": "image/png", ".gif": "image/gif", ".wav": "audio/wav"}
+_KINDS = {".png": "image/png", ".gif": "image/gif", ".npy": "image/gif", ".wav": "audio/wav"}
+_FRAME_RATE = 8  # of videos that are stored without one
 _DISTANCES = (
     "fid",
     "fad",
@@ -136,8 +139,10 @@ def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
     lines = [one.samples.lines[index] for one in sets]
     cells = []
     for one, line in zip(sets, lines, strict=True):
-        content = (one.samples.path / line["file"]).read_bytes()
-        kind = _KINDS[Path(line["file"]).suffix]
+        path = one.samples.path / line["file"]
+        npy = path.suffix == ".npy"
+        content = video_bytes(read_video(path), _FRAME_RATE, "gif") if npy else path.read_bytes()
+        kind = _KINDS[path.suffix]
         cells.append(
             {
                 "name": one.name,
