@@ -26,9 +26,10 @@ from transformers import (
 )
 
 from tests.eval.quality.test_audio import save_clap
-from tests.eval.quality.test_score import make_pictures
+from tests.eval.quality.test_score import exact_distance, make_pictures
 from visual_spec.cli import main
 from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.eval.quality.media_files import read_video
 
 linalg = pytest.importorskip("scipy.linalg")
@@ -282,6 +283,24 @@ def test_frechet_video_distances_are_those_of_the_given_network(tmp_path, i3d, c
     assert again["value"] == pytest.approx(found["value"], rel=1e-6)
 
 
+def test_without_a_network_the_built_in_features_of_frames_are_told_under_their_own_name(tmp_path, capsys):
+    videos = make_videos(4, 0), make_videos(5, 1)
+    paths = tmp_path / "drawn.npz", tmp_path / "true.npz"
+    for path, one in zip(paths, videos, strict=True):
+        np.savez(path, arr_0=one)
+    found = scores(capsys, paths[0], "--reference", paths[1], "--out", tmp_path / "s")
+    assert list(found) == ["frechet_frames"]
+    network = load_shapes_features()
+    rows = []
+    for one in videos:
+        frames = torch.from_numpy(one).permute(0, 1, 4, 2, 3)
+        seen = [torch.stack([network(frame[None])[0] for frame in video]) for video in frames]
+        rows.append(
+            torch.stack([torch.cat([one.mean(0), (one[1:] - one[:-1]).abs().mean(0)]) for one in seen])
+        )
+    assert found["frechet_frames"]["value"] == pytest.approx(exact_distance(*rows), rel=1e-4)
+
+
 def test_videos_that_cannot_be_scored_are_refused(tmp_path, i3d, capsys):
     folder = write_gifs(tmp_path / "drawn", make_videos(3, 0))
     write_gifs(tmp_path / "long", make_videos(1, 0, frames=8))
@@ -290,7 +309,7 @@ def test_videos_that_cannot_be_scored_are_refused(tmp_path, i3d, capsys):
     asked = ["score", str(folder), "--reference", str(folder), "--metrics"]
     for arguments, message in (
         (["fvd"], "pass --i3d"),
-        (["fid"], "holds videos; pass some of fvd"),
+        (["fid"], "holds videos; pass some of fvd frames"),
         (["fvd", "--i3d", str(tmp_path / "none.pt")], "no I3D network at"),
         (["fvd", "--i3d", str(tmp_path / "other.pt")], "is no TorchScript file"),
         (["fvd", "--i3d", str(i3d)], "all need one shape"),

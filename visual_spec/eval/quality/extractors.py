@@ -21,6 +21,7 @@ from visual_spec.eval.quality.audio import ClapScorer
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import (
     INCEPTION_FILE,
+    FrameStatistics,
     MelStatistics,
     check_tensors_only,
     features_of,
@@ -171,6 +172,28 @@ def mel_features(batch_size: int) -> Extractor:
     return extract, [], ""
 
 
+def frame_features(device: str, batch_size: int) -> Extractor:
+    """The embedded classifier of `shapes` pictures over the frames of videos, see `FrameStatistics`."""
+    network: Any = FrameStatistics(load_shapes_features()).to(device)
+
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = [
+            {"features": features_of(network, _stacked(samples, *bounds))}
+            for bounds in _parts(first, end, batch_size)
+        ]
+        return _joined(found)
+
+    return extract, [network], ""
+
+
+def _stacked(samples: SampleFiles, first: int, end: int) -> np.ndarray:
+    """Videos of one shape, uint8 [B, T, H, W, 3]."""
+    videos = list(samples.videos(first, end))
+    if len(shapes := sorted({video.shape for video in videos})) > 1:
+        raise ValueError(f"{samples.path}: videos of {shapes[0]} and {shapes[1]}; all need one shape")
+    return np.stack(videos)
+
+
 def video_features(weights: Path | None, device: str, batch_size: int) -> Extractor:
     """Of the I3D network of FVD (Unterthiner et al. 2018): its 400 logits, [N, 400].
 
@@ -196,12 +219,8 @@ def video_features(weights: Path | None, device: str, batch_size: int) -> Extrac
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         found = []
         for bounds in _parts(first, end, batch_size):
-            videos = list(samples.videos(*bounds))
-            if len(shapes := sorted({video.shape for video in videos})) > 1:
-                raise ValueError(f"{samples.path}: videos of {shapes[0]} and {shapes[1]}; all need one shape")
-            given = (
-                torch.from_numpy(np.stack(videos)).permute(0, 4, 1, 2, 3).float().to(device)
-            )  # [B, 3, T, H, W]
+            videos = torch.from_numpy(_stacked(samples, *bounds))
+            given = videos.permute(0, 4, 1, 2, 3).float().to(device)  # [B, 3, T, H, W]
             found.append(
                 {"features": network(given, rescale=True, resize=True, return_features=True).float().cpu()}
             )

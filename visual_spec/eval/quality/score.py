@@ -12,6 +12,7 @@
 | `clap` | cosine of clip and prompt | a CLAP model |
 | `mel` | Frechet distance; no FAD | mean and spread of 64 mel bands |
 | `fvd` | Frechet video distance | I3D, 400 |
+| `frames` | Frechet distance; no FVD | the classifier of `shapes` over the frames |
 | `kl` | Kullback-Leibler divergence of a tagger's labels, reference to drawn, clip by clip | a tagger |
 
 Distances under different extractors do not compare; nor do Frechet distances of sets of different size.
@@ -34,6 +35,7 @@ from visual_spec.eval.quality.beside import compared
 from visual_spec.eval.quality.extractors import (
     clap_features,
     clip_features,
+    frame_features,
     inception_features,
     mel_features,
     shapes_features,
@@ -46,11 +48,11 @@ from visual_spec.eval.quality.published import Gaussian
 
 IMAGE_METRICS = ("fid", "kid", "is", "prc", "clip", "shapes")
 AUDIO_METRICS = ("fad", "kad", "clap", "mel", "kl")
-VIDEO_METRICS = ("fvd",)
+VIDEO_METRICS = ("fvd", "frames")
 METRICS = {"image": IMAGE_METRICS, "audio": AUDIO_METRICS, "video": VIDEO_METRICS}
 _SAMPLES = {"image": "pictures", "audio": "clips", "video": "videos"}
-_NEED_REFERENCE = ("fid", "kid", "prc", "shapes", "fad", "kad", "mel", "kl", "fvd")
-_FRECHET = ("fid", "shapes", "fad", "mel", "fvd")
+_NEED_REFERENCE = ("fid", "kid", "prc", "shapes", "fad", "kad", "mel", "kl", "fvd", "frames")
+_FRECHET = ("fid", "shapes", "fad", "mel", "fvd", "frames")
 _NEED_PROMPTS = ("clip", "clap")
 _EXTRACTOR = {
     "fid": "inception",
@@ -160,6 +162,7 @@ class Scoring:
                 "clip": lambda: clip_features(self.clip, self.size, self.device, self.batch_size),
                 "clap": lambda: clap_features(self.clap, self.device, self.batch_size),
                 "mel": lambda: mel_features(self.batch_size),
+                "frames": lambda: frame_features(self.device, self.batch_size),
                 "i3d": lambda: video_features(self.i3d, self.device, self.batch_size),
                 "kl": lambda: tag_features(self.tagger, self.device, self.batch_size),
             }[name]

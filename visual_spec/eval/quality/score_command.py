@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_DEFAULT = {"image": "shapes", "audio": "mel", "video": "fvd"}
+_DEFAULT = {"image": "shapes", "audio": "mel", "video": "frames"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         nargs="+",
         metavar="M",
-        help="of pictures fid kid is prc clip shapes, of clips fad kad clap mel kl, of videos fvd (default: "
-        "shapes, mel or fvd)",
+        help="of pictures fid kid is prc clip shapes, of clips fad kad clap mel kl, of videos fvd frames (default: "
+        "shapes, mel or frames)",
     )
     parser.add_argument(
         "--compare-to",
