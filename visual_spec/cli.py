@@ -32,7 +32,7 @@ _OWN_ARGUMENTS = {
         "visual_spec.eval.quality.score_command",
         "FID, KID, IS, precision, recall, CLIP, FAD of such a set",
     ),
-    "report": ("visual_spec.eval.report.frontier", "draw speed against quality from the results of eval"),
+    "report": ("visual_spec.eval.report.frontier", "a page of the results of eval, or of sampled sets"),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 
