@@ -135,7 +135,7 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
 
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
-        "convert", help="make a folder of official LlamaGen, VAR or Infinity checkpoint files"
+        "convert", help="make a folder of official LlamaGen, VAR, Infinity or Self-Forcing checkpoint files"
     )
     convert.add_argument(
         "files",
@@ -143,7 +143,7 @@ def _add_convert(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help="a transformer (of Infinity 8B its folder), its tokenizer, or both in any order; of VAR also a smaller "
-        "transformer, for CoDe; or the folder of a MusicGen of audiocraft",
+        "transformer, for CoDe; Self-Forcing's transformer; or the folder of a MusicGen of audiocraft",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(

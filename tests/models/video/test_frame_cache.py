@@ -11,8 +11,8 @@ from visual_spec.models.video.frame_cache import (
     FrameCache,
     Full,
     FutureAnchor,
-    Sliding,
     SinkWindow,
+    Sliding,
 )
 
 EACH, BATCH = 3, 2  # tokens of a frame; samples
