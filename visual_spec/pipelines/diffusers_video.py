@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, HeadBudgets
 from visual_spec.pipelines.sampler_text import parse_sampler
@@ -34,7 +33,7 @@ _NAMES = ("causal", "generate_latents", "generate_video", "last_trace")
 
 
 def is_video_model(thing: Any) -> bool:
-    """Whether it is a `WanTransformer3DModel` of diffusers, or a pipeline that holds one."""
+    """Whether it is a `WanTransformer3DModel` of diffusers, or a `WanPipeline` that holds one."""
     return _transformer_of(thing) is not None
 
 
@@ -90,7 +89,7 @@ def accelerate(model_or_pipeline: Any, policy: Any) -> Any:
     transformer.__dict__["causal"] = CausalWan(transformer, policy)
     transformer.__dict__["generate_latents"] = functools.partial(generate_latents, transformer)
     transformer.__dict__["last_trace"] = None
-    if _is_pipeline(model_or_pipeline):
+    if _is_a(model_or_pipeline, "WanPipeline"):
         keep_plain(model_or_pipeline, _NAMES)
         model_or_pipeline.__dict__["generate_video"] = functools.partial(generate_video, model_or_pipeline)
     return model_or_pipeline
@@ -116,7 +115,6 @@ def summary(model_or_pipeline: Any) -> str:
     return f"{policy}: {'nothing drawn yet' if trace is None else trace.summary()}"
 
 
-@loads_groups
 def generate_latents(
     transformer: Any,
     prompt_embeds: Tensor,
@@ -249,14 +247,16 @@ def _pixels(pipe: Any, latents: Tensor, output_type: str) -> Any:
     return pipe.video_processor.postprocess_video(video, output_type=output_type)
 
 
-def _is_pipeline(thing: Any) -> bool:
-    return isinstance(getattr(thing, "components", None), dict)
-
-
 def _transformer_of(thing: Any) -> Any:
-    """The `WanTransformer3DModel` that a thing is or holds, or None. Looks at names, so nothing is imported."""
+    """The `WanTransformer3DModel` that a thing is or a `WanPipeline` holds, or None."""
     thing = unwrapped(thing)
-    if _is_pipeline(thing):
-        thing = unwrapped(thing.components.get("transformer"))
-    names = [kind.__name__ for kind in type(thing).__mro__ if kind.__module__.startswith("diffusers.")]
-    return thing if "WanTransformer3DModel" in names else None
+    if _is_a(thing, "WanPipeline"):
+        thing = unwrapped(thing.transformer)
+    return thing if _is_a(thing, "WanTransformer3DModel") else None
+
+
+def _is_a(thing: Any, name: str) -> bool:
+    """Whether it is of that class of diffusers, by its name: other pipelines then need not import Wan's."""
+    return any(
+        kind.__name__ == name and kind.__module__.startswith("diffusers.") for kind in type(thing).__mro__
+    )
