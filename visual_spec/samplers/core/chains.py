@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from visual_spec.kernels.head_step import head_step, takes
 from visual_spec.models.core.latents import ChainSettings, LatentModel, Schedule, guided
 from visual_spec.samplers.core.coupling import log_density, rounds_of
 from visual_spec.samplers.core.head_loop import HeadLoop
@@ -61,6 +63,7 @@ class Chains:
         z: [R, N, dim].
         scales: [B, N], of guidance.
         calls: one number, the calls of the head so far, one after the other; chains that were picked share it.
+        fused: whether the kernels of `head_step` may run, which have no derivatives.
     """
 
     law: ChainLaw
@@ -69,6 +72,7 @@ class Chains:
     z: Tensor
     scales: Tensor
     calls: list[int] = field(default_factory=lambda: [0])
+    fused: bool = True
     _held: tuple[int, Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -99,6 +103,9 @@ class Chains:
     def output_with(self, x: Tensor, modulations: Tensor) -> Tensor:
         """The same with modulations that broadcast to [..., R N, M]."""
         self.calls[0] += 1
+        found = self._by_kernels(x, modulations)
+        if found is not None:
+            return found
         flat = x.flatten(-3, -2).to(modulations.dtype)
         if self.law.guided:
             flat = torch.cat([flat, flat], -2)
@@ -143,6 +150,23 @@ class Chains:
             (log_density(log.points[:, :, t], *self.kernel(log.points[:, :, t + 1], t)) for t in levels),
             torch.zeros((), dtype=torch.float64, device=self.z.device),
         )
+
+    def _by_kernels(self, x: Tensor, modulations: Tensor) -> Tensor | None:
+        """`output_with` by the kernels of `head_step`; None where they cannot run."""
+        head: Any = self.model.head
+        points, count = x.flatten(0, -2), x.shape[-3] * x.shape[-2]
+        rows = len(points) * (2 if self.law.guided else 1)
+        weights = head.step_weights() if self.fused and hasattr(head, "step_weights") else None
+        if weights is None or not takes(points, rows, weights):
+            return None
+        each = modulations.expand(*x.shape[:-3], -1, -1)  # [..., R N, M]
+        # All conditional rows come first, of all levels.
+        each = each.unflatten(-2, (-1, count)).movedim(-3, 0).flatten(0, -2)
+        scales = self.scales.flatten().repeat(len(points) // count) if self.law.guided else None
+        _, mean, sigma = head_step(points, each, weights, scales, self.law.loop.output_law[x.dtype], None)
+        if len(weights[-2]) > x.shape[-1]:
+            mean = torch.cat([mean, 2.0 * sigma.log()], -1)
+        return mean.view(*x.shape[:-1], -1)
 
     def _modulations(self, level: int) -> Tensor:
         """Those of a level, computed for as many levels below it as fit."""

@@ -8,6 +8,7 @@ derivatives of the head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def pushed(chains: Chains, x: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         FloatingPointError: as `_log_determinant`.
     """
-    density = _log_start(chains, x)
+    chains, density = replace(chains, fused=False), _log_start(chains, x)
     for level in reversed(range(chains.law.levels)):
         x, slope = _step(chains, x, level)
         density = density - _log_determinant(slope, level)
@@ -42,7 +43,8 @@ def pulled(chains: Chains, tokens: Tensor, wanted: Tensor) -> Tensor:
     Raises:
         FloatingPointError: a point without an origin, or as `_log_determinant`.
     """
-    x, density = tokens, torch.zeros(tokens.shape[:-1], dtype=torch.float64, device=tokens.device)
+    chains, x = replace(chains, fused=False), tokens
+    density = torch.zeros(tokens.shape[:-1], dtype=torch.float64, device=tokens.device)
     for level in range(chains.law.levels):
         x, slope = _inverted(chains, x, level, wanted)
         density = density - torch.where(wanted, _log_determinant(slope, level, wanted), 0.0)

@@ -54,6 +54,9 @@ class HeadLoop:
             for dtype in (torch.float32, torch.float64):
                 self.laws[count, dtype] = laws.to(device, dtype)
             self.rounds[count] = torch.arange(count + 1, device=device)
+            # The law whose mean is the head's prediction, and whose width is exp(v / 2): speculation asks for both.
+            law = torch.tensor([0.0, 1.0, -1.0, 1.0, 1.0], device=device)
+            self.output_law = {dtype: law.to(dtype) for dtype in (torch.float32, torch.float64)}
 
     def __call__(
         self, z: Tensor, scales: Tensor, noise: CounterNoise, places: Tensor, levels: int, stream: int = CHAIN
