@@ -32,6 +32,7 @@ _FEWER_LEVELS = (50, 25, 10, 5)
 _FALLING = (50, 5)
 _FINAL_NOISE = 0.05  # where a rule needs noise in the last level, and the model has none
 _TOLERANCES = (0.05, 0.1, 0.2)
+_LEVELS = (8, 16)  # of a chain that one call of the head scores
 # Of a masked model of pictures: calls, those of them that are made with reuse too, and bounds on the entropy of a call.
 _PICTURE_STEPS = (4, 8, 16, 32)
 _REUSED_STEPS = (16, 32)
@@ -247,7 +248,7 @@ def latent_settings(
         if key in ("order", "guidance", "head_steps", "eta", "final_noise")
     }
     found = [write_sampler(name, {**own, **one}) for one in [*rivals, *laws]]
-    found.append(write_sampler("head-speculation", {**own, **steps}))
+    found += [write_sampler("head-speculation", {**own, **steps, "levels": one}) for one in _LEVELS]
     found.append(write_sampler("continuous-jacobi", {"rule": "chain", **chain, **last}))
     found += [
         write_sampler("continuous-jacobi", {"rule": "aligned", "tolerance": one, **chain})
