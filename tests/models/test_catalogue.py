@@ -141,6 +141,16 @@ def test_sizes_of_var(name):
     assert model.memory(2, batch_size=3) == 2 * model.parameters + cache
 
 
+@pytest.mark.parametrize("name", mar.PRESETS)
+def test_sizes_of_mar(name):
+    with torch.device("meta"):
+        network = MARTransformer(**mar.PRESETS[name])  # pyright: ignore[reportArgumentType]
+    (model,) = (model for model in catalogue.MODELS if model.name.startswith(f"MAR-{name} "))
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.prefix) == (network.grid.num_tokens, network.config["buffer_size"])
+    assert (model.cached, model.calls) == (0, (catalogue.CONTINUOUS,))
+
+
 @pytest.mark.parametrize(
     "model", [m for m in catalogue.MODELS if m.name.startswith(("MaskGIT", "MAGE"))], ids=lambda m: m.name
 )
@@ -157,16 +167,6 @@ def test_sizes_of_masked_models(model):
     assert model.calls == (catalogue.MASKED,) and model.cached == 0
 
 
-@pytest.mark.parametrize("name", mar.PRESETS)
-def test_sizes_of_mar(name):
-    with torch.device("meta"):
-        network = MARTransformer(**mar.PRESETS[name])  # pyright: ignore[reportArgumentType]
-    (model,) = (model for model in catalogue.MODELS if model.name.startswith(f"MAR-{name} "))
-    assert model.parameters == parameters(network)
-    assert (model.tokens, model.prefix) == (network.grid.num_tokens, network.config["buffer_size"])
-    assert (model.cached, model.calls) == (0, (catalogue.CONTINUOUS,))
-
-
 def test_sizes_of_what_comes_on_top(architectures):
     sizes: dict[str, Any] = dict(
         vocab_size=32128, d_model=2048, d_kv=64, d_ff=5120, num_layers=24, num_heads=32,
@@ -177,7 +177,7 @@ def test_sizes_of_what_comes_on_top(architectures):
     )
     with torch.device("meta"):
         encoder, small = T5EncoderModel(T5Config(**sizes)), T5EncoderModel(T5Config(**base))
-        vq, kl16, mage_vq = MultiscaleVQModel(), AutoencoderKL(**KL16), MageVQModel()
+        vq, mage_vq, kl16 = MultiscaleVQModel(), MageVQModel(), AutoencoderKL(**KL16)
     assert catalogue.EXTRAS == {
         "VQ-16 tokenizer": architectures["LlamaGen's tokenizer vq-16"],
         "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
