@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,12 @@ def test_files_of_masked_models_are_converted(tmp_path, monkeypatch):
     )
     found = convert([official_file(tmp_path)], tmp_path / "mage")
     assert found["class"] == "MageImagePipeline" and set(found["files"].values()) == {"MAGE"}
+    alone = tmp_path / "vqgan_jax_strongaug.ckpt"
+    torch.save({"state_dict": tokenizer_weights()}, alone)
+    monkeypatch.setattr(
+        convert_masked, "load_mage_tokenizer", partial(load_mage_tokenizer, norm_groups=GROUPS)
+    )
+    assert convert([alone], tmp_path / "vq", image_size=8)["class"] == "MageVQModel"
     with pytest.raises(ValueError, match="image_size=256, but these weights draw 8 pixels"):
         convert([official_file(tmp_path)], tmp_path / "y", image_size=256)
     with pytest.raises(ValueError, match="is no tokenizer of MAGE"):

@@ -81,15 +81,15 @@ def convert(
         model, names = _assemble_musicgen(exported[0], text_encoder, image_size, dtype)
         return _written(model, out, names)
     sources = [_read(Path(file)) for file in files]
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
+    if any(map(is_masked, checkpoints)):
+        model, names = assemble_masked(checkpoints, text_encoder, image_size, dtype)
+        return _written(model, out, names)
     if any(map(_is_of_mar, sources)):
         model, names = _assemble_mar(sources, text_encoder, image_size, dtype)
         return _written(model, out, names)
     if any(map(_is_infinity, sources)):
         model, names = _assemble_infinity(sources, text_encoder, image_size, dtype)
-        return _written(model, out, names)
-    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
-    if any(map(is_masked, checkpoints)):
-        model, names = assemble_masked(checkpoints, text_encoder, image_size, dtype)
         return _written(model, out, names)
     if any(map(is_wan, checkpoints)):
         return _written(_wan(checkpoints, text_encoder, image_size, dtype), out, {str(files[0]): "Wan"})
