@@ -97,6 +97,8 @@ def generate(args: argparse.Namespace) -> int:
             f"such as --sampler {SLOWER}, or a masked model beside it, such as --masked tunes_masked."
         )
     given |= _lengths(args, pipe.medium)
+    if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
+        sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
     _check(args, pipe, sampler, plan)
     document: dict[str, Any] = {
         "model": args.model,
@@ -395,9 +397,9 @@ def _load(args: argparse.Namespace) -> Any:
     if args.drafter is not None:
         pipe.drafter = load_drafter(args.drafter).to(**place)
     if args.masked is not None:
-        from visual_spec.eval.pair import MusicPair
+        from visual_spec.eval.pair import MaskedPair
 
-        return MusicPair(pipe, load_pipeline(args.masked).to(**place))
+        return MaskedPair(pipe, load_pipeline(args.masked).to(**place))
     return pipe
 
 

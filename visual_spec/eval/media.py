@@ -27,6 +27,7 @@ class Medium:
     Attributes:
         ids: name of the token ids in the output of a pipeline.
         finished: name of the finished samples in it, which are the canvas where the output type is "latent".
+        tokenizer: (pipeline) -> the network between tokens and what is judged.
         show: (pipeline, stored samples) -> what is judged: pictures uint8 [N, H, W, 3], clips of frames uint8
             [N, T, H, W, 3], or clips of sound float32 [N, samples].
         encode: (pipeline, what is judged) -> what the tokenizer or codec makes of it, as samples are stored.
@@ -34,6 +35,7 @@ class Medium:
 
     ids: str
     finished: str
+    tokenizer: Callable[[Any], Any]
     show: Callable[[Any, np.ndarray], np.ndarray]
     encode: Callable[[Any, np.ndarray], Tensor]
 
@@ -112,7 +114,7 @@ def codec_of(pipe: Any) -> Any:
 
 
 MEDIA = {
-    "image": Medium("tokens", "images", pictures_of, encode_pictures),
-    "video": Medium("tokens", "frames", frames_of, tokens_of_frames),
-    "audio": Medium("codes", "audios", clips_of, codes_of),
+    "image": Medium("tokens", "images", lambda pipe: pipe.vq_model, pictures_of, encode_pictures),
+    "video": Medium("tokens", "frames", lambda pipe: pipe.vq_model, frames_of, tokens_of_frames),
+    "audio": Medium("codes", "audios", codec_of, clips_of, codes_of),
 }

@@ -8,6 +8,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.calls import MASKED
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
@@ -16,6 +17,7 @@ from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting, known_tokens
+from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.texts import Texts
 from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.masked import MaskedSampler
@@ -23,14 +25,21 @@ from visual_spec.samplers.masked import MaskedSampler
 ONE_A_CALL = "speculative-masked:num_drafts=0"
 
 
-def masked_facts(cls: type[VisualPipeline], settings: Mapping[str, Any]) -> PipelineFacts:
-    """What a pipeline of a masked image model is. Its plain decoding is one token a call in a fixed order."""
+def masked_facts(
+    cls: type[VisualPipeline], settings: Mapping[str, Any], sampler: Mapping[str, Any]
+) -> PipelineFacts:
+    """What a pipeline of a masked image model is.
+
+    It decodes fast as it was saved, several tokens a call. Its plain decoding is one token a call in a fixed order: the
+    law of the model alone, which the number of calls does not change.
+    """
+    saved = saved_sampler("masked", sampler) if "steps" in sampler else "speculative-masked"
     return PipelineFacts(
         medium="image",
         unit="tokens",
         calls=(MASKED,),
         plain_sampler=ONE_A_CALL,
-        fast_sampler="speculative-masked",
+        fast_sampler=saved,
         default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},
     )
 
@@ -60,6 +69,7 @@ class MaskedImagePipeline(ImagePipeline):
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: a `MaskedSampler`, or a `SpeculativeMaskedSampler` for the law of one token a call.
         default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+        shortcut: stands in for the transformer on some calls where the sampler says `reuse_by="shortcut"`.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -70,8 +80,9 @@ class MaskedImagePipeline(ImagePipeline):
         >>> pipe("a large red circle on a plain sky background").images[0].save("circle.png")
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->vq_model"
-    _optional_components = ["text_encoder"]
+    shortcut: Any
+    model_cpu_offload_seq = "text_encoder->transformer->shortcut->vq_model"
+    _optional_components = ["text_encoder", "shortcut"]
 
     def __init__(
         self,
@@ -81,10 +92,15 @@ class MaskedImagePipeline(ImagePipeline):
         sampler: SchedulerMixin | None,
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
+        shortcut: FeatureShortcut | None = None,
     ):
-        VisualPipeline.__init__(self)  # a masked model takes no drafter
+        VisualPipeline.__init__(self)
         self.register_modules(
-            transformer=transformer, vq_model=vq_model, text_encoder=text_encoder, sampler=sampler
+            transformer=transformer,
+            vq_model=vq_model,
+            text_encoder=text_encoder,
+            sampler=sampler,
+            shortcut=shortcut,
         )
         self._finish_init(default_guidance_scale, default_top_k)
         if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
@@ -105,7 +121,12 @@ class MaskedImagePipeline(ImagePipeline):
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`."""
-        return masked_facts(cls, settings)
+        return masked_facts(cls, settings, sampler)
+
+    def sampler_parts(self) -> dict[str, Any]:
+        """What the sampler asks for beside the model: the shortcut."""
+        asked = self.sampler.config.get("reuse") and self.sampler.config.reuse_by == "shortcut"
+        return {"shortcut": self.shortcut} if asked and self.shortcut is not None else {}
 
     @torch.no_grad()
     def __call__(

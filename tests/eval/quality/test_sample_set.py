@@ -13,11 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.tiny import tiny_pipeline
+from tests.tiny import tiny_pipeline, tiny_video_pipeline
 from visual_spec.eval.quality import sample_set
+from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.prompt_files import Prompts
 from visual_spec.eval.quality.sample_set import SampleSet, sample
 from visual_spec.eval.settings import parse_setting
+from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers.core.law import TokenLaw
 
 TEXTS = ("a red circle", "a blue square", "a red square")
@@ -61,6 +63,17 @@ def test_pictures_are_those_that_the_pipeline_draws(whole):
         assert line["calls"] == pipe.last_trace.target_calls[0]
     times = [json.loads(line) for line in (whole / "seconds.jsonl").read_text().splitlines()]
     assert [(time["first"], time["samples"]) for time in times] == [(0, 3), (3, 3), (6, 3)]
+
+
+def test_videos_are_stored_as_they_are_drawn(tmp_path):
+    pipe = tiny_video_pipeline()
+    sample(work_in(tmp_path, num=2, batch_size=2, pipe=pipe))
+    files = SampleFiles.open(tmp_path)
+    assert files.medium == "video" and files.files == ("000000.npy", "000001.npy")
+    for index, found in enumerate(files.videos(0, 2)):
+        generator = torch.Generator().manual_seed(index)
+        expected = pipe(TEXTS[index], generator=generator, guidance_scale=2.0).frames[0]
+        assert found.shape[0] == pipe.num_frames and np.array_equal(found, pixels_of(expected))
 
 
 def test_shares_in_any_order_give_the_same_files(whole, tmp_path):

@@ -1,17 +1,16 @@
 """The choice of the next call's window: the gain of a wider window against its cost on this machine.
 
-A call with window W commits 1 + S(1) + ... + S(W - 1) tokens on average, where S(j) is the probability that the first j
-drafts are all kept. The policy estimates S from past calls, and their cost from their times, and picks the window with
-the most tokens per second. It serves only samplers whose tokens do not depend on the window: otherwise the tokens would
-depend on measured times and could not be reproduced.
+A call with window W costs a + b W seconds and commits 1 + c g(W) tokens. The shape g is that of Jacobi decoding of
+pictures: a wide window refines its drafts in more calls, and so keeps more of them. The policy measures b / a and c
+while it decodes, and picks the window with the most tokens per second. It serves only samplers whose tokens do not
+depend on the window: otherwise the tokens would depend on measured times and could not be reproduced.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,10 +21,21 @@ from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.host import HostCopy
 
 AUTO = "auto"
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_MEMORY = 0.95  # weight of a call relative to the next one, in the estimate of S
-_BELIEF = 2.0  # weight of the mean probability over positions, in the estimate of one position
-_TIMINGS = 7  # the cost of a width is the median of its last calls, this many
+WIDTHS = (1, 4, 8, 16, 32, 64)
+START = 32  # the window of the first calls
+_GAIN = (
+    0.31  # c of the embedded `shapes`, where W = 4, 8, 16, 32, 64 keep .8, 1.5, 2.4, 3.7, 4.5 drafts a call
+)
+_SHAPE = np.log2(WIDTHS) ** 1.5
+_BELIEF = 50.0  # calls that the shape of all widths weighs against what one width showed
+_MEMORY = 0.998  # weight of a call relative to the next one, in the measured gain
+_SETTLING = 4  # calls behind a change of the window, which still test drafts of the old one
+_RATIOS = 32  # pairs of neighbouring calls that the cost is fitted to
+_FIRST_PROBES = 4  # every second call at first, of the narrowest window; nothing is chosen before
+_PROBE_EVERY = 24  # calls
+_PROBE_SELDOM, _LONG = 96, 200  # calls: the distance of probes once a window was held for long
+_BETTER = 1.03  # a window must promise so much more before it replaces the present one
+_SLOPES = np.geomspace(1e-4, 4.0, 80)  # candidates of b / a
 
 # {model: {the rest of the key: policy}}, so that the next picture need not learn again.
 _POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
@@ -56,25 +66,28 @@ def widest(window: int | str, fixed: int | None = None) -> int:
 class WindowPolicy:
     """Chooses the window of every call of one batch.
 
-    Args:
-        widths: windows to choose from, in ascending order.
+    It holds one window for long. Now and then a single call, a probe, has another one. The cost is fitted to the ratios
+    of the times of neighbouring calls of different windows: other work on the machine slows both.
 
     Attributes:
-        seconds: {width: seconds of its last calls}, without the first one, which also warms up.
+        held: the window that all calls have but the probes.
     """
 
-    def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
-        self.widths = tuple(widths)
-        self.seconds: dict[int, list[float]] = {}
-        self._reached = np.zeros(self.widths[-1])  # recent number of tests at each position
-        self._kept = np.zeros(self.widths[-1])
+    def __init__(self) -> None:
+        self.held = START
+        self._kept = np.zeros(len(WIDTHS))  # drafts that calls of each window kept, per sample
+        self._calls = np.zeros(len(WIDTHS))  # number of these calls
+        self._ratios: deque[tuple[int, int, float]] = deque(maxlen=_RATIOS)
+        self._previous: tuple[int, float] | None = None  # window and seconds of the last call
+        self._seen = self._since = self._probes = 0
+        self._slope = _SLOPES[0]
 
     @classmethod
-    def of(cls, model: Any, key: Any, widths: Sequence[int] = WIDTHS) -> WindowPolicy:
+    def of(cls, model: Any, key: Any) -> WindowPolicy:
         """Return the policy that saw all calls of this model under `key`."""
         known = _POLICIES.setdefault(owner_of(model), {})
         if key not in known:
-            known[key] = cls(widths)
+            known[key] = cls()
         return known[key]
 
     def saw(self, width: int, committed: np.ndarray, seconds: float) -> None:
@@ -82,33 +95,59 @@ class WindowPolicy:
 
         Leave samples that got none, or that were cut off by the end of the picture, out of `committed`.
         """
-        if width in self.seconds:
-            self.seconds[width] = [*self.seconds[width], seconds][-_TIMINGS:]
-        else:
-            self.seconds[width] = []
-        places = np.arange(1, width)  # a sample with n tokens kept n - 1 drafts and refused the n-th, if any
-        tested = committed[:, None] >= places
-        kept = committed[:, None] > places
-        # Positions beyond a narrow window keep their counts: a wide window refines drafts longer and keeps more of
-        # them.
-        self._reached[: width - 1] = _MEMORY * self._reached[: width - 1] + tested.sum(0)
-        self._kept[: width - 1] = _MEMORY * self._kept[: width - 1] + kept.sum(0)
+        self._seen += 1
+        if self._previous and self._previous[0] != width:
+            self._ratios.append((self._previous[0], width, float(np.log(seconds / self._previous[1]))))
+            self._fit()
+        self._previous = width, seconds
+        if width != self.held:
+            return
+        self._since += 1
+        if self._since > _SETTLING and len(committed):
+            place = WIDTHS.index(width)
+            self._kept, self._calls = self._kept * _MEMORY, self._calls * _MEMORY
+            self._kept[place] += committed.mean() - 1
+            self._calls[place] += 1
+
+    def _fit(self) -> None:
+        """Fit b / a to the ratios by least absolute deviations: the first call of a window, which also warms up, and
+        calls that were disturbed hardly count.
+        """
+        first, second, measured = (np.array(part)[:, None] for part in zip(*self._ratios, strict=True))
+        fitted = np.log1p(second * _SLOPES) - np.log1p(first * _SLOPES)
+        self._slope = _SLOPES[np.abs(fitted - measured).sum(0).argmin()]
+
+    @property
+    def cost(self) -> np.ndarray:
+        """Expected cost of a call of each window, relative to that of one without slots, `[widths]`."""
+        return 1 + self._slope * np.array(WIDTHS)
 
     @property
     def tokens(self) -> np.ndarray:
-        """Expected number of tokens that a call with window 1, 2, ... commits, `[W]`."""
-        mean = (self._kept.sum() + 1) / (self._reached.sum() + 2)
-        chance = (self._kept + _BELIEF * mean) / (self._reached + _BELIEF)
-        return 1 + np.concatenate([[0.0], np.cumprod(chance)[:-1]]).cumsum()
+        """Expected number of tokens that a call of each window commits, `[widths]`."""
+        level = (self._kept.sum() + _GAIN * _SHAPE[-1]) / (self._calls @ _SHAPE + _SHAPE[-1])
+        kept = (self._kept + _BELIEF * level * _SHAPE) / (self._calls + _BELIEF)
+        return np.minimum(1 + kept, WIDTHS)
 
     def choose(self) -> int:
-        """Return the window of the next call. Times each width twice first, the widest first; drops the first time."""
-        for width in reversed(self.widths):
-            if not self.seconds.get(width):
-                return width
-        tokens = self.tokens
-        cost = {width: median(self.seconds[width]) for width in self.widths}
-        return max(self.widths, key=lambda width: tokens[width - 1] / cost[width])
+        """Return the window of the next call."""
+        early = self._probes < _FIRST_PROBES
+        every = 2 if early else _PROBE_SELDOM if self._since > _LONG else _PROBE_EVERY
+        if self._seen and self._seen % every == 0:
+            self._probes += 1
+            return WIDTHS[0] if early else self._probe()
+        if not early:
+            speed, held = self.tokens / self.cost, WIDTHS.index(self.held)
+            best = int(speed.argmax())
+            if speed[best] > _BETTER * speed[held]:
+                self.held, self._since = WIDTHS[best], 0
+        return self.held
+
+    def _probe(self) -> int:
+        """Another window than the held one, in turn: at most two steps wider, because a wide call is a dear probe."""
+        held = WIDTHS.index(self.held)
+        others = [width for width in WIDTHS[: held + 3] if width != self.held]
+        return others[self._probes % len(others)] if others else self.held
 
 
 def adaptive(

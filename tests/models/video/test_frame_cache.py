@@ -1,0 +1,192 @@
+"""Policies of a frame cache, against plain lists of frames."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from visual_spec.models.video.frame_cache import (
+    POLICIES,
+    DeepForcing,
+    FrameCache,
+    Full,
+    FutureAnchor,
+    SinkWindow,
+    Sliding,
+)
+
+EACH, BATCH = 3, 2  # tokens of a frame; samples
+
+
+class Plain:
+    """A cache as one list a sample: (token, the frame it lies at). Token t was drawn as place t % EACH of a frame."""
+
+    def __init__(self):
+        self.rows = [[] for _ in range(BATCH)]
+
+    def append(self, start, chunk):
+        tokens = [
+            (frame * EACH + place, frame) for frame in range(start, start + chunk) for place in range(EACH)
+        ]
+        for row in self.rows:
+            row.extend(tokens)
+
+    def make_room(self, policy, start, chunk, table):
+        self.rows = [self.cut(policy, row, start, chunk, table[b]) for b, row in enumerate(self.rows)]
+
+    def cut(self, policy, row, start, chunk, table):
+        frames, end = len(row) // EACH, start + chunk
+
+        def last(count):
+            return row[len(row) - count * EACH :]
+
+        def at(tokens, frame):
+            return [(token, frame + index // EACH) for index, (token, _) in enumerate(tokens)]
+
+        if isinstance(policy, Full):
+            return row
+        if isinstance(policy, Sliding):
+            return last(min(policy.window - chunk, frames))
+        if isinstance(policy, FutureAnchor):
+            most = policy.anchors + policy.window - policy.anchors - chunk
+            rest = row[policy.anchors * EACH :] if frames <= most else last(most - policy.anchors)
+            return at(row[: policy.anchors * EACH], end - 1 + policy.ahead) + rest
+        if frames + chunk <= policy.window:
+            return row
+        sink = row[: policy.sink * EACH]
+        if isinstance(policy, SinkWindow):
+            if policy.sink_gap is not None:
+                sink = at(sink, max(end - policy.window - policy.sink_gap, 0))
+            return sink + last(policy.window - policy.sink - chunk)
+        recent = last(policy.recent - chunk)
+        candidates = row[policy.sink * EACH : len(row) - len(recent)]
+        count = (policy.budget - policy.sink - policy.recent) * EACH
+        best = sorted(candidates, key=lambda held: -table[held[0]])[:count]
+        selected = [held for held in candidates if held in best]
+        if policy.realign_selected:
+            selected = at(selected, end - policy.budget + policy.sink)
+        return at(sink, max(end - policy.budget - policy.sink_gap, 0)) + selected + recent
+
+
+def tokens_of(start, chunk):
+    """Keys [BATCH, n, 1, 1] that are the token's number, values its negative, places, as a model would append them."""
+    number = torch.arange(start * EACH, (start + chunk) * EACH)
+    places = torch.stack([number // EACH, number % EACH, number % EACH], -1)
+    keys = number.double().view(1, -1, 1, 1).expand(BATCH, -1, -1, -1)
+    return keys, -keys, places.expand(BATCH, -1, -1)
+
+
+def check_together(cache, plain):
+    keys, values = cache.keys[:, :, 0, 0], cache.values[:, :, 0, 0]
+    assert torch.equal(values, -keys)
+    assert keys.tolist() == [[token for token, _ in row] for row in plain.rows]
+    assert cache.places[..., 0].tolist() == [[frame for _, frame in row] for row in plain.rows]
+    assert torch.equal(cache.places[..., 1], keys.long() % EACH)  # rows and columns never change
+    assert torch.equal(cache.places[..., 2], keys.long() % EACH)
+
+
+EVERY = [
+    (Full(), 3),
+    (Sliding(6), 3),
+    (Sliding(7), 3),
+    (Sliding(3), 3),
+    (SinkWindow(2, 8), 3),
+    (SinkWindow(0, 4), 2),
+    (SinkWindow(3, 9, sink_gap=0), 3),
+    (SinkWindow(3, 8, sink_gap=3), 3),
+    (SinkWindow(1, 4, sink_gap=5), 1),
+    (DeepForcing(), 3),
+    (DeepForcing(3, 4, 9, 12, sink_gap=0), 3),
+    (DeepForcing(2, 2, 6, 7, sink_gap=1, realign_selected=True), 2),
+    (DeepForcing(0, 3, 4, 6), 3),
+    (DeepForcing(4, 3, 7, 7, realign_selected=True), 3),
+    (FutureAnchor(1, 4, 8), 3),
+    (FutureAnchor(3, 2, 6), 3),
+]
+
+
+@pytest.mark.parametrize(("policy", "chunk"), EVERY, ids=str)
+def test_keys_values_and_places_move_together(policy, chunk):
+    generator = torch.Generator().manual_seed(0)
+    cache, plain = FrameCache(torch.zeros(0, dtype=torch.float64), BATCH, 1, 1, EACH), Plain()
+    policy.check(chunk)
+    most = getattr(policy, "window", 1000)
+    for index in range(20):
+        start = index * chunk
+        table = torch.randn(BATCH, (start + chunk) * EACH, generator=generator)
+
+        def scores(first, last, frames, table=table):
+            assert frames == policy.recent
+            return table.gather(1, cache.keys[:, first:last, 0, 0].long())
+
+        if index:
+            policy.make_room(cache, start, chunk, scores)
+            plain.make_room(policy, start, chunk, table)
+            check_together(cache, plain)
+        cache.append(*tokens_of(start, chunk))
+        plain.append(start, chunk)
+        check_together(cache, plain)
+        assert cache.frames <= most
+        assert cache.places[..., 0].min() >= 0
+        assert cache.places[..., 0].max() < start + chunk + policy.reach
+
+
+def test_deep_forcing_cuts_every_other_chunk_and_follows_the_clip():
+    """The counts of a public program: 24 frames seen at the first cut, then 22; sinks at 5, 11, 17."""
+    policy, seen, sinks = DeepForcing(), [], []
+    cache = FrameCache(torch.zeros(0), 1, 1, 1, 1)
+    for start in range(0, 48, 3):
+        before = cache.frames
+
+        def scores(first, last, frames):
+            seen.append((cache.frames + 3, last - first))
+            return torch.randn(1, last - first)
+
+        policy.make_room(cache, start, 3, scores)
+        if cache.frames < before:
+            assert cache.frames + 3 == 16
+            sinks.append(int(cache.places[0, 0, 0]))
+        frames = torch.arange(start, start + 3).view(1, 3, 1).expand(-1, -1, 3)
+        cache.append(torch.zeros(1, 3, 1, 1), torch.zeros(1, 3, 1, 1), frames)
+    assert seen == [(24, 10), (22, 8), (22, 8), (22, 8), (22, 8)]
+    assert sinks == [5, 11, 17, 23, 29]
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunk", "message"),
+    [
+        (DeepForcing(budget=13), 3, r"budget=13; pass at least sink \+ recent = 14"),
+        (DeepForcing(window=15), 3, "window=15; pass at least budget = 16"),
+        (DeepForcing(recent=2), 3, "recent=2; pass at least the chunk of 3 frames"),
+        (DeepForcing(recent=7, budget=17), 3, "recent=7; .* pass at most 6 frames"),
+        (DeepForcing(sink=-1), 3, "sink=-1; pass at least 0"),
+        (DeepForcing(sink_gap=-1), 3, "sink_gap=-1; pass at least 0"),
+        (Sliding(2), 3, "window=2; pass at least the chunk of 3 frames"),
+        (Sliding(True), 1, "window=True"),
+        (SinkWindow(3, 5), 3, r"window=5; pass at least sink \+ chunk = 6"),
+        (SinkWindow(1, 5, -2), 3, "sink_gap=-2"),
+        (FutureAnchor(window=3), 3, r"window=3; pass at least anchors \+ chunk = 4"),
+        (FutureAnchor(ahead=0), 3, "ahead=0; pass at least 1"),
+        (FutureAnchor(anchors=0), 3, "anchors=0; pass at least 1"),
+    ],
+)
+def test_settings_that_cannot_serve_are_refused(policy, chunk, message):
+    with pytest.raises(ValueError, match=message):
+        policy.check(chunk)
+
+
+def test_every_policy_has_defaults_that_serve_chunks_of_three():
+    for kind in POLICIES.values():
+        kind().check(3)
+
+
+def test_bytes_count_all_that_is_held():
+    cache = FrameCache(torch.zeros(0, dtype=torch.bfloat16), 2, 3, 4, 1)
+    assert cache.nbytes == 0
+    cache.append(
+        torch.zeros(2, 5, 3, 4, dtype=torch.bfloat16),
+        torch.zeros(2, 5, 3, 4, dtype=torch.bfloat16),
+        torch.zeros(2, 5, 3, dtype=torch.long),
+    )
+    assert cache.nbytes == 2 * (2 * 5 * 3 * 4 * 2) + 2 * 5 * 3 * 8
+    assert cache.query_sums.dtype == torch.float32

@@ -1,0 +1,285 @@
+"""The frames that a causal video model remembers, and the policies that decide which.
+
+Keys are stored before the rotary table, with the place of every token beside them as integers. A frame moves in time by
+a change of its integers, and is rotated once, when it is read. Rotated keys that are turned again and again would drift
+in bfloat16.
+
+A policy runs once for each chunk and layer, before the chunk is first read (`make_room`). All counts are latent frames.
+Windows and budgets include the frames of the chunk at hand, as in the papers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Scores long [B, last - first] of the cached tokens `first` to `last`, from the queries of so many recent frames.
+Scores = Callable[[int, int, int], Tensor]
+
+
+class FrameCache:
+    """Keys, values and places of the tokens that some heads of one layer remember, in order of their frames.
+
+    Attributes:
+        keys, values: [B, N, H, D]; keys before the rotary table.
+        places: long [B, N, 3], the frame, row and column of each token.
+        query_sums: [B, f, H, D], the rotated queries of the last chunk, summed over each frame.
+        frame_tokens: tokens of a frame.
+    """
+
+    def __init__(self, like: Tensor, batch_size: int, heads: int, head_dim: int, frame_tokens: int) -> None:
+        self.keys = like.new_zeros(batch_size, 0, heads, head_dim)
+        self.values = torch.zeros_like(self.keys)
+        self.places = torch.zeros(batch_size, 0, 3, dtype=torch.long, device=like.device)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self.query_sums = torch.zeros_like(self.keys, dtype=wide)
+        self.frame_tokens = frame_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def frames(self) -> int:
+        return self.tokens // self.frame_tokens
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.keys, self.values, self.places, self.query_sums)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def append(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        """Add tokens [B, n, ...] behind all others."""
+        self.keys = torch.cat([self.keys, keys], 1)
+        self.values = torch.cat([self.values, values], 1)
+        self.places = torch.cat([self.places, places], 1)
+
+    def keep(self, slots: Tensor) -> None:
+        """Forget all tokens but those at slots long [B, n]."""
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        self.keys, self.values, self.places = (
+            held[rows, slots] for held in (self.keys, self.values, self.places)
+        )
+
+    def keep_ends(self, first: int, last: int) -> None:
+        """Forget all frames but the `first` and the `last` ones, if there are more."""
+        if self.frames > first + last:
+            head = torch.arange(first * self.frame_tokens)
+            tail = torch.arange(self.tokens - last * self.frame_tokens, self.tokens)
+            self.keep(self._rows(torch.cat([head, tail])))
+
+    def move(self, first: int, frames: int, frame: int) -> None:
+        """Move `frames` frames of tokens, from token `first` on, to the frames from `frame` on."""
+        last = min(first + frames * self.frame_tokens, self.tokens)
+        steps = torch.arange(last - first, device=self.places.device) // self.frame_tokens
+        self.places[:, first:last, 0] = frame + steps
+
+    def _rows(self, slots: Tensor) -> Tensor:
+        return slots.to(self.keys.device).expand(len(self.keys), -1)
+
+
+class CachePolicy(Protocol):
+    """What decides which frames a layer remembers."""
+
+    @property
+    def reach(self) -> int:
+        """How many frames beyond the last one a token may be placed."""
+        ...
+
+    def check(self, chunk: int) -> None:
+        """Refuse settings that cannot serve chunks of so many frames.
+
+        Raises:
+            ValueError: names the setting, its value and what is allowed.
+        """
+        ...
+
+    def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
+        """Prepare the cache for a chunk of `chunk` frames whose first frame is `start`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Full:
+    """Every frame is remembered: the setting that Self-Forcing was trained in, over 21 frames."""
+
+    reach = 0
+
+    def check(self, chunk: int) -> None:
+        """Nothing to refuse."""
+
+    def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
+        """Nothing is forgotten."""
+
+
+@dataclass(frozen=True)
+class SinkWindow:
+    """The first frames, the sink, and the last ones.
+
+    Source: Xiao et al., "Efficient streaming language models with attention sinks", ICLR 2024, section 3; with
+    `sink_gap`, "Deep Forcing", 2512.05081, with its sink alone.
+
+    Args:
+        sink: frames at the beginning that are never forgotten.
+        window: frames that attention reads, the chunk at hand included.
+        sink_gap: None leaves the sink where it is. A number moves it, whenever frames are forgotten, to so many frames
+            before the frames that follow it in the cache.
+    """
+
+    sink: int = 3
+    window: int = 21
+    sink_gap: int | None = None
+    reach = 0
+
+    def check(self, chunk: int) -> None:
+        _at_least("sink", self.sink, 0)
+        _at_least("window", self.window, self.sink + chunk, f"sink + chunk = {self.sink + chunk}")
+        if self.sink_gap is not None:
+            _at_least("sink_gap", self.sink_gap, 0)
+
+    def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
+        if cache.frames + chunk > self.window:
+            cache.keep_ends(self.sink, self.window - self.sink - chunk)
+            if self.sink_gap is not None:
+                cache.move(0, self.sink, _sink_frame(start + chunk, self.window, self.sink_gap))
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """The last `window` frames, the chunk at hand included: Self-Forcing's rolling cache, 2506.08009, section 3.4."""
+
+    window: int = 21
+    reach = 0
+
+    def check(self, chunk: int) -> None:
+        _at_least("window", self.window, chunk, f"the chunk of {chunk} frames")
+
+    def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
+        cache.keep_ends(0, self.window - chunk)
+
+
+@dataclass(frozen=True)
+class DeepForcing:
+    """A deep sink that moves with the clip, the recent frames, and the tokens that recent queries ask for most.
+
+    When the frames would exceed `window`, they are cut to `budget`. What is neither sink nor recent is ranked token by
+    token: by the product of its rotated key with the sum of the rotated queries of the recent frames, over all heads,
+    without softmax. The queries are those of the chunk's first call and of the clean pass of the chunk before it.
+
+    Source: "Deep Forcing", 2512.05081, sections on deep sink and participative compression; Self-Forcing's weights as
+    they are.
+
+    Args:
+        sink: frames at the beginning that are never forgotten.
+        recent: last frames that are never forgotten, the chunk at hand included.
+        budget: frames left by a cut, the chunk at hand included.
+        window: the most frames that attention reads.
+        sink_gap: frames between the sink and the rest of the cut cache, were that packed without gaps. A public program
+            of the method leaves 3, one chunk; the paper leaves 0.
+        realign_selected: move the selected tokens, too, to the frames between sink and recent ones. The paper describes
+            it; that program does not do it at these sizes.
+    """
+
+    sink: int = 10
+    recent: int = 4
+    budget: int = 16
+    window: int = 21
+    sink_gap: int = 3
+    realign_selected: bool = False
+    reach = 0
+
+    def check(self, chunk: int) -> None:
+        _at_least("sink", self.sink, 0)
+        _at_least("recent", self.recent, chunk, f"the chunk of {chunk} frames")
+        if self.recent > 2 * chunk:
+            raise ValueError(
+                f"recent={self.recent}; queries are known of this chunk and of the last one, so pass at most "
+                f"{2 * chunk} frames."
+            )
+        least = self.sink + self.recent
+        _at_least("budget", self.budget, least, f"sink + recent = {least}")
+        _at_least("window", self.window, self.budget, f"budget = {self.budget}")
+        _at_least("sink_gap", self.sink_gap, 0)
+
+    def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
+        if cache.frames + chunk <= self.window:
+            return
+        each = cache.frame_tokens
+        first, last = self.sink * each, cache.tokens - (self.recent - chunk) * each
+        selected = self.budget - self.sink - self.recent
+        best = scores(first, last, self.recent).topk(selected * each, 1).indices  # [B, selected * each]
+        best = best.sort(1).values + first
+        slots = torch.arange(cache.tokens, device=best.device).expand(len(best), -1)
+        cache.keep(torch.cat([slots[:, :first], best, slots[:, last:]], 1))
+        end = start + chunk
+        cache.move(0, self.sink, _sink_frame(end, self.budget, self.sink_gap))
+        if self.realign_selected:
+            cache.move(first, selected, end - self.budget + self.sink)
+
+
+@dataclass(frozen=True)
+class FutureAnchor:
+    """The first frames are held `ahead` frames behind the end of the chunk, as where the clip is heading; and a window.
+
+    Source: "Lookahead Anchoring", 2510.23581; there the model is tuned for it. A larger distance lets motion go freer.
+
+    Args:
+        anchors: frames at the beginning that are held ahead: those of `context` if the rollout gets one.
+        ahead: how many frames behind the chunk's last one the first anchor lies, at least 1.
+        window: frames that attention reads, anchors and the chunk at hand included.
+    """
+
+    anchors: int = 1
+    ahead: int = 3
+    window: int = 21
+
+    @property
+    def reach(self) -> int:
+        return self.ahead + self.anchors
+
+    def check(self, chunk: int) -> None:
+        _at_least("anchors", self.anchors, 1)
+        _at_least("ahead", self.ahead, 1)
+        _at_least("window", self.window, self.anchors + chunk, f"anchors + chunk = {self.anchors + chunk}")
+
+    def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
+        cache.keep_ends(self.anchors, self.window - self.anchors - chunk)
+        cache.move(0, self.anchors, start + chunk - 1 + self.ahead)
+
+
+@dataclass(frozen=True)
+class HeadBudgets:
+    """A policy for every head of a layer, so that each head has a budget of its own. Heads with equal ones share it."""
+
+    policies: tuple[CachePolicy, ...]
+
+    def groups(self) -> dict[CachePolicy, list[int]]:
+        """The heads of each policy."""
+        found: dict[CachePolicy, list[int]] = {}
+        for head, policy in enumerate(self.policies):
+            found.setdefault(policy, []).append(head)
+        return found
+
+
+# By their names in the second argument of `visual_spec.accelerate`.
+POLICIES: dict[str, type] = {
+    "full": Full,
+    "sliding": Sliding,
+    "sink-window": SinkWindow,
+    "deep-forcing": DeepForcing,
+    "future-anchor": FutureAnchor,
+}
+
+
+def _sink_frame(end: int, packed: int, gap: int) -> int:
+    """The first frame of a sink with `packed` frames from it to `end`, `gap` frames earlier; not before the clip."""
+    return max(end - packed - gap, 0)
+
+
+def _at_least(name: str, value: object, least: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}; pass at least {why or least}.")
