@@ -1,8 +1,8 @@
 """Motion of tokens from frame to frame: block matching, as video codecs do it on pixels.
 
-A place of a frame gets the displacement, in tokens a frame, by which the blocks around it agree best in the last two
-complete frames, and in the part of the next frame that holds tokens already. Among equals the smallest displacement is
-taken, so what stands still is copied from its own place.
+A place of a frame gets the displacement, in tokens a frame, that best explains the last two complete frames around the
+content that it would bring there, and the part of the next frame that holds tokens already. Among equals the smallest
+displacement is taken, so what stands still is copied from its own place.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def moved_places(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid)
     column = column[..., None] - ahead[..., None] * shifts[:, 1]
     inside = _inside(row, column, grid)
 
-    def agree(frame: Tensor) -> Tensor:
-        """How well the block agrees in a frame [B, 1] and in the one before it, moved: [B, N, M]."""
+    def agree(frame: Tensor, by: Tensor) -> Tensor:
+        """How well the block agrees in a frame [B, 1] and, `by` [M, 2] away, in the one before it: [B, N, M]."""
         block = _square(_BLOCK).to(device)
         passed = (frame - last)[..., None, None]  # frames from the last complete one, 0 or 1
         later_row = (row + shifts[:, 0] * passed[..., 0])[..., None] + block[:, 0]  # [B, N, M, K]
         later_column = (column + shifts[:, 1] * passed[..., 0])[..., None] + block[:, 1]
-        earlier_row, earlier_column = later_row - shifts[:, :1], later_column - shifts[:, 1:]
+        earlier_row, earlier_column = later_row - by[:, :1], later_column - by[:, 1:]
         later = frame[..., None, None] * size + later_row * grid.width + later_column
         earlier = (frame - 1)[..., None, None] * size + earlier_row * grid.width + earlier_column
         known = _inside(later_row, later_column, grid) & _inside(earlier_row, earlier_column, grid)
@@ -53,7 +53,9 @@ def moved_places(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid)
         # Places outside the frame count neither way: a difference must tell more than a place that is missing.
         return torch.where(equal, 1, -2).mul(known).sum(-1)
 
-    matches = torch.where(inside, agree(last) + _NEXT * agree(last + 1), -(10**6))
+    # What moves hides what stands still, so a displacement counts by how much better it explains its block than rest.
+    gain = agree(last, shifts) - agree(last, torch.zeros_like(shifts))
+    matches = torch.where(inside, gain + _NEXT * agree(last + 1, shifts), -(10**6))
     # argmax may return any of several equals: let the first, smallest displacement win.
     order = torch.arange(len(shifts), device=device)
     best = (matches * len(shifts) - order).argmax(-1, keepdim=True)
