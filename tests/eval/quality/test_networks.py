@@ -170,7 +170,7 @@ def test_the_divergence_of_labels_is_that_of_the_tagger(tmp_path, capsys):
     size = dict(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=5
     )
-    mel = dict(num_mel_bins=16, max_length=32)
+    mel: Any = dict(num_mel_bins=16, max_length=32)
     model: Any = ASTForAudioClassification(
         ASTConfig(**size, **mel, patch_size=8, frequency_stride=8, time_stride=8)
     ).eval()

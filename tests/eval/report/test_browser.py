@@ -31,7 +31,7 @@ ROWS = 500  # of two pictures each
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=200_000)
         yield found
         found.close()
 
@@ -81,6 +81,7 @@ def pages(thousand, tmp_path_factory) -> dict[str, Path]:
 def opened(browser, path: Path, width: int, scheme: str):
     """A page, and what it asked for and complained of."""
     page = browser.new_page(viewport={"width": width, "height": HEIGHT}, color_scheme=scheme)
+    page.set_default_timeout(200_000)
     asked, complaints = [], []
     page.on("request", lambda request: asked.append(request.url))
     page.on("console", lambda message: complaints.append(message.text))

@@ -116,9 +116,8 @@ def clip_features(folder: Path | None, size: int | None, device: str, batch_size
         )
     from transformers import AutoProcessor, CLIPModel
 
-    model: Any = (
-        CLIPModel.from_pretrained(folder, local_files_only=True).eval().requires_grad_(False).to(device)
-    )
+    model: Any = CLIPModel.from_pretrained(folder, local_files_only=True)
+    model.eval().requires_grad_(False).to(device)
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
 
     @torch.no_grad()
