@@ -2,57 +2,79 @@
 
 `python scripts/assemble_shapes_masked.py --model FOLDER --out visual_spec/models/weights/shapes_masked`
 
-Tokenizer and caption encoder are those of `shapes`, to which the folder links. The weights are copied as they are: in 8
-bits if they were trained with `--eight-bits`.
+Tokenizer and caption encoder stay in the folder of `shapes` beside `--out`, which `shared.json` names. The weights are
+copied as they are: in 8 bits if they were trained with `--eight-bits`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from pathlib import Path
+
+from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.pipelines.embedded import SHARED
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
+from visual_spec.training.loop import write_json
 
-SHARED = ("vq_model", "text_encoder")
+OWNER, PARTS = "shapes", ("vq_model", "text_encoder")
+
+
+def assemble(model: Path, out: Path, *, sampler: str, guidance_scale: float, owner: str = OWNER) -> None:
+    """Write the folder.
+
+    Args:
+        model: what `python -m visual_spec.training.masked_image` wrote.
+        out: a folder beside the one of `owner`, which holds the shared parts.
+        sampler: as on the command line.
+        guidance_scale: default of the pipeline.
+    """
+    name, settings = parse_sampler(sampler)
+    home = out.parent / owner
+    pipe = MaskedImagePipeline(
+        transformer=MaskedImageTransformer.from_pretrained(model),
+        vq_model=VQModel.from_pretrained(home / PARTS[0]),
+        text_encoder=CaptionEncoder.from_pretrained(home / PARTS[1]),
+        sampler=make_sampler(name, **settings),
+        default_guidance_scale=guidance_scale,
+    )
+    pipe.save_pretrained(out)
+    for part in PARTS:
+        shutil.rmtree(out / part)
+    write_json(out / SHARED, dict.fromkeys(PARTS, owner))
+    for file in (SAFETENSORS_WEIGHTS_NAME, "training.json"):
+        shutil.copyfile(model / file, out / "transformer" / file)
+    config = json.loads((out / "transformer" / "config.json").read_text())
+    config.pop("_name_or_path", None)
+    write_json(out / "transformer" / "config.json", config)
+    for written in ("pipeline.py", "README.md"):  # of saved folders; this one is part of the package
+        (out / written).unlink(missing_ok=True)
+    index = json.loads((out / "model_index.json").read_text())
+    write_json(out / "model_index.json", index | {"_class_name": type(pipe).__name__})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder that train_shapes_masked.py wrote")
-    parser.add_argument("--out", type=Path, required=True, help="a folder beside that of shapes")
-    parser.add_argument("--steps", type=int, default=16, help="calls of a picture")
-    parser.add_argument("--choice-temperature", type=float, default=1.0, help="0 with --score halton")
-    parser.add_argument("--score", default="log_probability")
-    parser.add_argument("--guidance-scale", type=float, default=2.0, help="default of the pipeline")
-    arguments = parser.parse_args()
-    shapes = arguments.out.parent / "shapes"
-    halton = {"schedule": "arccos", "clock": "halton"} if "halton" in arguments.score else {}
-    pipe = MaskedImagePipeline(
-        transformer=MaskedImageTransformer.from_pretrained(arguments.model),
-        vq_model=VQModel.from_pretrained(shapes / "vq_model"),
-        text_encoder=CaptionEncoder.from_pretrained(shapes / "text_encoder"),
-        sampler=MaskedSampler(
-            steps=arguments.steps,
-            score=arguments.score,
-            choice_temperature=arguments.choice_temperature,
-            **halton,
-        ),
-        default_guidance_scale=arguments.guidance_scale,
+    parser.add_argument(
+        "--model", type=Path, required=True, help="what visual_spec.training.masked_image wrote"
     )
-    pipe.save_pretrained(arguments.out)
-    for part in SHARED:
-        shutil.rmtree(arguments.out / part)
-        (arguments.out / part).symlink_to(Path("..") / "shapes" / part)
-    for path in arguments.model.glob("*"):
-        if path.name in ("config.json", "diffusion_pytorch_model.safetensors", "training.json"):
-            shutil.copy(path, arguments.out / "transformer" / path.name)
+    parser.add_argument("--out", type=Path, required=True, help="a folder beside that of shapes")
+    parser.add_argument(
+        "--sampler",
+        default="masked:steps=16,choice_temperature=1",
+        help="default of the pipeline, as on the command line",
+    )
+    parser.add_argument("--guidance-scale", type=float, default=2.0, help="default of the pipeline")
+    given = parser.parse_args()
+    assemble(given.model, given.out, sampler=given.sampler, guidance_scale=given.guidance_scale)
 
 
 if __name__ == "__main__":

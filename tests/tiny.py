@@ -8,6 +8,7 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
+from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.masked import MaskedSampler
 
@@ -42,6 +43,16 @@ def tiny_text_encoder() -> CaptionEncoder:
 def tiny_pipeline(sampler=None) -> ImagePipeline:
     pipe = ImagePipeline(
         tiny_transformer(), tiny_vq_model(), tiny_text_encoder(), sampler or AutoregressiveSampler()
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def tiny_video_pipeline(sampler=None) -> VideoPipeline:
+    """Clips of three frames of 4 x 4 pixels, 2 x 2 tokens."""
+    transformer = tiny_transformer(num_frames=3, grid_size=2, zero_prefix_keys=False)
+    pipe = VideoPipeline(
+        transformer, tiny_vq_model(), tiny_text_encoder(), sampler or AutoregressiveSampler()
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe

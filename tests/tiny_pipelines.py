@@ -13,6 +13,7 @@ from tests.tiny import (
     tiny_masked_transformer,
     tiny_pipeline,
     tiny_transformer,
+    tiny_video_pipeline,
     tiny_vq_model,
 )
 from tests.tiny_audio import tiny_audio_pipeline
@@ -83,6 +84,7 @@ def _quiet(make: Callable[[], Any]) -> Callable[[], Any]:
 
 KINDS: dict[str, Kind] = {
     "captions": Kind(_quiet(tiny_pipeline), "a red circle"),
+    "video": Kind(_quiet(tiny_video_pipeline), "a red circle", "num_videos_per_prompt"),
     "classes": Kind(_quiet(_classes), 3, "num_images_per_label"),
     "scales": Kind(_quiet(tiny_scale_pipeline), 3, "num_images_per_label"),
     "bits": Kind(_quiet(_bits), "a red circle"),

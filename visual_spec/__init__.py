@@ -1,4 +1,4 @@
-"""visual_spec: exact, fast decoding for autoregressive image and audio generators.
+"""visual_spec: exact, fast decoding for autoregressive image, video and audio generators.
 
 Importing this package loads nothing else: names are resolved at first use (PEP 562), so `import visual_spec` and
 `visual-spec --help` do not wait for PyTorch.
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
     from visual_spec.pipelines.masked_image import MaskedImagePipeline
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
+    from visual_spec.pipelines.video import VideoPipeline
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
     from visual_spec.samplers.columns import ColumnAutoregressiveSampler
     from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
@@ -56,6 +57,7 @@ _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "Stage": "visual_spec.samplers.scales",
     "TokenGrid": "visual_spec.models.core.protocol",
     "TokenLaw": "visual_spec.samplers.core.law",
+    "VideoPipeline": "visual_spec.pipelines.video",
     "accelerate": "visual_spec.pipelines.accelerate",
     "code_stages": "visual_spec.samplers.scales",
     "fuse_projections": "visual_spec.models.core.projections",

@@ -58,12 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_generate(commands: Any) -> None:
-    generate = commands.add_parser("generate", help="draw pictures, or play music, from prompts")
+    generate = commands.add_parser("generate", help="draw pictures or clips, or play music, from prompts")
     generate.add_argument(
         "prompts", nargs="+", metavar="PROMPT", help="(for class models: class names or numbers)"
     )
     generate.add_argument(
-        "--model", help="embedded name, folder, or Hub id (default: shapes; with --music: tunes)"
+        "--model",
+        help="embedded name, folder, or Hub id (default: shapes; with --music: tunes; with --video: motion)",
     )
     generate.add_argument("--out", type=Path, default=Path("visual-spec-out"), metavar="DIR")
     generate.add_argument("--overwrite", action="store_true", help="replace files that are already there")
@@ -100,7 +101,15 @@ def _add_generate(commands: Any) -> None:
     music.add_argument(
         "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"
     )
-    music.add_argument("--format", choices=("wav", "flac", "ogg"), help="(default: wav)")
+
+    video = generate.add_argument_group("video")
+    video.add_argument("--video", action="store_true", help="as --model motion, where no model is named")
+    video.add_argument("--frames", type=_at_least(1), metavar="N", help="frames of a clip (default: all)")
+    generate.add_argument(
+        "--format",
+        choices=("wav", "flac", "ogg", "mp4", "gif", "png"),
+        help="of music (default: wav) or clips (default: mp4; gif and png need no PyAV)",
+    )
     _add_sampler_and_law(generate)
     generate.set_defaults(run=_generate)
 
@@ -135,7 +144,8 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
 
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
-        "convert", help="make a folder of official LlamaGen, VAR, Infinity or Self-Forcing checkpoint files"
+        "convert",
+        help="make a folder of official LlamaGen, VAR, Infinity, MAR or Self-Forcing checkpoint files",
     )
     convert.add_argument(
         "files",
@@ -143,7 +153,8 @@ def _add_convert(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help="a transformer (of Infinity 8B its folder), its tokenizer, or both in any order; of VAR also a smaller "
-        "transformer, for CoDe; Self-Forcing's transformer; or the folder of a MusicGen of audiocraft",
+        "transformer, for CoDe, and of MAR one that drafts; Self-Forcing's transformer; or the folder of a MusicGen of "
+        "audiocraft",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(

@@ -70,7 +70,7 @@ def generate(args: argparse.Namespace) -> int:
         KeyboardInterrupt: what is finished is kept.
     """
     if args.model is None:
-        args.model = "tunes" if args.music else "shapes"
+        args.model = "tunes" if args.music else "motion" if args.video else "shapes"
     medium = _medium(args)
     prompts = [prompt for prompt in args.prompts for _ in range(args.num_images)]
     jobs = [(prompt, args.seed + index) for index, prompt in enumerate(prompts)]
@@ -96,8 +96,9 @@ def generate(args: argparse.Namespace) -> int:
             f"{args.model} decodes plainly by default, and --compare would compare that with itself; name a sampler, "
             f"such as --sampler {SLOWER}, or a masked model beside it, such as --masked tunes_masked."
         )
-    if pipe.medium == "audio":
-        given |= _lengths(args)
+    given |= _lengths(args, pipe.medium)
+    if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
+        sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
     _check(args, pipe, sampler, plan)
     document: dict[str, Any] = {
         "model": args.model,
@@ -105,6 +106,7 @@ def generate(args: argparse.Namespace) -> int:
         "device": str(pipe.device),
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         **({"sampling_rate": pipe.sampling_rate} if pipe.medium == "audio" else {}),
+        **({"frame_rate": pipe.frame_rate} if pipe.medium == "video" else {}),
         "sampler": {"name": name}
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
         | plan.describe(),
@@ -270,6 +272,8 @@ def _medium(args: argparse.Namespace) -> Medium:
     Raises:
         ValueError: an unknown model, or options of another medium.
     """
+    if args.music and args.video:
+        raise ValueError("--music and --video given; pass one of them.")
     if args.music:
         name = "audio"
     elif args.model == "shapes":
@@ -278,11 +282,18 @@ def _medium(args: argparse.Namespace) -> Medium:
         from visual_spec.pipelines.loading import read_facts
 
         name = read_facts(args.model).medium
-    if name != "audio" and (args.seconds is not None or args.extend_stride is not None):
-        raise ValueError(f"--seconds and --extend-stride are of music, and {args.model} draws pictures.")
-    if name != "audio" and args.format is not None:
+    if args.video and name != "video":
         raise ValueError(
-            f"--format {args.format} is of music, and {args.model} draws pictures, which are PNG files."
+            f"{args.model} draws no clips; leave --video out, or name a model that does, as motion."
+        )
+    makes = {"image": "pictures", "video": "clips", "audio": "music"}
+    if name != "audio" and (args.seconds is not None or args.extend_stride is not None):
+        raise ValueError(f"--seconds and --extend-stride are of music, and {args.model} draws {makes[name]}.")
+    if name != "video" and args.frames is not None:
+        raise ValueError(f"--frames is of clips, and {args.model} makes {makes[name]}.")
+    if name == "image" and args.format is not None:
+        raise ValueError(
+            f"--format {args.format} is of music and clips; {args.model} draws pictures, which are PNG files."
         )
     return MEDIA[name]
 
@@ -316,8 +327,12 @@ def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def _lengths(args: argparse.Namespace) -> dict[str, Any]:
-    lengths = {"audio_length_in_s": args.seconds, "extend_stride_in_s": args.extend_stride}
+def _lengths(args: argparse.Namespace, medium: str) -> dict[str, Any]:
+    """What the options say about the length of a clip, by the names of the medium's pipelines."""
+    if medium == "video":
+        lengths = {"num_frames": args.frames}
+    else:
+        lengths = {"audio_length_in_s": args.seconds, "extend_stride_in_s": args.extend_stride}
     return {name: value for name, value in lengths.items() if value is not None}
 
 
@@ -356,7 +371,7 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any) -> None
     try:
         pipe.check_sampler()
         with plan.on(pipe):
-            pipe.check_inputs(args.prompts, **(_lengths(args) if pipe.medium == "audio" else {}))
+            pipe.check_inputs(args.prompts, **_lengths(args, pipe.medium))
     except TypeError as error:
         raise ValueError(str(error)) from error
     finally:
@@ -382,9 +397,9 @@ def _load(args: argparse.Namespace) -> Any:
     if args.drafter is not None:
         pipe.drafter = load_drafter(args.drafter).to(**place)
     if args.masked is not None:
-        from visual_spec.eval.pair import MusicPair
+        from visual_spec.eval.pair import MaskedPair
 
-        return MusicPair(pipe, load_pipeline(args.masked).to(**place))
+        return MaskedPair(pipe, load_pipeline(args.masked).to(**place))
     return pipe
 
 
@@ -430,9 +445,11 @@ def _picture_reports(
 
 def _sound_suffix(args: argparse.Namespace) -> str:
     """The format that was asked for; refuses one whose writer is missing."""
-    from visual_spec.pipelines.audio_files import audio_bytes
+    from visual_spec.pipelines.audio_files import FORMATS, audio_bytes
 
     args.format = args.format or "wav"
+    if args.format not in FORMATS:
+        raise ValueError(f"--format {args.format} given; music is written as {', '.join(FORMATS)}.")
     audio_bytes([0.0], 8000, args.format)
     return args.format
 
@@ -457,7 +474,52 @@ def _music_reports(
     write_music_page(rows, files[0], facts=facts, overwrite=args.overwrite)
 
 
+# -- clips -------------------------------------------------------------------------------------------------------------
+
+
+def _clip_suffix(args: argparse.Namespace) -> str:
+    """The format that was asked for, or mp4; refuses one whose writer is missing."""
+    from visual_spec.pipelines.video_files import check_format
+
+    args.format = args.format or "mp4"
+    check_format(args.format)
+    return args.format
+
+
+def _frames(output: Any, index: int, args: argparse.Namespace) -> bytes:
+    from visual_spec.pipelines.video_files import pixels_of, video_bytes
+
+    return video_bytes(pixels_of(output.frames[index]), output.frame_rate, args.format)
+
+
+def _fast_frames(row: Any, args: argparse.Namespace) -> bytes:
+    from visual_spec.pipelines.video_files import video_bytes
+
+    return video_bytes(row.fast_frames, row.frame_rate, args.format)
+
+
+def _video_reports(
+    rows: list[Any], files: list[Path], facts: dict[str, Any], args: argparse.Namespace
+) -> None:
+    from visual_spec.eval.report.video_pages import write_video_page
+
+    write_video_page(rows, files[0], facts=facts, overwrite=args.overwrite)
+
+
 MEDIA = {
+    "video": Medium(
+        samples="clips",
+        key="videos",
+        nameless="clip",
+        unit="token",
+        suffix=_clip_suffix,
+        reports=("html", "json"),
+        identical="Every clip is the same, pixel for pixel in all frames.",
+        promised="tokens",
+        file=_frames,
+        fast_file=_fast_frames,
+        write_reports=_video_reports,
+    ),
     "image": Medium(
         samples="pictures",
         key="images",

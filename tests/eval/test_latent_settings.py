@@ -42,7 +42,8 @@ def test_rivals_and_rules_of_a_masked_model():
         "continuous:steps=16,head_steps=50,last_head_steps=5",
         "continuous:final_noise=0.05",
         "continuous:eta=0,final_noise=0",
-        "head-speculation",
+        "head-speculation:levels=8",
+        "head-speculation:levels=16",
         "continuous-jacobi:rule=chain,final_noise=0.05",
         "continuous-jacobi:rule=aligned,tolerance=0.05",
         "continuous-jacobi:rule=aligned,tolerance=0.1",
@@ -66,7 +67,7 @@ def test_settings_of_the_saved_sampler_stay():
     found = settings_of(model, plain="continuous:steps=12,head_steps=20")
     assert "continuous:steps=12,head_steps=10" in found.others
     assert "continuous:steps=12,head_steps=20,last_head_steps=5" in found.others
-    assert "head-speculation:steps=12,head_steps=20" in found.others
+    assert "head-speculation:steps=12,head_steps=20,levels=16" in found.others
     assert "speculative-continuous:rule=chain,head_steps=20" in found.others
     assert not any("head_steps=25" in text or "steps=32" in text for text in found.others)
 

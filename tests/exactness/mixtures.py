@@ -72,8 +72,12 @@ KEPT = kept_shares()
 class MixtureHead:
     """Knows its mixtures by number; a condition is a shift [d] and a number."""
 
-    def __init__(self, mixtures: Sequence[Mixture], *, flow: bool, share: float) -> None:
-        self.mixtures, self.flow, self.share = mixtures, flow, share
+    def __init__(self, mixtures: Sequence[Mixture], *, flow: bool, share: float, sway: float = 0.0) -> None:
+        self.mixtures, self.flow, self.share, self.sway = mixtures, flow, share, sway
+
+    def share_at(self, x: Tensor) -> Tensor:
+        """What the head says of the variance at points [..., d]."""
+        return self.share + self.sway * x.sin()
 
     def modulations(self, z: Tensor, times: Tensor) -> Tensor:
         return torch.cat(
@@ -93,7 +97,7 @@ class MixtureHead:
             found = torch.where((number == index)[..., None], noise - token if self.flow else noise, found)
         if self.flow:
             return found
-        return torch.cat([found, torch.full_like(found, 2.0 * self.share - 1.0)], -1)
+        return torch.cat([found, 2.0 * self.share_at(x) - 1.0], -1)
 
 
 @dataclass
@@ -115,6 +119,7 @@ class MixtureModel:
     Args:
         mixtures: of the slots.
         share: where the learned variance lies between that of the posterior, 0, and that of the level, 1.
+        sway: how far that moves with the point, so that chains that have parted have unequal widths.
     """
 
     dtype = torch.float64
@@ -126,6 +131,7 @@ class MixtureModel:
         slope: float = 0.0,
         flow: bool = False,
         share: float = 0.0,
+        sway: float = 0.0,
         chain: ChainSettings | None = None,
     ) -> None:
         self.grid = TokenGrid(1, len(mixtures))
@@ -133,7 +139,7 @@ class MixtureModel:
         self.places = torch.arange(len(mixtures) + 1)
         self.slope, self.flow = slope, flow
         self.chain = chain or ChainSettings(20, final_noise=0.05)
-        self.head = MixtureHead(list(mixtures), flow=flow, share=share)
+        self.head = MixtureHead(list(mixtures), flow=flow, share=share, sway=sway)
         self.device = torch.device("cpu")
 
     def schedule(self, num_steps: int, eta: float | None = None) -> Any:
@@ -183,7 +189,7 @@ def straight_chain(
 ) -> Tensor:
     """Tokens [N, d] of a slot with shifts [N, d], from the formulas of the chains, without samplers or schedules."""
     chain = replace(model.chain, **settings)
-    mixture, steps, share = model.head.mixtures[slot], chain.head_steps, model.head.share
+    mixture, steps = model.head.mixtures[slot], chain.head_steps
 
     def normal() -> Tensor:
         return torch.randn(shift.shape, generator=generator, dtype=torch.float64)
@@ -206,14 +212,12 @@ def straight_chain(
             noise, _ = mixture.noise(x, shift, math.sqrt(kept[i]), math.sqrt(1 - kept[i]))
             token = (x - math.sqrt(1 - kept[i]) * noise) / math.sqrt(kept[i])
             if chain.eta is None:
+                share = model.head.share_at(x)
                 mean = beta * math.sqrt(before) * token + (1 - before) * math.sqrt(1 - beta) * x
                 x = mean / (1 - kept[i])
                 if i:
-                    x = (
-                        x
-                        + math.exp(0.5 * (share * math.log(beta) + (1 - share) * math.log(posterior)))
-                        * normal()
-                    )
+                    log = share * math.log(beta) + (1 - share) * math.log(posterior)
+                    x = x + (0.5 * log).exp() * normal()
             else:
                 wide = chain.eta * math.sqrt(posterior)
                 x = (

@@ -12,7 +12,8 @@ from torch import Tensor
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked import MaskedSampler, MaskedTrace
+from visual_spec.samplers.core.masked_state import MaskedTrace
+from visual_spec.samplers.masked import MaskedSampler
 
 LENGTH, CODES = 3, 3
 

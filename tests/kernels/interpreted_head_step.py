@@ -5,6 +5,8 @@ In float16 in place of bfloat16, whose products the interpreter computes wrongly
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -65,7 +67,7 @@ def test_other_dtypes_are_refused():
         head_step_triton(*_in_float64(here.arguments))
 
 
-def _in_float64(arguments):
+def _in_float64(arguments: Any) -> list[Any]:
     return [
         [one.double() for one in value]
         if isinstance(value, list)

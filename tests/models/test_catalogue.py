@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from transformers import (
     ChameleonConfig,
     ChameleonModel,
@@ -19,6 +20,9 @@ from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
 
 from visual_spec.models import catalogue
 from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.continuous import mar
+from visual_spec.models.continuous.mar import MARTransformer
+from visual_spec.models.continuous.mar_checkpoint import KL16
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.next_scale import infinity, var
 from visual_spec.models.next_scale.infinity import InfinityTransformer
@@ -70,7 +74,7 @@ def test_sizes_of_the_models_of_transformers():
             "Emu3-Gen": (Emu3TextModel(emu3), emu3, emu3.vocab_size),
             "GLM-Image, its token stage": (GlmImageTextModel(glm), glm, glm.vision_vocab_size),
         }
-    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity")
+    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MAR-")
     others = {model.name: model for model in catalogue.MODELS if not model.name.startswith(own)}
     assert set(others) == set(found)
     for name, (module, config, head) in found.items():
@@ -133,6 +137,16 @@ def test_sizes_of_var(name):
     assert model.memory(2, batch_size=3) == 2 * model.parameters + cache
 
 
+@pytest.mark.parametrize("name", mar.PRESETS)
+def test_sizes_of_mar(name):
+    with torch.device("meta"):
+        network = MARTransformer(**mar.PRESETS[name])  # pyright: ignore[reportArgumentType]
+    (model,) = (model for model in catalogue.MODELS if model.name.startswith(f"MAR-{name} "))
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.prefix) == (network.grid.num_tokens, network.config["buffer_size"])
+    assert (model.cached, model.calls) == (0, (catalogue.CONTINUOUS,))
+
+
 def test_sizes_of_what_comes_on_top(architectures):
     sizes: dict[str, Any] = dict(
         vocab_size=32128, d_model=2048, d_kv=64, d_ff=5120, num_layers=24, num_heads=32,
@@ -143,11 +157,12 @@ def test_sizes_of_what_comes_on_top(architectures):
     )
     with torch.device("meta"):
         encoder, small = T5EncoderModel(T5Config(**sizes)), T5EncoderModel(T5Config(**base))
-        vq = MultiscaleVQModel()
+        vq, kl16 = MultiscaleVQModel(), AutoencoderKL(**KL16)
     assert catalogue.EXTRAS == {
         "VQ-16 tokenizer": architectures["LlamaGen's tokenizer vq-16"],
         "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
         "VAR tokenizer": parameters(vq),
+        "KL-16 tokenizer": parameters(kl16),
         "flan-t5-xl encoder": parameters(encoder),
         "t5-base encoder": parameters(small),
     }

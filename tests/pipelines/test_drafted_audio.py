@@ -12,7 +12,7 @@ from tests.models.columns.test_musicgen import IDS, MASK
 from tests.tiny import seeded
 from tests.tiny_audio import PROMPT, tiny_audio_pipeline, tiny_decoder, tiny_musicgen
 from visual_spec.eval.defaults import settings_of_model
-from visual_spec.eval.pair import MusicPair
+from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.settings import parse_setting
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.pipelines.audio import AudioPipeline
@@ -91,7 +91,7 @@ def test_a_row_may_name_a_drafter_also_beside_a_masked_model(tmp_path):
     columns = tiny_audio_pipeline()
     masked = tiny_audio_pipeline(MaskedSampler((4, 2, 2)), masked=True, reach=4)
     eagle(columns.transformer).save_pretrained(tmp_path)
-    pair = MusicPair(columns, masked)
+    pair = MaskedPair(columns, masked)
     row = parse_setting(f"drafted-columns:num_drafts=2,drafter={tmp_path}", columns.make_law(), 0)
     with row.on(pair):
         assert isinstance(columns.drafter, ColumnEagleDrafter)

@@ -79,9 +79,10 @@ def test_a_class_that_does_not_load_a_pipeline_names_the_one_that_does(tmp_path)
 
 
 def made_of(output: Any) -> tuple[Any, torch.Tensor]:
-    """Pictures or waves, and the tokens that they were made of."""
-    music = hasattr(output, "codes")
-    return (output.audios, output.codes) if music else (output.images, output.tokens)
+    """Pictures, clips or waves, and the tokens that they were made of."""
+    if hasattr(output, "codes"):
+        return output.audios, output.codes
+    return (output.frames if hasattr(output, "frames") else output.images), output.tokens
 
 
 def test_every_call_takes_the_arguments_that_all_pipelines_take(kind):
@@ -109,6 +110,8 @@ def test_all_output_types_are_of_the_same_picture_or_clip(kind):
     tensor, array, latent = (kind.ask(pipe, seed=1, output_type=name) for name in ("pt", "np", "latent"))
     values = made_of(array)[0]
     assert isinstance(values, np.ndarray)
+    if pipe.medium == "video":
+        values = np.moveaxis(values, -1, 2)
     if pipe.medium == "image":
         values = np.moveaxis(values, -1, 1)
         (picture,) = kind.ask(pipe, seed=1, output_type="pil").images

@@ -109,7 +109,12 @@ def test_the_card_says_what_the_pipeline_is(tmp_path):
     count = sum(weight.numel() for weight in pipe.transformer.parameters())
     assert f"| transformer | LlamaGenTransformer | {count} |" in text and "| drafter" not in text
     assert "from visual_spec import ImagePipeline" in text and "## Measured" not in text
-    for name, tag in [("music", "text-to-audio"), ("bits", "text-to-image"), ("classes", None)]:
+    for name, tag in [
+        ("music", "text-to-audio"),
+        ("bits", "text-to-image"),
+        ("video", "text-to-video"),
+        ("classes", None),
+    ]:
         assert front_and_text(card.model_card(KINDS[name].make()))[0].get("pipeline_tag") == tag
 
 

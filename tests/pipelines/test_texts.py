@@ -16,15 +16,17 @@ from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 
-TEXT = ["captions", "bits", "music", "masked music"]
+TEXT = ["captions", "video", "bits", "music", "masked music"]
 # A prompt that fills the encoder, and what is more than it reads.
 LONG = {
     "captions": ("a red circle on a blue", "square square", "6 words"),
+    "video": ("a red circle on a blue", "square square", "6 words"),
     "bits": ("a red circle on a blue", "square square", "6 tokens"),
     "music": ("a slow sad organ melody in", "minor minor", "6 words"),
     "masked music": ("a slow sad organ melody in", "minor minor", "6 words"),
 }
-OTHER = {"captions": "blue square", "bits": "blue square", "music": "melody", "masked music": "melody"}
+OTHER = {"captions": "blue square", "video": "blue square", "bits": "blue square"}
+OTHER |= {"music": "melody", "masked music": "melody"}
 
 
 def tokens_of(output: Any) -> torch.Tensor:

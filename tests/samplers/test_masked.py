@@ -22,6 +22,7 @@ from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_presets import PRESETS
+from visual_spec.samplers.core.masked_state import MaskedTrace
 from visual_spec.samplers.core.masking import (
     Spans,
     draw_and_score,
@@ -31,7 +32,7 @@ from visual_spec.samplers.core.masking import (
     least_sure,
 )
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
-from visual_spec.samplers.masked import MaskedSampler, MaskedTrace
+from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.masked_hybrid import hybrid_decode
 
 FRAMES = 10

@@ -227,16 +227,37 @@ def render(scene: Scene, size: int = IMAGE_SIZE) -> np.ndarray:
     x, y = (x + 0.5) / scale, (y + 0.5) / scale  # pixel centres in the units of the 128-pixel canvas
     canvas = _paint_background(scene.background, scene.texture, x, y)
     for item in reversed(scene.objects):  # the first object is in front
-        distance = signed_distance(item.shape, x - item.x, y - item.y, SIZES[item.size]) * scale
-        colour = np.array(OBJECT_COLOURS[item.colour], np.float32)
-        # A light from above left keeps flat colours from looking like clip art.
-        light = 1.0 - 0.10 * ((x - item.x) + (y - item.y)) / (2 * SIZES[item.size])
-        fill = np.clip(colour * light[..., None], 0, 255)
-        outline = colour * _OUTLINE_SHADE
-        body = np.clip(0.5 - (distance + _OUTLINE_PIXELS * scale), 0, 1)[..., None]
-        cover = np.clip(0.5 - distance, 0, 1)[..., None]
-        canvas = canvas * (1 - cover) + (fill * body + outline * (1 - body)) * cover
+        radius = SIZES[item.size]
+        canvas = paint_shape(canvas, x - item.x, y - item.y, item.shape, item.colour, radius, scale)
     return np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
+
+
+def paint_shape(
+    canvas: np.ndarray,
+    dx: np.ndarray,
+    dy: np.ndarray,
+    shape: str,
+    colour: str,
+    radius: float,
+    scale: float = 1.0,
+) -> np.ndarray:
+    """Return a canvas float `[H, W, 3]` with one shape painted over it.
+
+    `dx`, `dy`, `[H, W]`: distance of each pixel to the shape's centre, right and down, in units of `radius`; a unit
+    has `scale` pixels.
+
+    Raises:
+        ValueError: the shape is not one of `SHAPES`.
+    """
+    distance = signed_distance(shape, dx, dy, radius) * scale
+    paint = np.array(OBJECT_COLOURS[colour], np.float32)
+    # A light from above left keeps flat colours from looking like clip art.
+    light = 1.0 - 0.10 * (dx + dy) / (2 * radius)
+    fill = np.clip(paint * light[..., None], 0, 255)
+    outline = paint * _OUTLINE_SHADE
+    body = np.clip(0.5 - (distance + _OUTLINE_PIXELS * scale), 0, 1)[..., None]
+    cover = np.clip(0.5 - distance, 0, 1)[..., None]
+    return canvas * (1 - cover) + (fill * body + outline * (1 - body)) * cover
 
 
 def _paint_background(background: str, texture: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -39,10 +39,10 @@ _HIGHEST = np.where(np.arange(len(_PALETTE)) < _FIRST, 1.10, 1.15).astype(np.flo
 _LOWEST[_BLACK], _HIGHEST[_BLACK] = 0.0, 1.5
 # A dark colour merges with its outline under a blur, so these are masked with their outline. The outlines of
 # bright colours are distinct, but resemble a grey background (white) or another colour.
-_WHOLE = tuple(_FIRST + _COLOURS.index(name) for name in ("green", "blue", "purple", "black"))
+WHOLE_COLOURS = tuple(_FIRST + _COLOURS.index(name) for name in ("green", "blue", "purple", "black"))
 _FARTHEST = 45.0  # distance in RGB beyond which a pixel has no palette colour
 _FILL_SHADE = 0.775  # halfway between outline (0.55) and fill (1.0)
-_FILL_INSET = 2.0  # the fill ends where the outline of 2 pixels begins
+FILL_INSET = 2.0  # the fill ends where the outline of 2 pixels begins
 _MINIMUM_AREA = 50  # pixels; the smallest fill, of a small star, has 124
 _MINIMUM_FIT = 0.60  # intersection over union below which a component has no known shape
 _MINIMUM_BACKGROUND = 0.30  # share of the picture
@@ -93,7 +93,7 @@ def parse_picture(image: Image.Image | np.ndarray) -> PictureFacts:
         ValueError: it is not square, or does not have three channels.
     """
     pixels = _as_pixels(image)  # [128, 128, 3]
-    colour_of, shade = _classify(pixels)  # [128, 128] each
+    colour_of, shade = classify_pixels(pixels)  # [128, 128] each
     background, texture = _read_background(colour_of, shade)
     objects = _find_objects(colour_of, shade)
     return PictureFacts(tuple(objects), background, texture, _read_relations(objects, colour_of))
@@ -121,7 +121,7 @@ def _as_pixels(image: Image.Image | np.ndarray) -> np.ndarray:
     return image.astype(np.float32)
 
 
-def _classify(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def classify_pixels(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the nearest palette colour (index, or -1 if all are far) and its shade, both `[H, W]`."""
     flat = pixels.reshape(-1, 3)
     dots = _PALETTE @ flat.T  # [14, N]
@@ -191,15 +191,15 @@ def _grow(mask: np.ndarray, steps: int) -> np.ndarray:
     return mask
 
 
-def _shrink(mask: np.ndarray, steps: int) -> np.ndarray:
+def shrink(mask: np.ndarray, steps: int) -> np.ndarray:
     for _ in range(steps):
         mask = np.logical_and.reduce([mask, *_neighbours(mask)])
     return mask
 
 
-def _candidates(colour_of: np.ndarray, shade: np.ndarray) -> list[tuple[int, np.ndarray]]:
+def colour_patches(colour_of: np.ndarray, shade: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Return palette index and mask `[H, W]` of each sufficiently large patch of fill, largest first."""
-    is_fill = (colour_of >= _FIRST) & ((shade > _FILL_SHADE) | np.isin(colour_of, _WHOLE))
+    is_fill = (colour_of >= _FIRST) & ((shade > _FILL_SHADE) | np.isin(colour_of, WHOLE_COLOURS))
     fill = np.where(is_fill, colour_of, -1)
     # Eroded first, so that a bridge of one or two pixels does not join neighbours; then grown back.
     ids = _components(np.where(np.logical_and.reduce([fill == side for side in _neighbours(fill)]), fill, -1))
@@ -265,7 +265,7 @@ def _fit(colour: int, mask: np.ndarray, hidden: np.ndarray) -> FoundObject:
     visible = ~hidden | mask
     ys, xs = np.nonzero(mask)
     x, y = int(xs.min() + xs.max() + 1) // 2, int(ys.min() + ys.max() + 1) // 2
-    inset = 0.0 if colour in _WHOLE else _FILL_INSET
+    inset = 0.0 if colour in WHOLE_COLOURS else FILL_INSET
     reach = _REACH
     coarse = _overlaps(
         _windows(mask, x, y, reach, 0.0, 2), _windows(visible, x, y, reach, 1.0, 2), _templates(inset, 2)
@@ -293,7 +293,7 @@ def _fit(colour: int, mask: np.ndarray, hidden: np.ndarray) -> FoundObject:
 
 
 def _find_objects(colour_of: np.ndarray, shade: np.ndarray) -> list[FoundObject]:
-    patches = _candidates(colour_of, shade)
+    patches = colour_patches(colour_of, shade)
     hidden = np.zeros(colour_of.shape, bool)
     fits = [_fit(colour, mask, hidden) for colour, mask in patches]
     found: list[FoundObject] = []
@@ -310,7 +310,7 @@ def _find_objects(colour_of: np.ndarray, shade: np.ndarray) -> list[FoundObject]
         waiting.remove(chosen)
         found.append(fits[chosen])
         if fits[chosen].shape is None:
-            if not _shrink(patches[chosen][1], 2).any():
+            if not shrink(patches[chosen][1], 2).any():
                 found.pop()  # an edge between colours, not an object
             continue
         reach = _distance_to(fits[chosen])

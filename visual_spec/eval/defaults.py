@@ -32,6 +32,12 @@ _FEWER_LEVELS = (50, 25, 10, 5)
 _FALLING = (50, 5)
 _FINAL_NOISE = 0.05  # where a rule needs noise in the last level, and the model has none
 _TOLERANCES = (0.05, 0.1, 0.2)
+_LEVELS = (8, 16)  # of a chain that one call of the head scores
+# Of a masked model of pictures: calls, those of them that are made with reuse too, and bounds on the entropy of a call.
+_PICTURE_STEPS = (4, 8, 16, 32)
+_REUSED_STEPS = (16, 32)
+_ENTROPY_STEPS, _ENTROPY_BOUNDS = 256, (0.1, 1.0)
+_HALTON: dict[str, Any] = {"schedule": "arccos", "clock": "halton", "score": "halton"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def settings_of_model(name: str) -> ModelSettings:
     if facts.unit == "scales":
         return scale_settings(facts, index, read_config(name, "vq_model")["scales"])
     if MASKED in facts.calls:
-        return _masked_settings(facts)
+        return _masked_settings(facts) if facts.medium == "audio" else masked_picture_settings(facts)
     if CONTINUOUS in facts.calls:
         return latent_settings(facts, index, read_config(name, "transformer"))
     return settings_for(facts, index)
@@ -116,15 +122,15 @@ def settings_beside(name: str | None, settings: ModelSettings) -> ModelSettings 
         settings: of the model beside it.
 
     Raises:
-        ValueError: as `settings_of_model`; a model that is not masked, or beside one that is no model of columns.
+        ValueError: as `settings_of_model`; a model that is not masked, or beside one of another medium.
     """
     if name is None:
         return None
     found = settings_of_model(name)
     if not found.masked or settings.masked or settings.facts.unit != found.facts.unit:
         raise ValueError(
-            f"--masked {name} given; it takes a masked model of music, beside one of columns, such as --model tunes "
-            "--masked tunes_masked."
+            f"--masked {name} given; it takes a masked model beside one of the same tokens that decodes in order, such "
+            "as --model shapes --masked shapes_masked or --model tunes --masked tunes_masked."
         )
     return found
 
@@ -169,6 +175,29 @@ def _masked_settings(facts: PipelineFacts) -> ModelSettings:
     half = [max(1, count // 2) for count in steps] if isinstance(steps, list) else max(1, steps // 2)
     fewer = write_sampler(name, {**settings, "steps": half})
     return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), (fewer,))
+
+
+def masked_picture_settings(facts: PipelineFacts) -> ModelSettings:
+    """Of a masked model of pictures: fewer calls in the order of confidence and in Halton's, with reuse and by entropy.
+
+    All are compared with one token a call, the law of the model alone, and measure how far they are from it.
+    """
+    from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
+
+    _, saved = parse_sampler(facts.fast_sampler)
+    # Noise on the choice belongs to the order of confidence, which is not the saved one where that is fixed.
+    noise = saved.get("choice_temperature", 1.0)
+    kinds: list[dict[str, Any]] = [{"choice_temperature": noise}, _HALTON]
+    rows = [{"steps": steps, **kind} for kind in kinds for steps in _PICTURE_STEPS]
+    rows += [{"steps": steps, **kind, "reuse": 1} for kind in kinds for steps in _REUSED_STEPS]
+    rows += [
+        {"steps": _ENTROPY_STEPS, "score": "entropy", "entropy_bound": bound} for bound in _ENTROPY_BOUNDS
+    ]
+    found = [write_sampler("masked", {**row, "measure": True}) for row in rows]
+    plain = facts.plain_sampler
+    cooler = f"temperature={_COOLER * facts.default_settings.get('temperature', 1.0):g}"
+    controls = (with_setting(plain, cooler), with_setting(plain, _OTHER_SEEDS))
+    return ModelSettings(facts, plain, controls, tuple(found))
 
 
 def latent_settings(
@@ -219,7 +248,7 @@ def latent_settings(
         if key in ("order", "guidance", "head_steps", "eta", "final_noise")
     }
     found = [write_sampler(name, {**own, **one}) for one in [*rivals, *laws]]
-    found.append(write_sampler("head-speculation", {**own, **steps}))
+    found += [write_sampler("head-speculation", {**own, **steps, "levels": one}) for one in _LEVELS]
     found.append(write_sampler("continuous-jacobi", {"rule": "chain", **chain, **last}))
     found += [
         write_sampler("continuous-jacobi", {"rule": "aligned", "tolerance": one, **chain})

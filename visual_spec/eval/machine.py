@@ -18,14 +18,14 @@ def load(
     """A silent pipeline for measuring, on `device` (default: a GPU if there is one), with weights of `dtype`.
 
     Args:
-        masked: a masked model of music to measure beside it: the two come as a `MusicPair`.
+        masked: a masked model of the same tokens to measure beside it: the two come as a `MaskedPair`.
 
     Raises:
         ValueError: a model or a device that is not there.
     """
     from diffusers.utils import logging
 
-    from visual_spec.eval.pair import MusicPair
+    from visual_spec.eval.pair import MaskedPair
     from visual_spec.pipelines.loading import load_pipeline
 
     if threads is not None:
@@ -33,7 +33,7 @@ def load(
     logging.disable_progress_bar()
     pipe = load_pipeline(model).to(choose_device(device), getattr(torch, dtype))
     pipe.set_progress_bar_config(disable=True)
-    return pipe if masked is None else MusicPair(pipe, load(masked, device, dtype, threads))
+    return pipe if masked is None else MaskedPair(pipe, load(masked, device, dtype, threads))
 
 
 def own_device(asked: str | None) -> str | None:

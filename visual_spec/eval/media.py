@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.pipelines.audio_stream import WaveStream
+from visual_spec.pipelines.video_files import pixels_of
 
 _STRETCH = 0.5  # seconds that are decoded at once, as `AudioPipeline` does unless it is told otherwise
 
@@ -26,12 +27,15 @@ class Medium:
     Attributes:
         ids: name of the token ids in the output of a pipeline.
         finished: name of the finished samples in it, which are the canvas where the output type is "latent".
-        show: (pipeline, stored samples) -> what is judged: pictures uint8 [N, H, W, 3], or clips float32 [N, samples].
+        tokenizer: (pipeline) -> the network between tokens and what is judged.
+        show: (pipeline, stored samples) -> what is judged: pictures uint8 [N, H, W, 3], clips of frames uint8
+            [N, T, H, W, 3], or clips of sound float32 [N, samples].
         encode: (pipeline, what is judged) -> what the tokenizer or codec makes of it, as samples are stored.
     """
 
     ids: str
     finished: str
+    tokenizer: Callable[[Any], Any]
     show: Callable[[Any, np.ndarray], np.ndarray]
     encode: Callable[[Any, np.ndarray], Tensor]
 
@@ -73,6 +77,21 @@ def encode_pictures(pipe: Any, pictures: np.ndarray) -> Tensor:
 
 
 @torch.no_grad()
+def frames_of(pipe: Any, tokens: np.ndarray) -> np.ndarray:
+    """Clips uint8 [N, T, H, W, 3] of tokens [N, L], as the pipeline shows them."""
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(pipe.device)
+    return np.stack([pixels_of(clip) for clip in pipe.decode_tokens(ids, "pil")])
+
+
+@torch.no_grad()
+def tokens_of_frames(pipe: Any, clips: np.ndarray) -> Tensor:
+    """Token ids [N, L] of clips uint8 [N, T, H, W, 3], frame by frame."""
+    signed = torch.from_numpy(clips.reshape(-1, *clips.shape[2:])).permute(0, 3, 1, 2)  # [N T, 3, H, W]
+    ids = pipe.vq_model.encode_tokens(signed.to(pipe.device, pipe.vq_model.dtype) / 127.5 - 1)
+    return ids.reshape(len(clips), -1)
+
+
+@torch.no_grad()
 def clips_of(pipe: Any, codes: np.ndarray) -> np.ndarray:
     """Clips float32 [N, samples] of codes [N, K, T], as the pipeline plays them; of stereo the mean of channels."""
     given = torch.from_numpy(codes.astype(np.int64)).to(pipe.device)
@@ -95,6 +114,7 @@ def codec_of(pipe: Any) -> Any:
 
 
 MEDIA = {
-    "image": Medium("tokens", "images", pictures_of, encode_pictures),
-    "audio": Medium("codes", "audios", clips_of, codes_of),
+    "image": Medium("tokens", "images", lambda pipe: pipe.vq_model, pictures_of, encode_pictures),
+    "video": Medium("tokens", "frames", lambda pipe: pipe.vq_model, frames_of, tokens_of_frames),
+    "audio": Medium("codes", "audios", codec_of, clips_of, codes_of),
 }

@@ -1,86 +1,89 @@
-"""Two music models of one codec side by side: a model of columns, and a masked one."""
+"""A model that decodes in order and a masked one over the same tokens, side by side in one table."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from visual_spec.eval.media import codec_of
-from visual_spec.models.core.calls import COLUMNS, MASKED
+from visual_spec.eval.media import medium_of
+from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.fingerprint import fingerprint
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers import registry
 
 
-class MusicPair:
-    """A model of columns and a masked one as a single pipeline: `MaskedSampler` is played by the latter.
+class MaskedPair:
+    """A model that decodes in order, and a masked one, as a single pipeline: samplers of masked models use the latter.
 
     So both can stand in one table, on the same prompts and in the same rounds.
 
     Args:
-        columns, masked: `AudioPipeline`s.
+        first, masked: two `AudioPipeline`s, or an `ImagePipeline` and a `MaskedImagePipeline`.
 
     Raises:
-        ValueError: pipelines of the same kind, with different codecs, or for clips of different length.
+        ValueError: pipelines of the same kind or of two media, with different tokenizers or codecs, or for clips of
+            different length.
     """
 
-    def __init__(self, columns: Any, masked: Any) -> None:
-        if COLUMNS not in columns.calls or MASKED not in masked.calls:
+    def __init__(self, first: Any, masked: Any) -> None:
+        if MASKED in first.calls or MASKED not in masked.calls or first.unit != masked.unit:
             raise ValueError(
-                "a pair is a model of columns and a masked one, in this order; pass --model tunes --masked "
-                "tunes_masked, or the like."
+                "a pair is a model that decodes in order and a masked one of the same medium, in this order; pass "
+                "--model tunes --masked tunes_masked, or --model shapes --masked shapes_masked."
             )
-        if fingerprint([codec_of(columns)]) != fingerprint([codec_of(masked)]):
+        medium = medium_of(first)
+        if fingerprint([medium.tokenizer(first)]) != fingerprint([medium.tokenizer(masked)]):
             raise ValueError(
-                "the two models have different codecs, so their codes do not mean the same; measure each alone."
+                "the two models have different tokenizers, so their tokens do not mean the same; measure each alone."
             )
-        if columns.max_frames != masked.max_frames:
+        if first.medium == "audio" and first.max_frames != masked.max_frames:
             raise ValueError(
-                f"the two models play clips of {columns.max_frames} and of {masked.max_frames} frames; measure each "
+                f"the two models play clips of {first.max_frames} and of {masked.max_frames} frames; measure each "
                 "alone."
             )
-        self.columns, self.masked = columns, masked
-        self.sampler = columns.sampler
+        self.first, self.masked = first, masked
+        self.sampler = first.sampler
 
     def __getattr__(self, name: str) -> Any:
-        if name == "columns":  # not there yet
+        if name == "first":  # not there yet
             raise AttributeError(name)
-        return getattr(self.columns, name)
+        return getattr(self.first, name)
 
     @property
     def fast_sampler(self) -> str:
         """That of the masked model, as it was saved."""
-        return self.masked.plain_sampler
+        return self.masked.fast_sampler if self.medium == "image" else self.masked.plain_sampler
 
     @property
     def components(self) -> dict[str, Any]:
         """Those of both."""
         more = {f"masked_{name}": part for name, part in self.masked.components.items()}
-        return {**self.columns.components, **more}
+        return {**self.first.components, **more}
 
     @property
     def drafter(self) -> Any:
-        """That of the model of columns."""
-        return self.columns.drafter
+        """That of the model that decodes in order."""
+        return self.first.drafter
 
     @drafter.setter
     def drafter(self, drafter: Any) -> None:
-        self.columns.drafter = drafter
+        self.first.drafter = drafter
 
     @property
     def player(self) -> Any:
-        """The pipeline that plays by the sampler."""
-        return self.masked if isinstance(self.sampler, MaskedSampler) else self.columns
+        """The pipeline that decodes by the sampler."""
+        calls = registry.by_class(type(self.sampler).__name__).calls
+        return self.masked if calls == MASKED else self.first
 
     def set_progress_bar_config(self, **settings: Any) -> None:
         """As `DiffusionPipeline.set_progress_bar_config`, of both."""
-        for pipe in (self.columns, self.masked):
+        for pipe in (self.first, self.masked):
             pipe.set_progress_bar_config(**settings)
 
     def check_sampler(self) -> None:
-        """As `AudioPipeline.check_sampler`."""
+        """As `VisualPipeline.check_sampler`."""
         self._with_sampler(lambda player: player.check_sampler())
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
-        """As `AudioPipeline.__call__`."""
+        """As a call of the pipeline that decodes."""
         return self._with_sampler(lambda player: player(*args, **settings))
 
     def _with_sampler(self, act: Any) -> Any:

@@ -125,6 +125,21 @@ def _magnet(size: str, seconds: int, layers: int, dim: int, parameters: int) -> 
     )
 
 
+def _mar(size: str, parameters: int) -> KnownModel:
+    return KnownModel(
+        name=f"MAR-{size} class 256",
+        weights="checkpoint-last.pth",
+        load="LatentImagePipeline.from_official",
+        pixels=256,
+        tokens=256,
+        prefix=64,  # places that hold the class
+        parameters=parameters,
+        cached=0,  # every call reads all known tokens again
+        verified="official layout",
+        calls=(CONTINUOUS,),
+    )
+
+
 def _infinity(name: str, weights: str, pixels: int, parameters: int, layers: int, dim: int) -> KnownModel:
     scales = {1024: (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64), 512: (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)}
     tokens = sum(side * side for side in scales[pixels])
@@ -191,6 +206,9 @@ MODELS = [
     _magnet("small", 30, 24, 1024, 420_371_456),
     _magnet("medium", 10, 48, 1536, 1_838_737_920),
     _magnet("medium", 30, 48, 1536, 1_838_737_920),
+    _mar("B", 207_924_768),
+    _mar("L", 478_326_304),
+    _mar("H", 942_403_104),
 ]  # fmt: skip
 
 # Families of transformers whose sizes differ between releases: supported, but not in the table of memory.
@@ -201,6 +219,7 @@ EXTRAS = {
     "VQ-16 tokenizer": 71_883_403,
     "VQ-8 tokenizer": 70_109_835,
     "VAR tokenizer": 108_948_355,
+    "KL-16 tokenizer": 66_456_019,
     "flan-t5-xl encoder": 1_223_527_424,
     "t5-base encoder": 109_628_544,
 }
@@ -208,8 +227,11 @@ EXTRAS = {
 # The calls that the models of a pipeline answer.
 PIPELINES = {
     "ImagePipeline": RASTER_TREE_ORDER,
+    "VideoPipeline": RASTER_TREE_ORDER,
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
+    "MaskedImagePipeline": (MASKED,),
+    "MaskedClassImagePipeline": (MASKED,),
     "ScaleImagePipeline": (SCALES,),
     "AudioPipeline": (COLUMNS, MASKED),
     "InfinityPipeline": (SCALES,),

@@ -1,4 +1,4 @@
-"""Pipelines: prompt in, picture or music out.
+"""Pipelines: prompt in, picture, clip or music out.
 
 Names are resolved at first use, because diffusers takes seconds to import.
 """
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.loading import load_pipeline
     from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
     from visual_spec.pipelines.masked_image import MaskedImagePipeline
-    from visual_spec.pipelines.output import AudioPipelineOutput, ImagePipelineOutput
+    from visual_spec.pipelines.output import AudioPipelineOutput, ImagePipelineOutput, VideoPipelineOutput
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
+    from visual_spec.pipelines.video import VideoPipeline
 
 # `accelerate` is not offered here: the name is that of the sub-module.
 _HOME = PIPELINES | {
     "AudioPipelineOutput": "visual_spec.pipelines.output",
     "ImagePipelineOutput": "visual_spec.pipelines.output",
+    "VideoPipelineOutput": "visual_spec.pipelines.output",
     "VisualPipeline": "visual_spec.pipelines.base",
     "load_pipeline": "visual_spec.pipelines.loading",
 }
@@ -42,6 +44,8 @@ __all__ = [
     "MaskedClassImagePipeline",
     "MaskedImagePipeline",
     "ScaleImagePipeline",
+    "VideoPipeline",
+    "VideoPipelineOutput",
     "VisualPipeline",
     "load_pipeline",
 ]

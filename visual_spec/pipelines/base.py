@@ -129,7 +129,7 @@ class VisualPipeline(DiffusionPipeline):
 
     @property
     def medium(self) -> str:
-        """What it makes: "image" or "audio"."""
+        """What it makes: "image", "video" or "audio"."""
         return self.facts.medium
 
     @property

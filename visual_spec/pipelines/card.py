@@ -23,6 +23,8 @@ _TAGS = {
     "AudioPipeline": "text-to-audio",
     "ImagePipeline": "text-to-image",
     "InfinityPipeline": "text-to-image",
+    "MaskedImagePipeline": "text-to-image",
+    "VideoPipeline": "text-to-video",
 }
 
 

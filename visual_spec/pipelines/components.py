@@ -41,6 +41,7 @@ PIPELINES = {
     "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
     "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
+    "VideoPipeline": "visual_spec.pipelines.video",
 }
 
 # By these diffusers tells how a component is loaded.

@@ -9,6 +9,12 @@ import torch
 from transformers import AutoTokenizer
 
 from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
+from visual_spec.models.continuous.mar_checkpoint import (
+    is_kl16,
+    is_mar,
+    load_kl16_checkpoint,
+    load_mar_checkpoint,
+)
 from visual_spec.models.core.checkpoints import Checkpoint, read_content, unpack_checkpoint
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
 from visual_spec.models.next_scale.infinity_scales import scales_for
@@ -23,6 +29,7 @@ from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
+from visual_spec.pipelines.latent_image import LatentImagePipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
 
@@ -42,15 +49,16 @@ def convert(
     Args:
         files: a LlamaGen transformer, its tokenizer, or both in any order; or a VAR transformer, a smaller one that
             refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of Infinity (of the 8B
-            the folder of its shards), its tokenizer, or both; or Self-Forcing's transformer alone; told apart by their
-            keys. Or the folder of a MusicGen of audiocraft, which needs its text encoder.
+            the folder of its shards), its tokenizer, or both; or a MAR, a smaller one that drafts, and KL-16, or some
+            of them; or Self-Forcing's transformer alone; told apart by their keys. Or the folder of a MusicGen of
+            audiocraft, which needs its text encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).
         image_size: side of the pictures in pixels; None: what the file or its name says. A transformer by itself is
             taken for one over VQ-16 tokens. Of VAR only its tokenizer, where it stands alone, needs to be told: 256 if
             it is not. Of Infinity the name of the transformer says it (`size_by_name`); its tokenizer, alone, is made
-            for 1024.
+            for 1024. MAR's sizes say it.
         dtype: of the weights written; None keeps that of each file.
         overwrite: replace what an earlier conversion wrote at `out`.
 
@@ -71,6 +79,9 @@ def convert(
         model, names = _assemble_musicgen(exported[0], text_encoder, image_size, dtype)
         return _written(model, out, names)
     sources = [_read(Path(file)) for file in files]
+    if any(map(_is_of_mar, sources)):
+        model, names = _assemble_mar(sources, text_encoder, image_size, dtype)
+        return _written(model, out, names)
     if any(map(_is_infinity, sources)):
         model, names = _assemble_infinity(sources, text_encoder, image_size, dtype)
         return _written(model, out, names)
@@ -106,6 +117,10 @@ def _read(path: Path) -> Path | Checkpoint:
         raise ValueError(
             f"{path} is of audiocraft; pass its folder, with {LANGUAGE_MODEL} (the language model) and {CODEC} in it."
         )
+    if isinstance(content, Mapping) and is_mar(content.get("model_ema") or {}):
+        return Checkpoint(
+            path, dict(content["model_ema"])
+        )  # beside it are the weights that were not averaged
     return unpack_checkpoint(path, content)
 
 
@@ -141,6 +156,57 @@ def _assemble_musicgen(
     return AudioPipeline.from_audiocraft(folder, text_encoder, tokenizer, dtype=dtype), {
         str(folder): "MusicGen"
     }
+
+
+def _is_of_mar(source: Path | Checkpoint) -> bool:
+    return isinstance(source, Checkpoint) and (is_mar(source.weights) or is_kl16(source.weights))
+
+
+def _assemble_mar(
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> tuple[Any, dict[str, str]]:
+    """The pipeline or model of MAR's files, and what each of them is."""
+    found = [source for source in sources if isinstance(source, Checkpoint)]
+    other = [source for source in sources if not _is_of_mar(source)]
+    if other:
+        path = other[0] if isinstance(other[0], Path) else other[0].path
+        raise ValueError(
+            f"{path} is not of MAR, and other files are; pass files of one family, one after the other."
+        )
+    if text_encoder is not None:
+        raise ValueError("MAR draws from class labels; leave the text encoder out.")
+    tokenizers = [source for source in found if is_kl16(source.weights)]
+    # The smaller one drafts.
+    models = sorted((source for source in found if is_mar(source.weights)), key=_count, reverse=True)
+    same = len(models) == 2 and _count(models[0]) == _count(models[1])
+    if len(tokenizers) > 1 or len(models) > 2 or same:
+        several = tokenizers if len(tokenizers) > 1 else models
+        raise ValueError(
+            f"{several[0].path} and {several[1].path} are both of one kind; pass one tokenizer, one MAR, and as its "
+            "drafter a smaller one."
+        )
+    if len(models) == 2 and not tokenizers:
+        raise ValueError(
+            f"{models[0].path} and {models[1].path} given without their tokenizer; pass kl16.ckpt too."
+        )
+    if not models:
+        if image_size is not None:
+            raise ValueError(f"image_size={image_size} given, but KL-16 takes any; leave it out.")
+        return load_kl16_checkpoint(tokenizers[0].path, dtype=dtype), {str(tokenizers[0].path): "KL-16"}
+    # By their paths: files with the arguments of a training run are refused there, which says what to do.
+    parts = [load_mar_checkpoint(source.path, dtype=dtype) for source in models]
+    side = 16 * parts[0].grid.height
+    if image_size not in (None, side):
+        raise ValueError(
+            f"image_size={image_size} given, but {models[0].path} draws {side} pixels; leave image_size out."
+        )
+    names = {str(source.path): f"MAR of {_count(source) / 1e6:.0f}M weights" for source in models}
+    names |= {str(source.path): "KL-16" for source in tokenizers}
+    if not tokenizers:
+        return parts[0], names
+    drafter = parts[1] if len(parts) == 2 else None
+    pipe = LatentImagePipeline.from_official(parts[0], tokenizers[0].path, dtype=dtype, drafter=drafter)
+    return pipe, names
 
 
 def _is_infinity(source: Path | Checkpoint) -> bool:

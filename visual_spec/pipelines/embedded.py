@@ -76,13 +76,21 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def _image_size(folder: Path) -> int | None:
-    """Side of the pictures of a tokenizer: its setting, or what the scales and levels of a multi-scale one make."""
+    """Side of the pictures of a tokenizer: its setting, or what the scales and levels of a multi-scale one make.
+
+    Of a clip it is what the transformer's grid of tokens makes.
+    """
+    grid = part_folder(folder, "transformer") / "config.json"
+    settings = json.loads(grid.read_text()) if grid.exists() else {}
+    frames = settings.get("num_frames", 1) > 1
     for part, setting in (("vq_model", "image_size"), ("vae", "sample_size")):
         path = part_folder(folder, part) / "config.json"
         if path.exists():
             config = json.loads(path.read_text())
             if "scales" in config:
                 return config["scales"][-1] * 2 ** (len(config["channel_multipliers"]) - 1)
+            if frames:
+                return settings["grid_size"] * 2 ** (len(config["channel_multipliers"]) - 1)
             return config.get(setting)
     return None
 

@@ -12,7 +12,7 @@ class PipelineFacts:
     """What those who draw, measure or compare need to know of a pipeline, loaded or saved.
 
     Attributes:
-        medium: "image" or "audio".
+        medium: "image", "video" or "audio".
         unit: what a call commits, in the plural, as printed: "tokens", "columns" or "scales".
         calls: the kinds of calls that its model answers (`visual_spec.models.core.calls`).
         plain_sampler: its plain decoding, as on the command line.

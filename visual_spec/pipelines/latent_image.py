@@ -83,7 +83,7 @@ class LatentImagePipeline(ClassImagePipeline):
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
-        transformer: Weights,
+        transformer: Weights | MARTransformer,
         vae: Weights,
         *,
         dtype: torch.dtype | None = None,
@@ -94,7 +94,8 @@ class LatentImagePipeline(ClassImagePipeline):
         """A pipeline around MAR's official files.
 
         Args:
-            transformer: `checkpoint-last.pth` without its `args`, see `visual_spec.models.continuous.mar_checkpoint`.
+            transformer: `checkpoint-last.pth` without its `args`, see `visual_spec.models.continuous.mar_checkpoint`,
+                or the model of one.
             vae: `kl16.ckpt`.
             dtype: of all weights; None keeps that of each file.
             sampler: default: `ContinuousSampler()`, one token a call.
@@ -103,7 +104,8 @@ class LatentImagePipeline(ClassImagePipeline):
         Raises:
             ValueError, OSError: a file that is none of these; says what it is.
         """
-        model = load_mar_checkpoint(transformer, dtype=dtype)
+        loaded = isinstance(transformer, MARTransformer)
+        model: Any = transformer if loaded else load_mar_checkpoint(transformer, dtype=dtype)
         published = {768: 2.9, 1024: 3.0, 1280: 3.2}
         settings.setdefault("default_guidance_scale", published.get(model.config["dim"], 3.0))
         return cls(

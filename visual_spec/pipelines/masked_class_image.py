@@ -39,6 +39,8 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         >>> pipe([207, 360], generator=torch.Generator().manual_seed(0)).images[0].save("retriever.png")
     """
 
+    drafter: Any = None  # a masked model takes none
+
     model_cpu_offload_seq = "transformer->vq_model"
     _optional_components = []
 
@@ -51,7 +53,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         default_guidance_scale: float = 1.7,
         default_top_k: int = 0,
     ):
-        VisualPipeline.__init__(self)  # a masked model takes no drafter
+        VisualPipeline.__init__(self)
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler)
         self.register_to_config(id2label=None if id2label is None else list(id2label))
         self._finish_init(default_guidance_scale, default_top_k)
@@ -99,7 +101,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`."""
-        return masked_facts(cls, settings)
+        return masked_facts(cls, settings, sampler)
 
     @torch.no_grad()
     def __call__(
@@ -137,6 +139,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
             num_images_per_label=each,
             generator=generator,
             output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
         count = len(self.label_ids(asked))

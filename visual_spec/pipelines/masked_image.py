@@ -16,6 +16,7 @@ from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting, known_tokens
+from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.texts import Texts
 from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.masked import MaskedSampler
@@ -23,14 +24,21 @@ from visual_spec.samplers.masked import MaskedSampler
 ONE_A_CALL = "speculative-masked:num_drafts=0"
 
 
-def masked_facts(cls: type[VisualPipeline], settings: Mapping[str, Any]) -> PipelineFacts:
-    """What a pipeline of a masked image model is. Its plain decoding is one token a call in a fixed order."""
+def masked_facts(
+    cls: type[VisualPipeline], settings: Mapping[str, Any], sampler: Mapping[str, Any]
+) -> PipelineFacts:
+    """What a pipeline of a masked image model is.
+
+    It decodes fast as it was saved, several tokens a call. Its plain decoding is one token a call in a fixed order: the
+    law of the model alone, which the number of calls does not change.
+    """
+    saved = saved_sampler("masked", sampler) if "steps" in sampler else "speculative-masked"
     return PipelineFacts(
         medium="image",
         unit="tokens",
         calls=(MASKED,),
         plain_sampler=ONE_A_CALL,
-        fast_sampler="speculative-masked",
+        fast_sampler=saved,
         default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},
     )
 
@@ -70,6 +78,8 @@ class MaskedImagePipeline(ImagePipeline):
         >>> pipe("a large red circle on a plain sky background").images[0].save("circle.png")
     """
 
+    drafter: Any = None  # a masked model takes none
+
     model_cpu_offload_seq = "text_encoder->transformer->vq_model"
     _optional_components = ["text_encoder"]
 
@@ -82,7 +92,7 @@ class MaskedImagePipeline(ImagePipeline):
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
     ):
-        VisualPipeline.__init__(self)  # a masked model takes no drafter
+        VisualPipeline.__init__(self)
         self.register_modules(
             transformer=transformer, vq_model=vq_model, text_encoder=text_encoder, sampler=sampler
         )
@@ -105,7 +115,7 @@ class MaskedImagePipeline(ImagePipeline):
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`."""
-        return masked_facts(cls, settings)
+        return masked_facts(cls, settings, sampler)
 
     @torch.no_grad()
     def __call__(

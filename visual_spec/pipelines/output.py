@@ -9,6 +9,7 @@ import torch
 from diffusers.utils.outputs import BaseOutput
 
 from visual_spec.pipelines.audio_files import write_audio
+from visual_spec.pipelines.video_files import pixels_of, write_video
 from visual_spec.samplers.core.trace import DecodeTrace
 
 
@@ -56,3 +57,36 @@ class AudioPipelineOutput(BaseOutput):
         if self.audios is self.codes:
             raise ValueError("the clips are codes; play them with output_type 'np' or 'pt' to save them.")
         return write_audio(path, self.audios[index], self.sampling_rate, overwrite=overwrite)
+
+
+@dataclass
+class VideoPipelineOutput(BaseOutput):
+    """Clips, the tokens they were decoded from, and the record of the decoding.
+
+    Args:
+        frames: as `output_type` asked: lists of PIL pictures, one a clip; numpy [B, T, H, W, 3] in [0, 1]; tensor
+            [B, T, 3, H, W] in [0, 1]; or (`latent`) the tokens by place, LongTensor [B, T, h, w].
+        tokens: LongTensor [B, T * h * w], frame by frame in raster order.
+        trace: target calls, the call that committed each token, seconds.
+        frame_rate: frames per second of the clips.
+    """
+
+    frames: Any
+    tokens: torch.Tensor
+    trace: DecodeTrace
+    frame_rate: float
+
+    def save(self, path: str | os.PathLike, index: int = 0, *, overwrite: bool = False) -> Path:
+        """Write one of the clips: mp4 (by PyAV), gif, or a png sheet of all frames, by the end of the name.
+
+        Raises:
+            ValueError: the clips are tokens (`output_type="latent"`), or a name with another end.
+            FileExistsError: there is something at `path`, and `overwrite` is not set.
+            ImportError: mp4, and PyAV is missing (extra `video`).
+        """
+        clip = self.frames[index]
+        if isinstance(clip, torch.Tensor) and not clip.is_floating_point():
+            raise ValueError(
+                "the clips are tokens; draw them with output_type 'pil', 'np' or 'pt' to save them."
+            )
+        return write_video(path, pixels_of(clip), self.frame_rate, overwrite=overwrite)

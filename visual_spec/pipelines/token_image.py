@@ -40,8 +40,13 @@ class TokenImagePipeline(VisualPipeline):
         """To be called when the components are registered: checks that they fit each other."""
         self.register_to_config(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         self.image_processor = VaeImageProcessor(do_resize=False)
-        if self.transformer is None or self.vq_model is None:
-            return  # it encodes prompts, or decodes tokens
+        if (
+            self.transformer is not None and self.vq_model is not None
+        ):  # else it encodes prompts, or decodes tokens
+            self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Refuse a tokenizer that does not decode the transformer's grid."""
         grid, side = self.transformer.grid, self.vq_model.tokens_per_side
         vocab_size, codes = self.transformer.vocab_size, self.vq_model.config["codebook_size"]
         if (vocab_size, grid.height, grid.width) != (codes, side, side):
@@ -133,25 +138,28 @@ class TokenImagePipeline(VisualPipeline):
         return_dict: bool,
         callback: StepCallback | None,
         callback_tensors: Sequence[str] | None,
+        model: Any = None,
         **given: Any,
     ) -> ImagePipelineOutput:
         """Decode `batch_size` pictures, with a progress bar, and turn them into pixels.
 
-        `given`: what the sampler takes beside, other than `sampler_parts`.
+        `model`: what draws the tokens, in place of the transformer. `given`: what the sampler takes beside, other than
+        `sampler_parts`.
         """
+        model = self.transformer if model is None else model
         told = StepListener(self, callback, callback_tensors)
 
         def listen(step: int, lengths: torch.Tensor) -> Any:
             return told(step, lambda: int(lengths.min()), lengths=lengths)
 
-        num_tokens = self._num_timesteps = self.transformer.grid.num_tokens
+        num_tokens = self._num_timesteps = model.grid.num_tokens
         self._guidance_scale = law.guidance_scale
         parts = self.sampler_parts() | given
-        models = self.transformer, parts.get("drafter")
+        models = model, parts.get("drafter")
         with at_hand(*models), self.progress_bar(total=batch_size * num_tokens) as bar:  # type: ignore[call-arg]
             progress = DecodeProgress(bar, num_tokens, listen, unit=self.unit)
             result = self.sampler(
-                self.transformer,
+                model,
                 condition,
                 law=law,
                 generator=generator,

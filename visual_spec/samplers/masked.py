@@ -10,23 +10,40 @@ decoder defines its own output law: there is no autoregressive law to compare it
   `masked_hybrid` has the paper's other addition, clips with an autoregressive beginning.
 * Besnier et al., "Halton scheduler for masked generative image transformer", ICLR 2025.
 * Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking", 2505.24857.
+* `core.masked_reuse`: calls that go on from what an earlier one computed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import MaskedModel, Rescorer
+from visual_spec.samplers.core import masked_reuse
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_allowed, check_batch_size, check_choice, check_flag
+from visual_spec.samplers.core.checks import check_choice, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masked_checks import (
+    at_least_one,
+    check_given,
+    check_masked_model,
+    check_rescorer,
+    check_reuse,
+)
+from visual_spec.samplers.core.masked_reuse import (
+    full_calls,
+    group_width,
+    last_of_group,
+    places_of,
+    scattered,
+)
+from visual_spec.samplers.core.masked_state import MaskedState, MaskedTrace, Stage
 from visual_spec.samplers.core.masking import (
     CLOCKS,
     FIXED_ORDERS,
@@ -43,98 +60,10 @@ from visual_spec.samplers.core.masking import (
     mixed,
 )
 from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT
-from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, DivergenceMeter, SampleResult
+from visual_spec.samplers.core.trace import MEASURE, DivergenceMeter, SampleResult
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
-
-
-@dataclass
-class MaskedTrace(DecodeTrace):
-    """A `DecodeTrace` of a masked decode. There is no prefill: call 0 is the first forward of the model.
-
-    `commit_call` is the call at which the last codebook of a slot was kept, 0 for given slots. `tokens_per_call` counts
-    decoded slots.
-
-    Attributes:
-        entry_call: long [B, L, K], the call at which each token was kept, -1 for given tokens.
-        rescorer_calls: forwards of the rescoring model.
-        first_calls: long [B], the part of `target_calls` made by the model that decoded the beginning (hybrid).
-        total_correlation: float [B], what `measure` found of the dependence that groups were drawn without, in nats a
-            sample; None if it was not measured.
-    """
-
-    entry_call: Tensor = field(default_factory=lambda: torch.zeros(0))
-    rescorer_calls: int = 0
-    first_calls: Tensor | None = None
-    total_correlation: Tensor | None = None
-
-    @property
-    def tokens_per_call(self) -> Tensor:
-        """Decoded slots per target call: float [B]."""
-        return (self.entry_call >= 0).any(-1).sum(1) / self.target_calls.float()
-
-    @property
-    def output_law(self) -> str:
-        """The output law in words."""
-        if self.divergence is None:
-            return "the law of masked decoding"
-        return f"the law of masked decoding, {self.divergence:.4f} a slot from one token a call"
-
-
-@dataclass
-class MaskedState:
-    """A batch between two calls.
-
-    Attributes:
-        cache: the model's own state.
-        tokens: long [B, L, K], the mask id where a token is hidden.
-        entry_call: long [B, L, K], the call at which each token was kept; -1 for tokens not yet kept, and given ones.
-        target_calls: long [B].
-        plan: (codebook, step) of every call.
-        steps: number of calls of each codebook.
-        round: index of the last call, -1 before the first.
-        stage: state of the codebook that is being decoded.
-        meter, correlation: what `measure` has found so far; None without it. correlation: [B], in nats.
-    """
-
-    cache: Any
-    tokens: Tensor
-    entry_call: Tensor
-    target_calls: Tensor
-    steps: list[int]
-    plan: list[tuple[int, int]]
-    round: int = -1
-    stage: Stage | None = None
-    meter: DivergenceMeter | None = None
-    correlation: Tensor | None = None
-
-    @property
-    def commit_call(self) -> Tensor:
-        """The call at which the last codebook of a slot was kept, 0 for given slots: long [B, L]."""
-        return self.entry_call.amax(-1).clamp(min=0)
-
-
-@dataclass
-class Stage:
-    """The decoding of one codebook.
-
-    Attributes:
-        unknown: bool [B, L], the tokens to decode.
-        hidden: bool [B, U], the units that are not kept yet.
-        shares: hidden share of the tokens before every step.
-        counts: long [B] each, the number of hidden units before every step, and 0 after the last.
-        entries, units: long [B, L] and [B, U], counter slots.
-        order: [B, U], scores that keep units in a fixed order; None if draws are scored.
-    """
-
-    unknown: Tensor
-    hidden: Tensor
-    shares: Sequence[float]
-    counts: list[Tensor]
-    entries: Tensor
-    units: Tensor
-    order: Tensor | None
 
 
 class MaskedSampler(Sampler):
@@ -164,6 +93,10 @@ class MaskedSampler(Sampler):
         greedy: take the likeliest tokens, and score them by the law with its temperature, which decides about their
             order where it falls (MAGNeT's code with use_sampling=False). A law of temperature 0 takes the same tokens,
             and scores them at temperature 1.
+        reuse: calls behind each full one that reuse what it computed (`core.masked_reuse`); 0: all calls are full.
+        reuse_from: share of the calls of a codebook that are full before any reuse.
+        reuse_by: "recap" (keys and values: calls of the tokens that they may keep) or "shortcut" (features: a small
+            network in place of the model).
         measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
             `_measured`. The trace reports it; its time does not count as decoding.
 
@@ -174,6 +107,7 @@ class MaskedSampler(Sampler):
             probabilities (MAGNeT, section 3.4). It costs one forward a step, except in the last step of each codebook.
             Hidden codes, and codes outside a clip, are its special token.
         rescorer_condition: condition of the rescorer; None: the model's.
+        shortcut: the network that stands in for the model where `reuse_by="shortcut"`, a `FeatureShortcut`.
 
     and returns tokens long [B, L], or [B, L, K] for several codebooks, with a `MaskedTrace`. The callback gets the
     number of kept or given tokens of each sample, divided by the number of codebooks and rounded down.
@@ -182,7 +116,7 @@ class MaskedSampler(Sampler):
         ValueError: a name is unknown, or a number is out of its range.
     """
 
-    takes = ("given", "rescorer", "rescorer_condition")
+    takes = ("given", "rescorer", "rescorer_condition", "shortcut")
     promise = "lossy"
     counts_prefill = False
 
@@ -205,6 +139,9 @@ class MaskedSampler(Sampler):
         entropy_bound: float | None = None,
         greedy: bool = False,
         measure: bool = False,
+        reuse: int = 0,
+        reuse_from: float = 0.5,
+        reuse_by: str = "recap",
     ) -> None:
         check_flag("measure", measure)
         for name, value, known in [
@@ -214,18 +151,27 @@ class MaskedSampler(Sampler):
             ("span_score", span_score, SPAN_SCORES),
             ("temperature", temperature, ("constant", "falling", "root")),
             ("guidance", guidance, ("constant", "falling", "rising", "ramp")),
+            ("reuse_by", reuse_by, masked_reuse.KINDS),
         ]:
             check_choice(name, value, known)
         counts = steps if isinstance(steps, (list, tuple)) else [steps]
-        if not counts or not all(_at_least_one(count) for count in counts):
+        if not counts or not all(at_least_one(count) for count in counts):
             raise ValueError(f"steps={steps!r}; pass an integer of at least 1, or one for each codebook.")
-        if not _at_least_one(span):
+        if not at_least_one(span):
             raise ValueError(f"span={span!r}; pass an integer of at least 1.")
+        if reuse and not at_least_one(reuse):
+            raise ValueError(f"reuse={reuse!r}; pass a number of calls, or 0 for none.")
+        if reuse and entropy_bound is not None:
+            raise ValueError(
+                f"reuse={reuse} with entropy_bound={entropy_bound}: which tokens later calls keep must be known before "
+                "they are drawn; pass one of the two."
+            )
         for name, number, least, most in [
             ("choice_temperature", choice_temperature, 0.0, math.inf),
             ("least_guidance", least_guidance, 1.0, math.inf),
             ("rescorer_share", rescorer_share, 0.0, 1.0),
             ("last_temperature", last_temperature, 0.0, 1.0),
+            ("reuse_from", reuse_from, 0.0, 1.0),
             ("entropy_bound", 0.0 if entropy_bound is None else entropy_bound, 0.0, math.inf),
         ]:
             if not math.isfinite(number) or not least <= number <= most:
@@ -278,33 +224,45 @@ class MaskedSampler(Sampler):
         assert stage is not None
         left = 1 - (step + 1) / state.steps[codebook]  # share of the steps
         run.law.law = self._law(run.law_given, stage.shares[step], step, state.steps[codebook])
-        logits = run.model(state.cache, state.tokens, codebook)  # [R, L, V]
+        logits = self._logits(run, state, stage, codebook, step)  # [R, L, V], of a local call [R, n, V]
         run.lap("model")
         if not run.law.law.guided:
             logits = logits[: run.batch_size]
         spans = Spans(run.model.grid.num_tokens, self.config.span)
         drawing = stage.unknown & spans.spread(stage.hidden)  # [B, L]
+        local = stage.places if self._is_local(stage, step) else None
+        entries, checked = stage.entries, drawing
+        if local is not None:
+            inside = local < drawing.shape[1]
+            at = local.clamp(max=drawing.shape[1] - 1)
+            entries, checked = entries.gather(1, at), drawing.gather(1, at) & inside
+            drawing = scattered(checked, local, torch.zeros_like(drawing))
         bound = self.config.entropy_bound if left else None
         drawn, score, entropy = draw_and_score(
             run.law,
             run.noise,
             logits,
-            stage.entries,
+            entries,
             # The logits of slots without a draw are never used, so they are marked as past the grid and not checked.
-            torch.where(drawing, stage.entries, run.num_tokens),
+            torch.where(checked, entries, run.num_tokens),
             step,
-            # The last step keeps all draws, whatever their score.
-            score=self.config.score if stage.order is None and left else None,
+            # The last step keeps all draws, whatever their score, and a local one keeps its group in a known order.
+            score=self.config.score if stage.order is None and left and local is None else None,
             filtered=self.config.filtered_score,
             entropies=bound is not None,
             greedy=self.config.greedy,
         )
         tokens = state.tokens[..., codebook]  # a view
+        if local is not None:
+            drawn = scattered(drawn, local, tokens)
         tokens.copy_(torch.where(drawing, drawn, tokens))
         if score is not None:
             score = self._unit_scores(run, state, codebook, step, score, drawing, left)
+        elif stage.order is not None:
+            score = stage.order
         else:
-            score = stage.hidden.float() if stage.order is None else stage.order
+            score = stage.hidden.float() if local is None or stage.score is None else stage.score
+        self._choose_group(run, stage, score, step)
         state.target_calls += 1 if self.config.entropy_bound is None else stage.hidden.any(1)
         if bound is None:
             stays = least_sure(score, stage.hidden, stage.counts[step + 1])  # [B, U]
@@ -315,12 +273,60 @@ class MaskedSampler(Sampler):
         kept = drawing & spans.spread(stage.hidden & ~stays)
         state.entry_call[..., codebook].masked_fill_(kept, state.round)
         tokens.masked_fill_(drawing & ~kept, run.model.mask_id)
-        stage.hidden = stays
+        stage.hidden, stage.newest = stays, kept
         if state.meter is not None:
             run.lap("verify")
+            if local is not None:  # logits of other slots are not read
+                nothing = logits.new_zeros(len(logits), kept.shape[1], logits.shape[2])
+                logits = scattered(logits, local.repeat(len(logits) // len(local), 1), nothing)
             self._measured(run, state, codebook, step, logits, kept)
             run.lap(MEASURE)
         run.lap("verify")
+
+    def _is_local(self, stage: Stage, step: int) -> bool:
+        """Whether a step computes the slots of its group only."""
+        return not stage.full[step] and self.config.reuse_by == "recap"
+
+    def _logits(self, run: Run, state: MaskedState, stage: Stage, codebook: int, step: int) -> Tensor:
+        """Logits `[R, L, V]` of a call, or `[R, n, V]` of the slots `stage.places` of a local one."""
+        cache, tokens, length = state.cache, state.tokens, run.model.grid.num_tokens
+        if not stage.full[step]:
+            state.reused_calls += 1
+            if not self._is_local(stage, step):
+                return self._by_shortcut(run, state, stage, codebook, step)
+            assert stage.places is not None
+            state.whole_calls += min(stage.places.shape[1] / length, 1.0)
+            return run.model(cache, tokens, codebook, places=stage.places)
+        state.whole_calls += 1
+        last = last_of_group(stage.full, step)
+        if last == step:
+            return run.model(cache, tokens, codebook)
+        width = group_width(stage.shares, stage.hidden.shape[1], self.config.span, step, last)
+        return run.model(
+            cache, tokens, codebook, keep=min(width, length) if self.config.reuse_by == "recap" else 0
+        )
+
+    def _by_shortcut(self, run: Run, state: MaskedState, stage: Stage, codebook: int, step: int) -> Tensor:
+        """Logits `[R, L, V]` of the features that the shortcut makes of those of the call before."""
+        assert stage.newest is not None
+        cache, tokens = state.cache, state.tokens[..., codebook]
+        repeats = 2 if cache.guided else 1
+        shown, newest = tokens.repeat(repeats, 1), stage.newest.repeat(repeats, 1)
+        share = (stage.hidden.sum(1) / stage.hidden.shape[1]).repeat(repeats)
+        shortcut = run.parts["shortcut"]
+        cache.features = shortcut(cache.features, shown, newest, share)
+        return run.model.scores(cache, cache.features, codebook)
+
+    def _choose_group(self, run: Run, stage: Stage, score: Tensor, step: int) -> None:
+        """After a full call: the tokens that the calls which reuse it will keep, and their order."""
+        last = last_of_group(stage.full, step)
+        if last == step or not stage.full[step] or self.config.reuse_by != "recap":
+            return
+        length = run.model.grid.num_tokens
+        group = stage.hidden & ~least_sure(score, stage.hidden, stage.counts[last + 1])
+        group = stage.unknown & Spans(length, self.config.span).spread(group)
+        width = group_width(stage.shares, stage.hidden.shape[1], self.config.span, step, last)
+        stage.score, stage.places = score, places_of(group, min(width, length))
 
     def _measured(
         self, run: Run, state: MaskedState, codebook: int, step: int, logits: Tensor, kept: Tensor
@@ -371,7 +377,9 @@ class MaskedSampler(Sampler):
         counters = codebook, grid.codebooks, run.batch_size, run.device
         units = _counters(spans.count, *counters)
         order = fixed_order(score, grid, spans, run.noise, units) if score in FIXED_ORDERS else None
-        return Stage(unknown, hidden, shares, counts, _counters(grid.num_tokens, *counters), units, order)
+        entries = _counters(grid.num_tokens, *counters)
+        full = full_calls(state.steps[codebook], self.config.reuse, self.config.reuse_from)
+        return Stage(unknown, hidden, shares, counts, entries, units, order, full)
 
     def _unit_scores(
         self,
@@ -413,6 +421,8 @@ class MaskedSampler(Sampler):
             **trace,
             entry_call=state.entry_call.cpu(),
             rescorer_calls=calls,
+            reused_calls=state.reused_calls,
+            whole_calls=state.whole_calls,
             total_correlation=None if state.correlation is None else state.correlation.cpu(),
         )
         if found.stopped:  # what is still hidden has the mask's id, which nothing decodes
@@ -463,10 +473,11 @@ class MaskedSampler(Sampler):
                 f"entropy_bound={self.config.entropy_bound}, but the model has {grid.codebooks} codebooks; pass "
                 "entropy_bound=None: the bound is for models of one."
             )
+        check_reuse(model, self.config, parts)
         if parts.get("given") is not None:
-            _check_given(model, parts["given"], batch_size)
+            check_given(model, parts["given"], batch_size)
         if parts.get("rescorer") is not None:
-            _check_rescorer(model, parts["rescorer"], self.config.score)
+            check_rescorer(model, parts["rescorer"], self.config.score)
 
     def _steps(self, model: MaskedModel, given: Tensor | None) -> list[int]:
         """Return the calls of each codebook. A codebook whose tokens are all given costs none."""
@@ -476,68 +487,6 @@ class MaskedSampler(Sampler):
             return counts
         unknown = (given.reshape(-1, codebooks) == model.mask_id).any(0).tolist()
         return [count if some else 0 for count, some in zip(counts, unknown, strict=True)]
-
-
-def check_masked_model(model: Any, law: TokenLaw, batch_size: int) -> None:
-    """Refuse, before any compute, a request that no sampler of masked models can decode.
-
-    Raises:
-        ValueError: a model that hides no tokens, a batch size below 1, ids beyond the vocabulary, or guidance up to a
-            slot.
-    """
-    if not (hasattr(model, "mask_id") and hasattr(model, "prepare")):
-        raise ValueError(
-            f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
-            "AutoregressiveSampler or ColumnAutoregressiveSampler."
-        )
-    check_batch_size(batch_size)
-    check_allowed(law, model.vocab_size)
-    if law.guidance_until is not None:
-        raise ValueError(
-            f"guidance_until={law.guidance_until}, but masked decoding knows no order of slots; pass "
-            "guidance_until=None, and guidance='falling' or 'rising' to the sampler."
-        )
-
-
-def _check_given(model: MaskedModel, given: Tensor, batch_size: int) -> None:
-    grid = model.grid
-    shapes = [(batch_size, grid.num_tokens, grid.codebooks)]
-    shapes += [shapes[0][:2]] if grid.codebooks == 1 else []
-    if tuple(given.shape) not in shapes or given.dtype != torch.long:
-        raise ValueError(
-            f"given is {given.dtype} of shape {tuple(given.shape)}; pass int64 {shapes[-1]}, with the mask id "
-            f"{model.mask_id} where a token is to be decoded."
-        )
-    known = given[given != model.mask_id]
-    if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < model.vocab_size:
-        raise ValueError(
-            f"given holds ids from {int(known.min())} to {int(known.max())}; tokens are 0 to {model.vocab_size - 1}, "
-            f"and the mask is {model.mask_id}."
-        )
-    if known.numel() == given.numel():
-        raise ValueError("all tokens are given; leave some at the mask id to have them decoded.")
-
-
-def _check_rescorer(model: MaskedModel, rescorer: Rescorer, score: str) -> None:
-    if rescorer.vocab_size != model.vocab_size:
-        raise ValueError(
-            f"the rescorer knows {rescorer.vocab_size} codes, and the model {model.vocab_size}; pass two models of the "
-            "same codec."
-        )
-    if rescorer.num_frames != model.grid.num_tokens:
-        raise ValueError(
-            f"the rescorer is made for clips of {rescorer.num_frames} frames, and the model for "
-            f"{model.grid.num_tokens}; pass one for as many frames."
-        )
-    if score not in ("log_probability", "probability"):
-        raise ValueError(
-            f"score={score!r} asks for no probability of a draw, so there is nothing to rescore; pass "
-            "score='log_probability' or 'probability', or no rescorer."
-        )
-
-
-def _at_least_one(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 def _counters(count: int, stage: int, codebooks: int, batch_size: int, device: torch.device) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor
 from visual_spec.models.core.protocol import ClipModel, MaskedModel
 from visual_spec.samplers.core.base import STOP, Callback
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masked_state import MaskedTrace
 from visual_spec.samplers.core.noise import draw_keys
 from visual_spec.samplers.core.trace import SampleResult
-from visual_spec.samplers.masked import MaskedSampler, MaskedTrace
+from visual_spec.samplers.masked import MaskedSampler
 
 
 def hybrid_decode(

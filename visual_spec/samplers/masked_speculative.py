@@ -30,11 +30,11 @@ from visual_spec.samplers.core.checks import check_choice
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masked_checks import check_masked_model
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
 from visual_spec.samplers.core.noise import DRAFT, TOKEN, CounterNoise
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import Verdict
-from visual_spec.samplers.masked import check_masked_model
 
 
 @dataclass

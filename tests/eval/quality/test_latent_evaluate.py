@@ -99,7 +99,7 @@ def test_settings_of_a_folder_are_read_without_loading_it(tmp_path, kind):
     assert known.plain == "continuous" and known.law["guidance_scale"] == 2.0
     assert (
         "continuous:head_steps=6,last_head_steps=5" in known.others
-    ) and "head-speculation" in known.others
+    ) and "head-speculation:levels=8" in known.others
     assert "speculative-continuous:rule=chain" in known.others  # the model has noise in the last level
     assert ("speculative-continuous:rule=cspd-release" in known.others) == (kind == "mar")
     settings = [

@@ -17,7 +17,7 @@ from visual_spec.eval.defaults import settings_of_model
 from visual_spec.eval.draws import draw
 from visual_spec.eval.intervals import Z_95
 from visual_spec.eval.media import clips_of, codes_of
-from visual_spec.eval.pair import MusicPair
+from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.quality import command, figures, tasks
 from visual_spec.eval.quality.audio import kernel_audio_distance, kernel_figure
 from visual_spec.eval.quality.evaluate import evaluate
@@ -57,7 +57,7 @@ def settings_of(rows):
 
 
 def run(folder, rows=ROWS, pipe=None, **changes):
-    pair = pipe or MusicPair(tiny_audio_pipeline(), masked_pipeline())
+    pair = pipe or MaskedPair(tiny_audio_pipeline(), masked_pipeline())
     options = {"samples": 7, "batch_size": 4, **changes}
     return evaluate(pair, settings_of(rows), Task(ASKED, true_clips()), make_judge(), folder, **options)
 
@@ -126,13 +126,13 @@ def test_the_interval_of_the_kernel_distance_leaves_one_prompt_out_at_a_time():
 def test_the_figures_are_plain_counts(whole):
     _, document = whole
     assert [row["kind"] for row in document["rows"]] == KINDS
-    pair: Any = MusicPair(tiny_audio_pipeline(), masked_pipeline())
+    pair: Any = MaskedPair(tiny_audio_pipeline(), masked_pipeline())
     mel, plain, features = MelStatistics(RATE), None, {}
     real = mel(torch.from_numpy(true_clips(7)))
     for row, setting, columns in zip(document["rows"], settings_of(ROWS), COLUMNS, strict=True):
         codes, calls = [], []
         for place in range(7):  # one by one, by plain calls of the pipelines
-            player = pair.masked if row["name"] == MASKED else pair.columns
+            player = pair.masked if row["name"] == MASKED else pair.first
             player.sampler = setting.sampler
             law = {name: value for name, value in setting.pipeline_law.items() if value is not None}
             output = player(ASKED[place], generator=seeded(place), output_type="latent", **law)
@@ -159,7 +159,7 @@ def test_the_figures_are_plain_counts(whole):
             law = {name: value for name, value in setting.pipeline_law.items() if value is not None}
             batches = [range(4), range(4, 7)]
             found: list[Any] = [
-                pair.columns(
+                pair.first(
                     [ASKED[place] for place in batch], generator=seeded(*batch), output_type="latent", **law
                 ).trace.divergence
                 for batch in batches
@@ -189,7 +189,7 @@ def test_a_run_goes_on_and_rows_are_added(whole, tmp_path):
     with torch.no_grad():
         other.transformer.lm_heads[0].weight[0, 0] += 1e-3
     with pytest.raises(ValueError, match="weights: [0-9a-f]{12} there"):
-        run(tmp_path, ROWS[:2], pipe=MusicPair(other, masked_pipeline()))
+        run(tmp_path, ROWS[:2], pipe=MaskedPair(other, masked_pipeline()))
 
 
 def test_the_table_and_the_page_speak_of_clips(whole, tmp_path):
@@ -259,18 +259,20 @@ def test_a_masked_model_alone_is_compared_with_itself(tmp_path):
 
 def test_pairs_that_are_none():
     pipe, masked = tiny_audio_pipeline(), masked_pipeline()
-    with pytest.raises(ValueError, match="a model of columns and a masked one, in this order"):
-        MusicPair(masked, pipe)
+    with pytest.raises(
+        ValueError, match="decodes in order and a masked one of the same medium, in this order"
+    ):
+        MaskedPair(masked, pipe)
     codec = tiny_codec()
     with torch.no_grad():
         layers: Any = codec.quantizer.layers
         layers[0].codebook.embed += 1
     other = masked_pipeline()
     other.codec = codec
-    with pytest.raises(ValueError, match="different codecs"):
-        MusicPair(pipe, other)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        MaskedPair(pipe, other)
     with pytest.raises(ValueError, match="clips of 20 and of 15 frames"):
-        MusicPair(tiny_audio_pipeline(), _shorter(masked))
+        MaskedPair(tiny_audio_pipeline(), _shorter(masked))
 
 
 def _shorter(pipe):
@@ -315,7 +317,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert row["accuracy"] == want["accuracy"] and row["features"] == want["features"]
     assert "features: mel" in captured and " columns/call " in captured
     tiny_pipeline().save_pretrained(tmp_path / "pictures")
-    with pytest.raises(ValueError, match="it takes a masked model of music, beside one of columns"):
+    with pytest.raises(ValueError, match="it takes a masked model beside one of the same tokens"):
         command.main([*arguments, "--model", str(tmp_path / "pictures")])
     with pytest.raises(ValueError, match="masked: sampler is MaskedSampler"):
         command.main([*arguments[:2], *arguments[4:], "--samplers", "masked"])

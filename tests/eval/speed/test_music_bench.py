@@ -11,7 +11,7 @@ from tests.tiny import seeded, tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline
 from visual_spec.eval import draws
 from visual_spec.eval.defaults import settings_of_model
-from visual_spec.eval.pair import MusicPair
+from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.settings import parse_setting
 from visual_spec.eval.speed import bench, groups, measure, music_bench, timing
 from visual_spec.eval.speed.curve import curve
@@ -66,7 +66,7 @@ def test_rows_are_counted_clip_by_clip():
     laws = {"columns": LAW, IDENTICAL: LAW, MAXIMAL: LAW, MASKED: MASKED_LAW}
     settings = [parse_setting(text, law, 40) for text, law in laws.items()]
     rows = music_bench.time_settings(
-        MusicPair(pipe, masked), settings, PROMPTS, batch_size=2, runs=3, warmup=0
+        MaskedPair(pipe, masked), settings, PROMPTS, batch_size=2, runs=3, warmup=0
     )
     assert (pipe.sampler, masked.sampler) == before
     calls = {}

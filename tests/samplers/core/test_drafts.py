@@ -28,7 +28,13 @@ GRIDS = [
 def walk(direction: str, slot: int, newest: int, grid: TokenGrid) -> int:
     """The definition, one neighbour at a time."""
     at = slot
-    if direction == "left":
+    if direction == "previous_frame":
+        while at > newest and (earlier := grid.previous_frame(at)) is not None:
+            at = earlier
+        if at <= newest:
+            return at
+        at = slot
+    if direction != "up":
         while at > newest and (left := grid.left(at)) is not None:
             at = left
         if at <= newest:
@@ -44,7 +50,7 @@ def walk(direction: str, slot: int, newest: int, grid: TokenGrid) -> int:
     return at if at <= newest else newest
 
 
-@pytest.mark.parametrize("direction", ["left", "up"])
+@pytest.mark.parametrize("direction", ["left", "up", "previous_frame"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_copies_the_nearest_slot_that_holds_a_token(grid, direction):
     for newest in range(grid.num_tokens - 1):
@@ -53,7 +59,7 @@ def test_copies_the_nearest_slot_that_holds_a_token(grid, direction):
         assert found == [walk(direction, slot, newest, grid) for slot in slots[0].tolist()]
 
 
-@pytest.mark.parametrize("direction", ["left", "up"])
+@pytest.mark.parametrize("direction", ["left", "up", "previous_frame"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_slots_past_the_grid_copy_a_slot_that_exists(grid, direction):
     newest = torch.arange(grid.num_tokens + 3)[:, None]

@@ -3,8 +3,8 @@
 For every setting pictures are drawn for held-out prompts, scored against their prompts by the parser of the data, and
 compared as a set with true scenes and with the pictures of plain decoding. Plain decoding is always there, and so is
 plain decoding at a lower temperature: what a lossy sampler may gain in score, it must gain against that. Music is
-measured alike, clips for pictures and true tunes for scenes; a masked model of the same codec stands beside the model
-of columns with `--masked`.
+measured alike, clips for pictures and true tunes for scenes; a masked model of the same tokens stands beside the model
+with `--masked`.
 
 Under `torchrun`, or with `--rank` and `--shards`, processes share the work. `results.json` in the folder `--out` holds
 the results, and `--json` prints them as the last line.
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--masked",
         metavar="MODEL",
-        help="of music: a masked model of the same codec, measured beside --model",
+        help="a masked model of the same tokens, measured beside --model",
     )
     parser.add_argument(
         "--controls",

@@ -109,8 +109,31 @@ class MelStatistics(nn.Module):
         return torch.cat([bands.mean(-1), bands.std(-1, correction=0)], -1).float()
 
 
+class FrameStatistics(nn.Module):
+    """Features of a clip, from those of its frames: their mean, and the mean change from frame to frame.
+
+    The mean tells what the frames show, the change how much moves. The order of frames counts only through it; whether
+    the motion is the one that was asked for is what the parser reads.
+
+    Args:
+        network: maps uint8 pictures [B, 3, H, W] to features [B, D].
+    """
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network, self.num_features = network, 2 * network.num_features
+
+    def forward(self, clips: Tensor) -> Tensor:
+        """Features float32 [B, 2 D] of uint8 clips [B, T, H, W, 3]."""
+        frames = clips.flatten(0, 1).permute(0, 3, 1, 2)
+        features = self.network(frames).float().unflatten(0, clips.shape[:2])  # [B, T, D]
+        return torch.cat([features.mean(1), features.diff(dim=1).abs().mean(1)], -1)
+
+
 def extractors_of(pipe: Any, inception: Path | None = None) -> dict[str, Any]:
-    """Networks whose features are compared: of pictures of `shapes`, and Inception; of clips mel statistics.
+    """Networks whose features are compared: of pictures of `shapes`, and Inception; of music mel statistics.
+
+    Of clips those of the frames, by the classifier of `shapes` (`FrameStatistics`).
 
     Args:
         inception: its weights; None: those in the cache, if they are there.
@@ -118,6 +141,8 @@ def extractors_of(pipe: Any, inception: Path | None = None) -> dict[str, Any]:
     if pipe.medium == "audio":
         return {"mel": MelStatistics(pipe.sampling_rate).to(pipe.device)}
     network: Any = load_shapes_features()
+    if pipe.medium == "video":
+        return {"frames": FrameStatistics(network).to(pipe.device)}
     extractors = {"shapes": network.to(pipe.device)}
     if (weights := inception or find_inception()) is not None:
         extractors["inception"] = InceptionFeatures(weights).to(pipe.device)

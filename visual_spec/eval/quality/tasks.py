@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from visual_spec.data import shapes_classes, shapes_parser, tunes, tunes_parser, tunes_synth
+from visual_spec.data import (
+    motion,
+    motion_parser,
+    shapes_classes,
+    shapes_parser,
+    tunes,
+    tunes_parser,
+    tunes_synth,
+)
 
 _OTHER_CLASSES = 1_000_003  # seed of the scenes that class models are compared with
 
@@ -17,7 +25,10 @@ Score = Callable[..., dict[str, bool]]
 
 @dataclass
 class Task:
-    """What is asked for: prompts, and for each the true picture, uint8 [N, H, W, 3], or clip, float32 [N, samples]."""
+    """What is asked for: prompts, and for each the true sample.
+
+    Pictures are uint8 [N, H, W, 3], clips uint8 [N, T, H, W, 3], music float32 [N, samples].
+    """
 
     prompts: list[str]
     pictures: np.ndarray
@@ -46,6 +57,12 @@ def tunes_task(count: int) -> Task:
     return Task([tunes.caption(tune) for tune in found], waves)
 
 
+def motion_task(count: int) -> Task:
+    """The captions of `motion` that no trainer sees, those of `held_out_prompts`, and the clips they describe."""
+    clips = motion.sample_clips(count, 0, held_out=True)
+    return Task([motion.caption(clip) for clip in clips], np.stack([motion.render(clip) for clip in clips]))
+
+
 def task_of(pipe: Any, count: int) -> tuple[Task, Score]:
     """What a pipeline is asked for, and what scores it: captions, or classes where it draws those of `shapes`.
 
@@ -60,6 +77,14 @@ def task_of(pipe: Any, count: int) -> tuple[Task, Score]:
                 f"{tunes.NUM_SAMPLES} at {tunes.SAMPLE_RATE} Hz; pass a model such as tunes."
             )
         return tunes_task(count), tunes_parser.score
+    if pipe.medium == "video":
+        size, frames = pipe.image_size[0], pipe.num_frames
+        if (size, frames) != (motion.FRAME_SIZE, motion.NUM_FRAMES):
+            raise ValueError(
+                f"this model draws {frames} frames of {size} pixels, and the clips that the parser reads have "
+                f"{motion.NUM_FRAMES} of {motion.FRAME_SIZE}; pass a model such as motion."
+            )
+        return motion_task(count), motion_parser.score
     if getattr(pipe, "num_classes", None) is None:
         return shapes_task(count, pipe.image_size[0]), shapes_parser.score
     if tuple(pipe.config.get("id2label") or ()) != shapes_classes.CLASS_NAMES:

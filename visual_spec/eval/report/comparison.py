@@ -12,10 +12,12 @@ from tqdm import tqdm
 
 from visual_spec.eval.report.music_pages import AudioRow
 from visual_spec.eval.report.pages import ComparisonRow, ScaleComparisonRow
+from visual_spec.eval.report.video_pages import VideoRow
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.sampler_text import make_row, parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
-from visual_spec.samplers.masked import MaskedTrace
+from visual_spec.pipelines.video_files import pixels_of
+from visual_spec.samplers.core.masked_state import MaskedTrace
 
 
 def seeded_generators(seeds: Sequence[int]) -> list[torch.Generator]:
@@ -41,8 +43,8 @@ def compare(
         done: called with the index of a job and its row, as soon as it is there.
 
     Returns:
-        One `ComparisonRow`, `ScaleComparisonRow` or `AudioRow` per job; `identical` says that tokens and pixels, or
-        codes and waves, are equal, `promised` that the sampler says so without a condition. Seconds are those of the
+        A `ComparisonRow`, `ScaleComparisonRow`, `VideoRow` or `AudioRow` a job. `identical`: tokens and pixels,
+        or codes and waves, are equal; `promised`: the sampler says so without a condition. Seconds are those of the
         decoding, from prefill to the last token, after one sample of warm-up for each sampler. A sampler with
         `exact_width` is compared with plain decoding with `exact_width`, and timed beside plain decoding without it.
 
@@ -85,7 +87,7 @@ def compare(
                     exact.trace = dataclasses.replace(exact.trace, seconds=seconds)
                     outputs[0] = exact
                 if index >= 0:
-                    rows.append(_ROWS[pipe.unit](pipe, jobs[index][0], *outputs))
+                    rows.append(_row_maker(pipe)(pipe, jobs[index][0], *outputs))
                     done(index, rows[-1])
     finally:
         pipe.sampler = before
@@ -156,6 +158,22 @@ def _column_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> AudioRow:
         entry_call=fast.trace.entry_call[0] if isinstance(fast.trace, MaskedTrace) else None,
         **_figures(prompt, plain, fast),
     )
+
+
+def _video_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> VideoRow:
+    one, two = (pixels_of(output.frames[0]) for output in (plain, fast))
+    return VideoRow(
+        plain_frames=one,
+        fast_frames=two,
+        frame_rate=fast.frame_rate,
+        grid=dataclasses.replace(pipe.transformer.grid, frames=len(two)),
+        identical=bool(plain.tokens.equal(fast.tokens)) and np.array_equal(one, two),
+        **_figures(prompt, plain, fast),
+    )
+
+
+def _row_maker(pipe: Any) -> Callable[..., Any]:
+    return _video_row if pipe.medium == "video" else _ROWS[pipe.unit]
 
 
 _ROWS = {"tokens": _token_row, "scales": _scale_row, "columns": _column_row}

@@ -29,7 +29,12 @@ _SIDE, _SECONDS = 3, 0.1
 
 
 def shorter(pipe: Any) -> Any:
-    """An embedded pipeline with the same weights, whose pictures have 3 x 3 tokens, or whose clips take 0.1 s."""
+    """An embedded pipeline with the same weights, whose pictures have 3 x 3 tokens, or whose clips take 0.1 s.
+
+    One of continuous tokens stays as it is: its weights know its grid.
+    """
+    if pipe.stored_as == "canvas":
+        return pipe
     if pipe.medium == "audio":
         pipe.register_to_config(max_audio_length_in_s=_SECONDS)
         return pipe

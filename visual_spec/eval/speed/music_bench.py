@@ -110,7 +110,7 @@ def time_settings(
     Seconds are those of the decoding, from the prefill to the last column; text and codec cost every setting the same.
 
     Args:
-        pipe: an `AudioPipeline`, or a `MusicPair`.
+        pipe: an `AudioPipeline`, or a `MaskedPair`.
         prompts: round r takes the next `batch_size` of them, from the start again at the end.
 
     Returns:

@@ -279,11 +279,15 @@ class MagnetState(MaskedState):
     Attributes:
         states, seen: from `encoder_states`, for all rows.
         positions: [T, dim], embeddings of the frames.
+        held: keys and values of the last call that kept them: of all frames, scratch places, and the text.
+        features: [R, T, dim], what that call had before the heads.
     """
 
     states: Tensor
     seen: Tensor
     positions: Tensor
+    held: EncoderDecoderCache | None = None
+    features: Tensor | None = None
 
 
 class MagnetModel(MusicgenModules):
@@ -386,12 +390,44 @@ class MagnetModel(MusicgenModules):
 
     @loads_groups
     @torch.no_grad()
-    def __call__(self, state: MagnetState, tokens: Tensor, stage: int) -> Tensor:
-        """Return logits [R, T, V] of codebook `stage` for `tokens` long [B, T, K]. See `MaskedModel`."""
-        rows = tokens.repeat(2, 1, 1) if state.guided else tokens
-        embeddings = self.embed(rows) + state.positions
-        visible = self.visible(torch.full((1,), stage, device=rows.device), rows.shape[1])
-        logits = self.heads[stage](self.run(embeddings, visible, state.states, state.seen)[-1])
+    def __call__(
+        self,
+        state: MagnetState,
+        tokens: Tensor,
+        stage: int,
+        *,
+        keep: int | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits [R, T, V] of codebook `stage` for `tokens` long [B, T, K]. See `ReusingMaskedModel`."""
+        tokens = tokens.repeat(2, 1, 1) if state.guided else tokens
+        rows, frames = tokens.shape[:2]
+        visible = self.visible(torch.full((1,), stage, device=tokens.device), frames)
+        embeddings = self.embed(tokens) + state.positions
+        if places is not None:
+            if state.held is None:
+                raise ValueError("places given, but nothing is held; call the model with keep=n first.")
+            places = places.repeat(rows // len(places), 1)  # [R, n]
+            at = places.clamp(max=frames - 1)
+            embeddings = embeddings.gather(1, at[..., None].expand(-1, -1, embeddings.shape[-1]))
+            visible = visible[0][at]  # [R, n, T]
+        elif keep is not None:
+            places = torch.arange(frames, device=tokens.device).expand(rows, -1)
+            held = SlotCache(len(self.decoder.layers), frames + keep)
+            state.held = EncoderDecoderCache(held, DynamicCache())
+        if places is not None:
+            assert state.held is not None and isinstance(state.held.self_attention_cache, SlotCache)
+            state.held.self_attention_cache.at(places, frames)
+        held = state.held if places is not None else None
+        features = self.run(embeddings, visible, state.states, state.seen, held)[-1]
+        if keep is not None:
+            state.features = features
+        return self.scores(state, features, stage)
+
+    @loads_groups
+    def scores(self, state: MagnetState, features: Tensor, stage: int) -> Tensor:
+        """Return logits [R, W, V] of codebook `stage` for features [R, W, dim]."""
+        logits = self.heads[stage](features)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def given(self, codes: Tensor) -> Tensor:

@@ -566,6 +566,37 @@ class MaskedModel(Protocol):
         ...
 
 
+class ReusingMaskedModel(MaskedModel, Protocol):
+    """A masked model whose calls can go on from what an earlier one computed."""
+
+    def __call__(
+        self,
+        state: Any,
+        tokens: Tensor,
+        stage: int,
+        *,
+        keep: int | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """As `MaskedModel`, with reuse.
+
+        Args:
+            keep: a number n: hold the keys and values of all slots in the state, and the features before the head, for
+                later calls of at most n places.
+            places: long [B, n], after a call that kept: compute only these slots. They attend to each other, and to all
+                others as the calls before left them. Their own keys and values replace those that are held. The slots
+                of a row are all different; places past the grid, L and up, mean none, and their logits are ignored.
+
+        Returns:
+            logits [R, L, V], or [R, n, V] of the places.
+        """
+        ...
+
+    def scores(self, state: Any, features: Tensor, stage: int) -> Tensor:
+        """Return logits [R, L, V] of features [R, L, C], such as a call that kept left in `state.features`."""
+        ...
+
+
 class Rescorer(Protocol):
     """An autoregressive model that scores the tokens of a whole clip, such as MusicGen."""
 

@@ -9,8 +9,9 @@ The model is bidirectional: a call scores all slots from the tokens that are kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import MaskedState, TokenGrid
 from visual_spec.models.core.saved import SavedModel
@@ -49,15 +51,23 @@ class MaskedImageState(MaskedState):
         head_modulation: [R, 2, dim], shift and scale before the head.
         words: keys and values of the words in every layer, [layers, 2, R, H, T, D]; T = 0 for a model of classes.
         mask: bool [R, T], the words that are there.
+        held: keys and values of the last call that kept them: of all places, of the registers, and scratch places.
+        features: [R, L, dim], what that call had before the head.
     """
 
     modulations: Tensor
     head_modulation: Tensor
     words: Tensor
     mask: Tensor
+    held: StaticCache | None = None
+    features: Tensor | None = None
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples, len(self.mask))
+        if self.held is not None:
+            self.held.select(rows)
+        if self.features is not None:
+            self.features = self.features[rows]
         self.modulations, self.words = self.modulations[:, rows], self.words[:, :, rows]
         self.head_modulation, self.mask = self.head_modulation[rows], self.mask[rows]
 
@@ -109,7 +119,12 @@ class MaskedBlock(nn.Module):
         self.ff = FeedForward(dim, feed_forward_width(dim))
 
     def forward(
-        self, x: Tensor, modulation: Tensor, words: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        words: Tensor | None = None,
+        mask: Tensor | None = None,
+        held: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return `x [R, W, dim]` after this layer, and its keys and values [2, R, H, W, D].
 
@@ -117,9 +132,13 @@ class MaskedBlock(nn.Module):
             modulation: [R, 6, dim].
             words: [2, R, H, T, D], keys and values that all places see besides their own.
             mask: bool [R, 1, 1, T + W], what all places see; None: everything.
+            held: writes keys and values [R, W, H, D] to where they are held, and returns all that are there,
+                [R, H, S, D]. The places then see S others in place of W.
         """
         shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation.unbind(1)
         query, key, value = self.attn.project(modulated(self.ln1(x), shift, scale))
+        if held is not None:
+            key, value = held(key.transpose(1, 2), value.transpose(1, 2))
         own = torch.stack([key, value])
         if words is not None:
             key, value = torch.cat([words, own], 3)
@@ -372,26 +391,91 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     @loads_weights
     @torch.no_grad()
-    def forward(self, state: MaskedImageState, tokens: Tensor, stage: int = 0) -> Tensor:
-        """Logits `[R, L, V]` of every slot, given `tokens [B, L, 1]` with the mask id where they are hidden."""
-        tokens = tokens[..., 0]
-        return self._scores(state, tokens.repeat(2, 1) if state.guided else tokens)
+    def forward(
+        self,
+        state: MaskedImageState,
+        tokens: Tensor,
+        stage: int = 0,
+        *,
+        keep: int | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `[R, L, V]` of every slot, given `tokens [B, L, 1]` with the mask id where they are hidden.
 
-    def _scores(self, state: MaskedImageState, tokens: Tensor) -> Tensor:
-        """The same for tokens `[R, L]`, with gradients."""
+        `keep` and `places` are those of `ReusingMaskedModel`. The registers are computed in every call.
+        """
+        tokens = tokens[..., 0]
+        if state.guided:
+            tokens = tokens.repeat(2, 1)
+            places = None if places is None else places.repeat(2, 1)
+        if places is not None:
+            return self.scores(state, self._local(state, tokens, places))
+        if keep is None:
+            return self.scores(state, self._whole(state, tokens))
+        count = self.grid.num_tokens // self.config["proj"] ** 2 + self.config["registers"]
+        rows, width = len(tokens), count + keep
+        if state.held is None or state.held.num_slots != width:
+            heads = self.config["num_heads"]
+            shape = (len(self.blocks), rows, heads, width, self.config["dim"] // heads)
+            state.held = StaticCache.allocate(state.modulations, shape)
+        state.held.at(torch.arange(count, device=tokens.device).expand(rows, -1), count)
+        state.features = self._whole(state, tokens, state.held)
+        return self.scores(state, state.features)
+
+    @loads_weights
+    def scores(self, state: MaskedImageState, features: Tensor, stage: int = 0) -> Tensor:
+        """Logits `[R, W, V]` of features `[R, W, dim]`."""
+        shift, scale = state.head_modulation.unbind(1)
+        hidden = modulated(self.last_norm.norm_final(features), shift, scale)
+        logits = self.head(hidden, self.tok_emb.weight)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _whole(self, state: MaskedImageState, tokens: Tensor, held: StaticCache | None = None) -> Tensor:
+        """Features `[R, L, dim]` of tokens `[R, L]`, with gradients."""
         hidden = self._merge(self.tok_emb(tokens) + self.pos_emb.weight)  # [R, N, dim]
+        return self._split(self._layers(state, hidden, held))
+
+    def _local(self, state: MaskedImageState, tokens: Tensor, places: Tensor) -> Tensor:
+        """Features `[R, n, dim]` at places `[R, n]` of tokens `[R, L]`, with what is held of all others."""
+        if state.held is None:
+            raise ValueError("places given, but nothing is held; call the model with keep=n first.")
+        grid, proj = self.grid, self.config["proj"]
+        count, side = grid.num_tokens // proj**2, grid.width // proj
+        past, slots = places >= grid.num_tokens, places.clamp(max=grid.num_tokens - 1)
+        row, column = slots // grid.width, slots % grid.width
+        at = row // proj * side + column // proj  # [R, n], places of the layers
+        if proj == 1:
+            hidden = self.tok_emb(tokens.gather(1, slots)) + self.pos_emb(slots)
+        else:
+            merged = self._merge(self.tok_emb(tokens) + self.pos_emb.weight)
+            hidden = merged.gather(1, at[..., None].expand(-1, -1, merged.shape[-1]))
+            # Tokens of one square have one place, which is written once.
+            past = past | (at[:, :, None] == at[:, None]).tril(-1).any(-1)
+        registers = self.config["registers"]
+        scratch = count + registers + torch.arange(at.shape[1], device=at.device)
+        kept = torch.arange(count, count + registers, device=at.device).expand(len(at), -1)
+        state.held.at(torch.cat([torch.where(past, scratch, at), kept], 1), count + registers)
+        hidden = self._layers(state, hidden, state.held)
+        if proj == 1:
+            return hidden
+        corner = row % proj * proj + column % proj  # [R, n], of the token in its square
+        wide = F.linear(hidden, self.out_proj.weight[:, :, 0, 0]).unflatten(-1, (-1, proj**2))
+        return wide.gather(-1, corner[..., None, None].expand(-1, -1, wide.shape[2], 1))[..., 0]
+
+    def _layers(self, state: MaskedImageState, hidden: Tensor, held: StaticCache | None) -> Tensor:
+        """The output of the layers at places `hidden [R, W, dim]`."""
         places = hidden.shape[1]
         if self.config["registers"]:
             hidden = torch.cat([hidden, self.reg_tokens.weight.expand(len(hidden), -1, -1)], 1)
         words, mask = state.mask.shape[1], None
         if words:
-            mask = F.pad(state.mask, (0, hidden.shape[1]), value=True)[:, None, None]
-        for block, modulation, keys in zip(self.blocks, state.modulations, state.words, strict=True):
-            hidden, _ = block(hidden, modulation, keys if words else None, mask)
-        hidden = self.last_norm.norm_final(self._split(hidden[:, :places]))
-        shift, scale = state.head_modulation.unbind(1)
-        logits = self.head(modulated(hidden, shift, scale), self.tok_emb.weight)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+            seen = hidden.shape[1] if held is None else held.places.size
+            mask = F.pad(state.mask, (0, seen), value=True)[:, None, None]
+        for index, block in enumerate(self.blocks):
+            keys = state.words[index] if words else None
+            write = None if held is None else partial(held.update, index)
+            hidden, _ = block(hidden, state.modulations[index], keys, mask, write)
+        return hidden[:, :places]
 
     def _merge(self, x: Tensor) -> Tensor:
         """Tokens `[R, L, dim]` as places of the layers."""
@@ -417,4 +501,5 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
         `dropped`, bool [B]: rows whose condition is replaced by none.
         """
         embedded = self.embed_condition(condition, len(tokens), dropped=dropped)
-        return self._scores(self._state(*embedded, guided=False), tokens)
+        state = self._state(*embedded, guided=False)
+        return self.scores(state, self._whole(state, tokens))

@@ -8,7 +8,9 @@ rejected slot is written again.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -91,15 +93,28 @@ def feed_forward_width(dim: int) -> int:
 
 
 def rotary_table(
-    side: int, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32
+    side: int, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32, frames: int = 1
 ) -> Tensor:
-    """Return cosines and sines `[side * side, head_dim / 2, 2]`: half of the pairs rotate by row, half by column."""
+    """Return cosines and sines `[frames * side * side, head_dim / 2, 2]`.
+
+    Half of the pairs rotate by row, half by column. With several frames, the slowest quarter of both halves rotates by
+    frame instead, at frequencies that halve from 1 on: within a frame the table is almost that of one frame, so weights
+    of a picture model are a good start.
+    """
     half = head_dim // 2
     frequencies = base ** -(torch.arange(0, half, 2)[: half // 2].to(dtype) / half)  # [head_dim / 4]
     angles = torch.outer(torch.arange(side).to(dtype), frequencies)
     rows = angles[:, None, :].expand(side, side, -1)
     columns = angles[None, :, :].expand(side, side, -1)
     grid = torch.cat([rows, columns], -1).flatten(0, 1)
+    if frames > 1:
+        grid = grid.repeat(frames, 1)
+        count = max(1, head_dim // 16)  # of each half
+        halving = 0.5 ** torch.arange(2 * count).to(dtype)
+        by_frame = torch.outer(torch.arange(frames).to(dtype), halving).repeat_interleave(side * side, 0)
+        quarter = head_dim // 4
+        grid[:, quarter - count : quarter] = by_frame[:, ::2]
+        grid[:, -count:] = by_frame[:, 1::2]
     return torch.stack([grid.cos(), grid.sin()], -1)
 
 
@@ -189,7 +204,7 @@ class CaptionEmbedding(nn.Module):
 
 
 class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
-    """A `NextTokenModel` over a square grid of image tokens.
+    """A `NextTokenModel` over a square grid of image tokens, or over the frames of a clip.
 
     Args:
         vocab_size: number of image codes.
@@ -202,6 +217,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         zero_prefix_keys: as in the official models, whose rotary table is zero over the prefix: its keys vanish, and
             image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so image tokens can
             attend to single words; a small model then learns captions far sooner.
+        num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
+            learned embeddings of the frame, row and column of a token are added to it.
 
     Raises:
         ValueError: not exactly one of `num_classes` and `caption_dim` is given, or the head size is not a multiple of
@@ -210,6 +227,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     _repeated_blocks = ["TransformerBlock"]
     _no_split_modules = ["TransformerBlock"]
+
+    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.motion`
 
     @register_to_config
     def __init__(
@@ -224,6 +243,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         caption_dim: int | None = None,
         norm_eps: float = 1e-5,
         zero_prefix_keys: bool = True,
+        num_frames: int = 1,
     ):
         super().__init__()
         if (num_classes is None) == (caption_dim is None):
@@ -246,7 +266,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
-        self.grid = TokenGrid(grid_size, grid_size)
+        self.grid = TokenGrid(grid_size, grid_size, num_frames)
+        if num_frames > 1:
+            self.place_embeddings = nn.ParameterList(
+                nn.Parameter(torch.zeros(number, dim)) for number in (num_frames, grid_size, grid_size)
+            )
         self.vocab_size = vocab_size
         for parameter_name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in parameter_name:
@@ -260,7 +284,39 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     def rotary_table(self) -> Tensor:
         """The table of `rotary_table` for this grid: float32, or float64 for a float64 model."""
         head_dim = self.config["dim"] // self.config["num_heads"]
-        return rotary_table(self.grid.width, head_dim, dtype=torch.promote_types(self.dtype, torch.float32))
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        table = rotary_table(self.grid.width, head_dim, dtype=dtype, frames=self.config["num_frames"])
+        return table[: self.grid.num_tokens]
+
+    def first_frames(self, count: int) -> Self:
+        """Return this model over the first `count` frames only, with the same weights.
+
+        Raises:
+            ValueError: the model has not so many frames.
+        """
+        frames = self.config["num_frames"]
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= frames:
+            raise ValueError(f"{count!r} frames asked for; this model draws 1 to {frames}.")
+        if count == self.grid.frames:
+            return self
+        shorter = copy(self)
+        shorter.grid = replace(self.grid, frames=count)
+        return shorter
+
+    def _embed(self, tokens: Tensor, slots: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return embeddings `[B, W, dim]` of `tokens [B, W]` at `slots [B, W]`; `hidden` ones show only their place."""
+        embedded = self.tok_embeddings(tokens)
+        if hidden is not None:
+            embedded = embedded.masked_fill(hidden[..., None], 0.0)
+        if self.config["num_frames"] == 1:
+            return embedded
+        # Places past the grid hold nothing that is read.
+        slots = slots.clamp_max(self.grid.num_tokens - 1)
+        side = self.grid.width
+        places = slots // (side * side), slots // side % side, slots % side
+        for table, index in zip(self.place_embeddings, places, strict=True):
+            embedded = embedded + table[index]
+        return embedded
 
     # -- condition ---------------------------------------------------------------------------------------------------
 
@@ -410,7 +466,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         words = F.pad(state.prefix_mask, (0, seen.shape[-1] - prefix), value=True)  # [R, S]
         mask = (seen & words[:, None])[:, None]
         table = state.rotary[slots.clamp_max(self.grid.num_tokens - 1)]
-        hidden = self.tok_embeddings(tokens)
+        hidden = self._embed(tokens, slots)
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden))
@@ -441,7 +497,9 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         dropped: Tensor | None = None,
         hidden_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Return logits `[B, L, V]` for every slot of whole pictures `tokens [B, L]`, with gradients.
+        """Return logits `[B, L, V]` for every slot of whole pictures, or of first frames, `tokens [B, L]`.
+
+        Gradients flow.
 
         `dropped`, bool `[B]`: rows whose condition is replaced by the unconditional one. `hidden_tokens`, bool
         `[B, L - 1]`: inputs replaced by zero, so that the model must use the condition instead.
@@ -450,9 +508,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         prefix = prefix_mask.shape[1]
         length = tokens.shape[1] - 1  # the last token predicts nothing
         total = prefix + length
-        embedded = self.tok_embeddings(tokens[:, :-1])
-        if hidden_tokens is not None:
-            embedded = embedded.masked_fill(hidden_tokens[..., None], 0.0)
+        slots = torch.arange(length, device=tokens.device).expand(len(tokens), -1)
+        embedded = self._embed(tokens[:, :-1], slots, hidden_tokens)
         hidden = torch.cat([prefix_embeddings, embedded], 1)
         table = self.rotary_table()
         unrotated = torch.zeros_like(table[:1])  # cosine 0 and sine 0: the key vanishes

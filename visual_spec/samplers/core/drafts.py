@@ -16,13 +16,16 @@ from torch import Tensor
 
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.block_matching import moved_places
 from visual_spec.samplers.core.noise import DRAFT, CounterNoise
 
 UNIFORM = "uniform"
 LEFT = "left"
 UP = "up"
 LAST_LAW = "last_law"
-INITIAL_DRAFTS = (UNIFORM, LEFT, UP, LAST_LAW)
+PREVIOUS_FRAME = "previous_frame"
+MOVED_FRAME = "moved_frame"
+INITIAL_DRAFTS = (UNIFORM, LEFT, UP, LAST_LAW, PREVIOUS_FRAME, MOVED_FRAME)
 
 
 @dataclass
@@ -126,10 +129,11 @@ def uniform_tokens(
 
 
 def copied_tokens(direction: str, tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
-    """Return the token to the left or above: the spatial locality-aware initialisation of SJD (Teng et al., ICLR 2025).
+    """Return copies of earlier tokens: to the left or above, as in the spatial locality-aware initialisation of SJD
+    (Teng et al., ICLR 2025), or of an earlier frame.
 
     Args:
-        direction: "left" or "up".
+        direction: "left", "up", "previous_frame" or "moved_frame" (`moved_slots`).
         tokens: long [B, S], the tokens by slot.
         slots: long [B, N], the slots to draft, all later than `newest`.
         newest: long [B, 1], the last slot that holds a token.
@@ -137,15 +141,17 @@ def copied_tokens(direction: str, tokens: Tensor, slots: Tensor, newest: Tensor,
     Returns:
         long [B, N].
     """
+    if direction == MOVED_FRAME and grid.frames > 1:
+        return tokens.gather(1, moved_slots(tokens, slots, newest, grid))
     return tokens.gather(1, copied_slots(direction, slots, newest, grid))
 
 
 def copied_slots(direction: str, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
-    """Return the nearest slot to the left or above that holds a token: long [B, N].
+    """Return the nearest slot to the left, above or in an earlier frame that holds a token: long [B, N].
 
     If a slot's neighbour holds no token yet, the search goes on in the same direction. If the row ends before a token
     is found, "left" looks up; if the frame ends, "up" looks at the same place in earlier frames; if that finds none,
-    the newest token is used.
+    the newest token is used. "previous_frame" looks at the same place in earlier frames first, then to the left.
     """
     frame_size = grid.height * grid.width
     distance = slots - newest  # [B, N], >= 1
@@ -153,9 +159,22 @@ def copied_slots(direction: str, slots: Tensor, newest: Tensor, grid: TokenGrid)
     same_frame = above >= slots - slots % frame_size
     earlier = slots - frame_size * _ceil_div(distance, frame_size)
     source = torch.where(same_frame, above, torch.where(earlier >= 0, earlier, newest))
-    if direction == LEFT:
+    if direction != UP:
         source = torch.where(slots // grid.width == newest // grid.width, newest, source)
+    if direction in (PREVIOUS_FRAME, MOVED_FRAME):
+        source = torch.where(earlier >= 0, earlier, source)
     return source
+
+
+def moved_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) -> Tensor:
+    """Return where the content of each slot was in the last complete frame, if it moves on as in the last frames.
+
+    Before two frames are complete nothing is known of motion, and the slots are those of "previous_frame". See
+    `block_matching` for the displacement of each slot, and `copied_tokens` for the arguments.
+    """
+    still = copied_slots(PREVIOUS_FRAME, slots, newest, grid)
+    moved = moved_places(tokens, slots, newest, grid)
+    return torch.where(newest + 1 >= 2 * grid.height * grid.width, moved, still)
 
 
 def _ceil_div(dividend: Tensor, divisor: int) -> Tensor:

@@ -1,0 +1,173 @@
+"""MAR's official files to folders, through the command line: the published keys with random weights, in miniature."""
+
+import argparse
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.continuous.test_mar_checkpoint import ldm_shapes, random_weights
+from tests.official import write_tokenizer
+from tests.tiny import seeded
+from visual_spec import cli
+from visual_spec.models.continuous import mar_checkpoint
+from visual_spec.models.continuous.mar import PRESETS, MARTransformer
+from visual_spec.pipelines.latent_image import LatentImagePipeline
+from visual_spec.pipelines.loading import load_pipeline
+
+LARGE = {"dim": 16, "num_layers": 2, "num_heads": 2, "head_width": 12, "head_depth": 2}
+SMALL = {"dim": 8, "num_layers": 1, "num_heads": 2, "head_width": 8, "head_depth": 1}
+
+
+def mar_shapes(size: dict[str, int], side: int = 2, classes: int = 7, buffer: int = 3) -> dict[str, tuple]:
+    """Keys and shapes of a released MAR, written from their description."""
+    c, w, length = size["dim"], size["head_width"], side * side
+    found: dict[str, tuple] = {
+        "class_emb.weight": (classes, c),
+        "fake_latent": (1, c),
+        "mask_token": (1, 1, c),
+        "encoder_pos_embed_learned": (1, buffer + length, c),
+        "decoder_pos_embed_learned": (1, buffer + length, c),
+        "diffusion_pos_embed_learned": (1, length, c),
+    }
+
+    def linear(name: str, inward: int, outward: int) -> None:
+        found.update({f"{name}.weight": (outward, inward), f"{name}.bias": (outward,)})
+
+    def norm(name: str, width: int) -> None:
+        found.update({f"{name}.weight": (width,), f"{name}.bias": (width,)})
+
+    linear("z_proj", 16, c)
+    norm("z_proj_ln", c)
+    linear("decoder_embed", c, c)
+    for part in ("encoder", "decoder"):
+        norm(f"{part}_norm", c)
+        for layer in range(size["num_layers"]):
+            block = f"{part}_blocks.{layer}"
+            norm(f"{block}.norm1", c)
+            linear(f"{block}.attn.qkv", c, 3 * c)
+            linear(f"{block}.attn.proj", c, c)
+            norm(f"{block}.norm2", c)
+            linear(f"{block}.mlp.fc1", c, 4 * c)
+            linear(f"{block}.mlp.fc2", 4 * c, c)
+    net = "diffloss.net"
+    linear(f"{net}.time_embed.mlp.0", 256, w)
+    linear(f"{net}.time_embed.mlp.2", w, w)
+    linear(f"{net}.cond_embed", c, w)
+    linear(f"{net}.input_proj", 16, w)
+    for layer in range(size["head_depth"]):
+        norm(f"{net}.res_blocks.{layer}.in_ln", w)
+        linear(f"{net}.res_blocks.{layer}.mlp.0", w, w)
+        linear(f"{net}.res_blocks.{layer}.mlp.2", w, w)
+        linear(f"{net}.res_blocks.{layer}.adaLN_modulation.1", w, 3 * w)
+    linear(f"{net}.final_layer.adaLN_modulation.1", w, 2 * w)
+    linear(f"{net}.final_layer.linear", w, 32)
+    return found
+
+
+def weights_of(shapes: dict[str, tuple], seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        key: 0.3 * torch.randn(shape, generator=generator) / max(1, math.prod(shape[1:])) ** 0.5
+        for key, shape in shapes.items()
+    }
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> dict[str, Path]:
+    """A MAR and a smaller one as a training run saves them, and their tokenizer."""
+    monkeypatch.setattr(mar_checkpoint, "PRESETS", {**PRESETS, "tiny": LARGE, "less": SMALL})
+    monkeypatch.setitem(mar_checkpoint.KL16, "block_out_channels", (32, 32, 64, 64, 128))
+    for name, size in (("large", LARGE), ("small", SMALL)):
+        shapes = mar_shapes(size)
+        content = {"model": weights_of(shapes, 1), "model_ema": weights_of(shapes), "epoch": 799}
+        torch.save(content, tmp_path / f"{name}.pth")
+    tokenizer = random_weights(ldm_shapes(32, (1, 1, 2, 2, 4), 16, attention_at=4))
+    torch.save({"model": {**tokenizer, "loss.logvar": torch.zeros(1)}}, tmp_path / "kl16.ckpt")
+    return {"large": tmp_path / "large.pth", "small": tmp_path / "small.pth", "vae": tmp_path / "kl16.ckpt"}
+
+
+def convert(out: Path, *files: Path | str) -> int:
+    return cli.main(["convert", *map(str, files), "--out", str(out), "--json"])
+
+
+def told(capsys: Any) -> Any:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_files_become_a_pipeline_that_draws(files, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert convert(out, files["vae"], files["small"], files["large"]) == 0
+    facts = told(capsys)
+    assert facts["class"] == "LatentImagePipeline" and facts["files"][str(files["vae"])] == "KL-16"
+    pipe: Any = load_pipeline(out)
+    # The averaged weights, of the larger one as the model and of the smaller one as its drafter.
+    for part, size in ((pipe.transformer, LARGE), (pipe.drafter, SMALL)):
+        held = part.state_dict()
+        for key, value in weights_of(mar_shapes(size)).items():
+            assert torch.equal(held[key], value), key
+    found = pipe(3, generator=seeded(1)[0], output_type="np")
+    direct: Any = LatentImagePipeline.from_official(files["large"], files["vae"])
+    assert found.tokens.equal(direct(3, generator=seeded(1)[0], output_type="np").tokens)
+    assert found.images[0].shape == (32, 32, 3)
+    drawn = ["generate", "3", "--model", str(out), "--out", str(tmp_path / "drawn"), "--device", "cpu"]
+    assert cli.main(drawn) == 0 and len(list((tmp_path / "drawn").glob("*.png"))) == 1
+
+
+def test_one_file_becomes_a_model(files, tmp_path, capsys):
+    assert convert(tmp_path / "mar", files["large"]) == 0
+    assert told(capsys)["class"] == "MARTransformer"
+    loaded: Any = MARTransformer.from_pretrained(tmp_path / "mar")
+    assert all(loaded.config[name] == value for name, value in LARGE.items())
+    assert convert(tmp_path / "kl", files["vae"]) == 0
+    assert told(capsys)["class"] == "AutoencoderKL"
+
+
+def test_the_arguments_of_a_training_run_are_refused_with_the_way_out(files, tmp_path, capsys, monkeypatch):
+    weights = weights_of(mar_shapes(LARGE))
+    path = tmp_path / "checkpoint-last.pth"
+    torch.save({"model_ema": weights, "args": argparse.Namespace(model="mar_base")}, path)
+    out = tmp_path / "out"
+    assert convert(out, path, files["vae"]) == 2 and not out.exists()
+    error = capsys.readouterr().err
+    assert "holds the Python object argparse.Namespace" in error and "it is refused" in error
+    # What it says to do gives a file that is taken.
+    program = shlex.split(error[error.index("python -c ") :])[2]
+    assert '"model_ema": c["model_ema"]' in program
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    assert convert(out, tmp_path / "weights.pt", files["vae"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "message"),
+    [
+        (["large", "large", "vae"], [], "are both of one kind; pass one tokenizer, one MAR, and as its drafter"),
+        (["vae", "vae"], [], "are both of one kind"),
+        (["large", "small"], [], "given without their tokenizer; pass kl16.ckpt too"),
+        (["large", "vae"], ["--image-size", "64"], "image_size=64 given, but .* draws 32 pixels; leave image_size out"),
+        (["vae"], ["--image-size", "64"], "image_size=64 given, but KL-16 takes any"),
+        (["large", "vae"], ["--text-encoder", "t5"], "MAR draws from class labels; leave the text encoder out"),
+    ],
+)  # fmt: skip
+def test_files_that_make_no_pipeline_are_refused(files, tmp_path, capsys, names, more, message):
+    out = tmp_path / "out"
+    assert convert(out, *(files[name] for name in names), *more) == 2
+    assert re.search(message, capsys.readouterr().err) and not out.exists()
+
+
+def test_other_files_and_other_keys_are_refused(files, tmp_path, capsys):
+    shapes = mar_shapes(LARGE)
+    shapes.pop("mask_token")
+    torch.save({"model_ema": weights_of(shapes)}, tmp_path / "odd.pth")
+    assert convert(tmp_path / "out", tmp_path / "odd.pth", files["vae"]) == 2
+    assert "1 missing: mask_token" in capsys.readouterr().err
+    assert convert(tmp_path / "out", files["large"], write_tokenizer(tmp_path)) == 2
+    assert "is not of MAR, and other files are" in capsys.readouterr().err

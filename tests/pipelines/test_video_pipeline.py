@@ -1,0 +1,208 @@
+"""Clips from prompts: shapes and files, short clips, saving and loading, and what is refused."""
+
+import io
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.tiny import tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_video_pipeline, tiny_vq_model
+from visual_spec import (
+    ImagePipeline,
+    ParallelJacobiSampler,
+    SpeculativeJacobiSampler,
+    VideoPipeline,
+    ZipARSampler,
+)
+from visual_spec.pipelines.video_files import video_bytes
+
+PROMPT = "a red circle"
+
+
+def seeded(*seeds: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_every_output_type_shows_the_same_clip():
+    pipe = tiny_video_pipeline()
+    pt, latent = (pipe(PROMPT, generator=seeded(1), output_type=kind) for kind in ("pt", "latent"))
+    assert pt.frames.shape == (1, 3, 3, 4, 4) and latent.frames.shape == (1, 3, 2, 2)
+    assert torch.equal(pt.tokens, latent.frames.flatten(1)) and pt.tokens.shape == (1, 12)
+    # An independent computation: the frames as so many pictures.
+    codes = pipe.vq_model.quantize.lookup(latent.frames[0])
+    expected = (pipe.vq_model.decode_latents(codes).clamp(-1, 1) / 2 + 0.5).detach()
+    assert torch.allclose(pt.frames[0], expected, atol=1e-6)
+    array = pipe(PROMPT, generator=seeded(1), output_type="np").frames
+    assert array.shape == (1, 3, 4, 4, 3)
+    assert np.allclose(array, pt.frames.permute(0, 1, 3, 4, 2).numpy(), atol=1e-6)
+    pictures = pipe(PROMPT, generator=seeded(1)).frames
+    assert len(pictures) == 1 and len(pictures[0]) == 3 and isinstance(pictures[0][0], Image.Image)
+    frames, tokens, trace, rate = pipe(PROMPT, generator=seeded(1), output_type="pt", return_dict=False)
+    assert (
+        torch.equal(frames, pt.frames)
+        and torch.equal(tokens, pt.tokens)
+        and trace.target_calls.tolist() == [12]
+    )
+
+
+@pytest.mark.parametrize("initial_draft", ["left", "previous_frame", "moved_frame"])
+@pytest.mark.parametrize("window", [2, 5, 12, 128])
+def test_accelerated_clips_have_the_plain_tokens(window, initial_draft):
+    plain = tiny_video_pipeline()
+    fast = tiny_video_pipeline(SpeculativeJacobiSampler(window, initial_draft=initial_draft))
+    settings = dict(generator=None, guidance_scale=2.0, num_videos_per_prompt=2, output_type="latent")
+    one, two = (
+        pipe([PROMPT, "a blue square"], **{**settings, "generator": seeded(1, 2, 3, 4)})
+        for pipe in (plain, fast)
+    )
+    assert torch.equal(one.tokens, two.tokens) and (two.trace.target_calls <= 12).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_shorter_clip_is_the_beginning_of_the_whole_one(count):
+    whole = tiny_video_pipeline()(PROMPT, generator=seeded(7), output_type="latent").frames
+    for sampler in (None, SpeculativeJacobiSampler(8, initial_draft="moved_frame")):
+        pipe = tiny_video_pipeline(sampler)
+        found = pipe(PROMPT, num_frames=count, generator=seeded(7), output_type="latent")
+        assert torch.equal(found.frames, whole[:, :count]) and pipe.num_timesteps == 4 * count
+        assert pipe.transformer.grid.frames == 3  # nothing was changed for good
+
+
+@pytest.mark.parametrize("sampler", [ZipARSampler(1), ParallelJacobiSampler(1, 2)], ids=["zipar", "rows"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_next_frame_starts_early_in_row_orders(sampler, count):
+    """Rows of successive frames form one chain: the first row of a frame starts before the frame above is complete."""
+    pipe = tiny_video_pipeline(sampler)
+    found = pipe(PROMPT, num_frames=count, generator=seeded(7), output_type="latent")
+    assert found.frames.shape == (1, count, 2, 2)
+    if isinstance(sampler, ZipARSampler):
+        assert found.trace.target_calls.tolist() == [2 + (2 * count - 1) * 1]
+
+
+def test_a_clip_depends_on_its_own_generator_only():
+    pipe = tiny_video_pipeline()
+    together = pipe([PROMPT, PROMPT], generator=seeded(1, 2), output_type="latent").tokens
+    alone = pipe(PROMPT, generator=seeded(2), output_type="latent").tokens
+    assert torch.equal(together[1:], alone) and not torch.equal(together[:1], alone)
+
+
+def test_callback_and_interruption():
+    pipe, calls = tiny_video_pipeline(), []
+
+    def callback(pipe, step, timestep, tensors):
+        calls.append((step, timestep, sorted(tensors)))
+        pipe._interrupt = step == 5
+        return tensors
+
+    found = pipe(PROMPT, generator=seeded(0), output_type="latent", callback_on_step_end=callback)
+    assert calls == [(step, step + 1, ["lengths"]) for step in range(6)]
+    assert (found.trace.commit_call >= 0).sum() == 6
+
+
+@pytest.mark.parametrize("frames", [0, 4, -1, 2.0, True, "2"])
+def test_frames_outside_the_grid_are_refused(frames):
+    pipe = tiny_video_pipeline()
+    pipe.transformer.prefill = None  # nothing may be computed
+    with pytest.raises(ValueError, match="draws 1 to 3 frames"):
+        pipe(PROMPT, num_frames=frames)
+
+
+def test_other_bad_input_is_refused():
+    pipe = tiny_video_pipeline()
+    for settings, message in (
+        (dict(height=64), "draws 4 x 4 pixels"),
+        (dict(output_type="mp4"), "output_type='mp4'"),
+        (dict(num_videos_per_prompt=0), "num_videos_per_prompt"),
+        (dict(guidance_scale=float("nan")), "guidance_scale"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipe(PROMPT, **settings)
+    with pytest.raises(ValueError, match="no words"):
+        pipe(" ")
+    with pytest.warns(UserWarning, match="green"):
+        pipe("a green circle", generator=seeded(0), output_type="latent")
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path):
+    parts = tiny_vq_model(), tiny_text_encoder(), None
+    with pytest.raises(ValueError, match="use ImagePipeline"):
+        VideoPipeline(tiny_transformer(), *parts)
+    with pytest.raises(ValueError, match="out of 20"):
+        VideoPipeline(tiny_transformer(num_frames=2, vocab_size=20), *parts)
+    tiny_video_pipeline().save_pretrained(tmp_path / "video")
+    with pytest.raises(ValueError, match=r"load it with visual_spec\.VideoPipeline"):
+        ImagePipeline.from_pretrained(tmp_path / "video")
+    tiny_pipeline().save_pretrained(tmp_path / "image")
+    with pytest.raises(ValueError, match=r"load it with visual_spec\.ImagePipeline"):
+        VideoPipeline.from_pretrained(tmp_path / "image")
+
+
+def test_a_saved_pipeline_draws_the_same(tmp_path):
+    pipe = tiny_video_pipeline(SpeculativeJacobiSampler(6, initial_draft="previous_frame"))
+    pipe.save_pretrained(tmp_path)
+    loaded = VideoPipeline.from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert loaded.sampler.config.initial_draft == "previous_frame" and loaded.frame_rate == 8.0
+    one, two = (p(PROMPT, generator=seeded(3), output_type="pt") for p in (pipe, loaded))
+    assert torch.equal(one.tokens, two.tokens) and torch.equal(one.frames, two.frames)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output_type", ["pil", "np", "pt"])
+def test_gif_and_sheet_hold_every_frame(tmp_path, output_type):
+    output = tiny_video_pipeline()(PROMPT, generator=seeded(3), output_type=output_type)
+    plain = tiny_video_pipeline()(PROMPT, generator=seeded(3)).frames[0]
+    gif = Image.open(output.save(tmp_path / "clip.gif"))
+    assert gif.size == (256, 256)
+    sheet = Image.open(output.save(tmp_path / "clip.png"))
+    assert sheet.size == (4 + 2 + 4, 4 + 2 + 4)
+    for index, (top, left) in enumerate([(0, 0), (0, 6), (6, 0)]):
+        part = np.asarray(sheet)[top : top + 4, left : left + 4]
+        assert np.array_equal(part, np.asarray(plain[index]))
+    with pytest.raises(FileExistsError):
+        output.save(tmp_path / "clip.png")
+    output.save(tmp_path / "clip.png", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip.gif", "clip.png"]
+
+
+def test_an_mp4_plays_the_frames(tmp_path):
+    av = pytest.importorskip("av")
+    frames = np.zeros((5, 31, 64, 3), np.uint8)
+    for index in range(5):
+        frames[index, :, 12 * index : 12 * index + 12] = (220, 40, 40)
+    content = video_bytes(frames, 12.5, "mp4")
+    with av.open(io.BytesIO(content)) as container:
+        stream = container.streams.video[0]
+        assert float(stream.average_rate) == 12.5
+        shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+    assert len(shown) == 5 and shown[0].shape == (9 * 31 + 1, 9 * 64, 3)  # the least whole factor, made even
+    for index, frame in enumerate(shown):
+        expected = frames[index].repeat(9, 0).repeat(9, 1).astype(int)
+        assert np.abs(frame[:279].astype(int) - expected).mean() < 6
+
+
+def test_without_pyav_mp4_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    output = tiny_video_pipeline()(PROMPT, generator=seeded(3))
+    with pytest.raises(ImportError, match=r"visual-spec\[video\].*gif or png"):
+        output.save(tmp_path / "clip.mp4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_cannot_be_written_are_refused(tmp_path):
+    output = tiny_video_pipeline()(PROMPT, generator=seeded(3), output_type="latent")
+    with pytest.raises(ValueError, match="clips are tokens"):
+        output.save(tmp_path / "clip.gif")
+    frames = np.zeros((2, 8, 8, 3), np.uint8)
+    for given, message in (
+        ((frames, 8, "avi"), "'avi'"),
+        ((frames[0], 8, "gif"), "T, H, W, 3"),
+        ((frames, 0, "gif"), "frame_rate=0"),
+        ((frames[:0], 8, "gif"), "given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            video_bytes(*given)

@@ -1,0 +1,88 @@
+"""Where the content of a slot was in the last complete frame."""
+
+import pytest
+import torch
+
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.block_matching import moved_places
+from visual_spec.samplers.core.drafts import copied_slots, copied_tokens
+
+GRID = TokenGrid(6, 6, 5)
+SIZE = 36
+
+
+def scene(step: tuple[int, int], start: tuple[int, int] = (2, 1)) -> torch.Tensor:
+    """A shape of 2 x 2 different tokens that moves by `step` a frame over a background of tokens 0: [1, 180]."""
+    frames = torch.zeros(5, 6, 6, dtype=torch.long)
+    for frame in range(5):
+        y, x = start[0] + frame * step[0], start[1] + frame * step[1]
+        for dy in (0, 1):
+            for dx in (0, 1):
+                if 0 <= y + dy < 6 and 0 <= x + dx < 6:
+                    frames[frame, y + dy, x + dx] = 1 + 2 * dy + dx
+    return frames.view(1, -1)
+
+
+def drafts(direction: str, tokens: torch.Tensor, newest: int, count: int = SIZE) -> torch.Tensor:
+    """Drafts of the slots after `newest`, from tokens of which the later ones are hidden."""
+    known = tokens.clone()
+    known[:, newest + 1 :] = -5
+    slots = torch.arange(newest + 1, newest + 1 + count)[None]
+    return copied_tokens(direction, known, slots, torch.tensor([[newest]]), GRID)[0]
+
+
+@pytest.mark.parametrize("step", [(0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (0, 0)])
+def test_steady_motion_is_drafted_right(step):
+    start = (2 if step[0] == 0 else 1 if step[0] > 0 else 4, 2 if step[1] == 0 else 1 if step[1] > 0 else 4)
+    tokens = scene(step, start)
+    expected = tokens[0, 3 * SIZE : 4 * SIZE]
+    assert torch.equal(drafts("moved_frame", tokens, 3 * SIZE - 1), expected)
+    if step != (0, 0):  # and the frame before does not do
+        assert not torch.equal(drafts("previous_frame", tokens, 3 * SIZE - 1), expected)
+
+
+def test_a_second_frame_ahead_moves_twice():
+    tokens = scene((0, 1), (2, 0))
+    found = drafts("moved_frame", tokens, 2 * SIZE - 1, 2 * SIZE)  # two frames are complete
+    assert torch.equal(found, tokens[0, 2 * SIZE : 4 * SIZE])
+
+
+def test_the_part_of_the_next_frame_that_is_there_tells_of_a_stop():
+    tokens = scene((0, 1), (2, 0)).view(5, 6, 6)
+    tokens[3] = tokens[2]  # it stops
+    tokens = tokens.view(1, -1)
+    newest = 3 * SIZE + 2 * 6 + 5  # the upper row of the shape is known
+    expected = tokens[0, newest + 1 : newest + 1 + 6]
+    assert torch.equal(drafts("moved_frame", tokens, newest, 6), expected)
+
+
+def test_early_slots_and_single_frames_are_copied_without_motion():
+    tokens = torch.randint(9, (1, 180), generator=torch.Generator().manual_seed(0))
+    for newest in (0, 5, SIZE - 1, 2 * SIZE - 2):
+        assert torch.equal(
+            drafts("moved_frame", tokens, newest, 8), drafts("previous_frame", tokens, newest, 8)
+        )
+    flat = TokenGrid(6, 6)
+    slots, newest = torch.arange(8, 20)[None], torch.tensor([[7]])
+    for direction in ("previous_frame", "moved_frame"):
+        found = copied_tokens(direction, tokens[:, :36], slots, newest, flat)
+        assert torch.equal(found, copied_tokens("left", tokens[:, :36], slots, newest, flat))
+
+
+def test_the_place_depends_on_known_tokens_only():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, (4, 180), generator=generator)
+    newest = torch.tensor([[75], [100], [143], [150]])
+    slots = newest + torch.arange(1, 25)
+    found = moved_places(tokens, slots, newest, GRID)
+    assert (found <= newest).all() and (found >= 0).all()
+    later = torch.arange(180)[None] > newest
+    other = torch.where(later, torch.randint(3, (4, 180), generator=generator), tokens)
+    assert torch.equal(found, moved_places(other, slots, newest, GRID))
+
+
+def test_previous_frame_looks_at_the_same_place():
+    slots, newest = torch.arange(100, 180)[None], torch.tensor([[99]])
+    found = copied_slots("previous_frame", slots, newest, GRID)[0].tolist()
+    for slot, source in zip(range(100, 180), found, strict=True):
+        assert source <= 99 and (slot - source) % SIZE == 0 and source + SIZE > 99

@@ -1,0 +1,356 @@
+"""Reuse between the calls of a masked decoder: which calls are full, what local calls compute, and the whole loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.columns.test_musicgen import IDS, MASK, musicgen
+from tests.tiny import seeded, tiny_masked_transformer
+from visual_spec.models.columns.musicgen import MagnetModel
+from visual_spec.models.columns.musicgen_modules import text_condition
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularMaskedModel
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masked_reuse import (
+    full_calls,
+    group_width,
+    last_of_group,
+    places_of,
+    scattered,
+)
+from visual_spec.samplers.core.masked_state import MaskedTrace
+from visual_spec.samplers.core.masking import CLOCKS, SCHEDULES, hidden_counts, hidden_shares
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.masked import MaskedSampler
+
+
+def test_full_calls_are_those_of_the_released_settings():
+    """ReCAP's scripts: 32 calls with 12 full ones first are 22 full and 10 local ones; 16 with none are 8 and 8."""
+    assert sum(full_calls(32, 1, 12 / 32)) == 22 and len(full_calls(32, 1, 12 / 32)) == 32
+    assert full_calls(16, 1, 0.0) == [True, False] * 8
+    assert full_calls(7, 2, 0.25) == [True, True, True, False, False, True, False]
+    assert all(full_calls(9, 0, 0.0)) and full_calls(3, 5, 0.0) == [True, False, False]
+    full = full_calls(7, 2, 0.25)
+    assert [last_of_group(full, step) for step in (0, 1, 2, 5)] == [0, 1, 4, 6]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_no_group_is_wider_than_the_schedule_says(schedule, clock):
+    for units in (1, 5, 16, 64):
+        for steps in (1, 2, 7, 16, 40):
+            for reuse in (1, 3):
+                shares, full = hidden_shares(schedule, clock, steps), full_calls(steps, reuse, 0.3)
+                for held in {1, max(1, units // 3), units}:
+                    number = torch.tensor([held])
+                    counts = [*hidden_counts(shares, clock, number), torch.zeros_like(number)]
+                    for step in (step for step in range(steps) if full[step]):
+                        last = last_of_group(full, step)
+                        group = int(counts[step] - counts[last + 1])
+                        width = group_width(shares, units, 1, step, last)
+                        assert group <= width and width % 8 == 0
+
+
+def test_places_are_those_of_the_group_and_then_past_the_grid():
+    group = torch.tensor([[False, True, False, True, True], [False] * 5, [True] * 5])
+    assert places_of(group, 6).tolist() == [
+        [1, 3, 4, 8, 9, 10],
+        [5, 6, 7, 8, 9, 10],
+        [0, 1, 2, 3, 4, 10],
+    ]
+    whole, values = torch.zeros(3, 5, 2), torch.arange(36.0).view(3, 6, 2) + 1
+    found = scattered(values, places_of(group, 6), whole)
+    assert found[0, :, 0].tolist() == [0, 1, 0, 3, 5] and not found[1].any()
+    assert found[2, :, 1].tolist() == [26, 28, 30, 32, 34]
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def told() -> TextCondition:
+    draw = torch.Generator().manual_seed(2)
+    mask = torch.tensor([[True, True, False, False, False, True], [True, False, True, True, True, True]])
+    return TextCondition(torch.randn(2, 6, 8, generator=draw), mask)
+
+
+def maskgit(proj: int, registers: int, classes: bool) -> tuple[Any, Any, float]:
+    changes: dict[str, Any] = dict(proj=proj, registers=registers)
+    if classes:
+        changes |= dict(num_classes=5, caption_dim=None, prefix_length=0)
+    model = tiny_masked_transformer(**changes).double()
+    told_ = told()
+    condition = torch.tensor([1, 4]) if classes else TextCondition(told_.features.double(), told_.mask)
+    return model, condition, 1e-9
+
+
+def magnet(_: int, __: int, ___: bool) -> tuple[Any, Any, float]:
+    condition = text_condition(musicgen(), IDS, MASK)
+    return (
+        MagnetModel(musicgen(), 16, reach=2),
+        TextCondition(condition.features[:2], condition.mask[:2]),
+        1e-4,
+    )
+
+
+MODELS = {
+    "captions": (maskgit, 1, 1, False),
+    "classes, no register": (maskgit, 1, 0, True),
+    "merged": (maskgit, 2, 2, True),
+    "magnet": (magnet, 1, 0, False),
+}
+
+
+def made(kind: str) -> tuple[Any, Any, float]:
+    make, *settings = MODELS[kind]
+    return make(*settings)
+
+
+def some_tokens(model: Any, seed: int = 0) -> Tensor:
+    shape = (2, model.grid.num_tokens, model.grid.codebooks)
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.vocab_size, shape, generator=draw)
+    return tokens.masked_fill(torch.rand(shape, generator=draw) < 0.6, model.mask_id)
+
+
+# Slots of two samples, the second with places past the grid. Slots 0 and 1 share a merged place.
+PLACES = torch.tensor([[0, 1, 5, 10, 11, 12], [3, 8, 9, 19, 20, 21]])
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_local_calls_of_unchanged_tokens_are_the_full_call(kind, guided):
+    model, condition, error = made(kind)
+    for stage in range(min(model.grid.codebooks, 2)):
+        tokens, state = some_tokens(model), model.prepare(condition, batch_size=2, guided=guided)
+        plain = model(state, tokens, stage)
+        kept = model(state, tokens, stage, keep=6)
+        assert torch.equal(plain, kept) or (plain - kept).abs().max() < error
+        assert (model.scores(state, state.features, stage) - kept).abs().max() < error
+        for _ in range(2):  # what is held does not wear off
+            local = model(state, tokens, stage, places=PLACES)
+            for row in range(len(plain)):
+                count = 6 if row % 2 == 0 else 3
+                wanted = plain[row, PLACES[row % 2, :count]]
+                assert (local[row, :count] - wanted).abs().max() < error
+
+
+@pytest.mark.parametrize("kind", ["captions", "classes, no register", "magnet"])
+def test_local_calls_attend_to_fresh_keys_of_the_group_and_old_ones_of_others(kind):
+    """With one layer, keys and values depend on each slot's own token only: the group then sees its new tokens, and
+    for the others the tokens of the full call, whatever they have become."""
+    model, condition, error = made(kind)
+    if kind == "magnet":
+        del model.decoder.layers[1:]
+    else:
+        model.transformer["layers"] = model.transformer["layers"][:1]
+        model.register_to_config(num_layers=1)
+    tokens, later = some_tokens(model), some_tokens(model, seed=1)
+    state = model.prepare(condition, batch_size=2, guided=True)
+    model(state, tokens, 0, keep=6)
+    places = PLACES.clamp(max=15)
+    local = model(state, later, 0, places=PLACES)
+    mixed = tokens.scatter(1, places[..., None].expand(-1, -1, tokens.shape[2]), 0)
+    for row in range(2):
+        count = (6, 3)[row]
+        mixed[row] = tokens[row]
+        mixed[row, PLACES[row, :count]] = later[row, PLACES[row, :count]]
+    wanted = model(state, mixed, 0)
+    assert (wanted - model(state, later, 0)).abs().max() > 100 * error  # the others matter
+    for row in range(4):
+        count = (6, 3)[row % 2]
+        at = PLACES[row % 2, :count]
+        assert (local[row, :count] - wanted[row, at]).abs().max() < error
+
+
+@torch.no_grad()
+def test_several_layers_hold_what_concatenation_would_give():
+    """Straight-line: layer by layer, the group's rows attend to old keys of the others joined with their own."""
+    model, condition, _ = maskgit(1, 1, True)
+    tokens, later = some_tokens(model)[:1], some_tokens(model, seed=1)[:1]
+    label, places = condition[:1], PLACES[:1]
+    state = model.prepare(label, batch_size=1, guided=False)
+    model(state, tokens, 0, keep=6)
+    local = model(state, later, 0, places=places)[0]
+    layers, heads = model.blocks, model.config["num_heads"]
+    old: list[tuple[Tensor, Tensor]] = []
+
+    def embedded(ids: Tensor) -> Tensor:
+        return torch.cat([model.tok_emb(ids[0, :, 0]) + model.pos_emb.weight, model.reg_tokens.weight])
+
+    def run(x: Tensor, rows: Tensor | None) -> Tensor:
+        for index, layer in enumerate(layers):
+            shift, scale, gate, shift2, scale2, gate2 = state.modulations[index, 0]
+            q, k, v = layer.attn.project((layer.ln1(x) * (1 + scale) + shift)[None])
+            if rows is None:
+                old.append((k, v))
+            else:
+                others = [slot for slot in range(17) if slot not in rows.tolist()]
+                k, v = (torch.cat([old[index][i][:, :, others], new], 2) for i, new in ((0, k), (1, v)))
+            seen = (q @ k.mT / math.sqrt(x.shape[1] / heads)).softmax(-1) @ v
+            x = x + gate * (seen.transpose(1, 2).flatten(2)[0] @ layer.attn.wo.weight.T)
+            x = x + gate2 * layer.ff(layer.ln2(x) * (1 + scale2) + shift2)
+        return x
+
+    run(embedded(tokens), None)
+    rows = torch.cat([places[0], torch.tensor([16])])
+    x = run(embedded(later)[rows], rows)[:-1]
+    assert (model.scores(state, x[None])[0] - local).abs().max() < 1e-9
+
+
+def test_local_calls_need_a_call_that_kept():
+    for kind in ("captions", "magnet"):
+        model, condition, _ = made(kind)
+        state = model.prepare(condition, batch_size=2, guided=False)
+        with pytest.raises(ValueError, match="nothing is held; call the model with keep=n first"):
+            model(state, some_tokens(model), 0, places=PLACES)
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+class Watched(torch.nn.Module):
+    """A masked model whose local calls are exact: those of the current tokens. Notes what it is asked."""
+
+    def __init__(self, model: TabularMaskedModel) -> None:
+        super().__init__()
+        self.model, self.grid = model, model.grid
+        self.vocab_size, self.mask_id = model.vocab_size, model.mask_id
+        self.prepare = model.prepare
+        self.asked: list[tuple[int | None, Tensor | None]] = []
+
+    def scores(self, state: Any, features: Tensor, stage: int) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, state: Any, tokens: Tensor, stage: int, *, keep=None, places=None) -> Tensor:
+        self.asked.append((keep, places))
+        logits = self.model(state, tokens, stage)
+        if places is None:
+            return logits
+        at = places.repeat(len(logits) // len(places), 1).clamp(max=self.grid.num_tokens - 1)
+        return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
+
+
+@pytest.mark.parametrize("reuse_from", [0.0, 0.5])
+@pytest.mark.parametrize("score", ["halton", "raster", "random"])
+def test_in_a_fixed_order_exact_local_calls_change_nothing(score, reuse_from):
+    """What is kept when does not depend on the draws then, so reuse may only change how it is computed."""
+    table = TabularMaskedModel(TokenGrid(1, 7, codebooks=1), 3, conditions=2)
+    law, settings = TokenLaw(guidance_scale=1.7, top_p=0.9), dict(steps=5, score=score)
+    plain = MaskedSampler(**settings)(table, None, law=law, generator=seeded(*range(40)), batch_size=40)
+    model = Watched(table)
+    for reuse in (1, 2, 4):
+        sampler = MaskedSampler(**settings, reuse=reuse, reuse_from=reuse_from)
+        found = sampler(model, None, law=law, generator=seeded(*range(40)), batch_size=40)
+        assert torch.equal(found.tokens, plain.tokens)
+        trace = found.trace
+        assert isinstance(trace, MaskedTrace) and isinstance(plain.trace, MaskedTrace)
+        assert torch.equal(trace.entry_call, plain.trace.entry_call)
+        full = full_calls(5, reuse, reuse_from)
+        assert trace.reused_calls == 5 - sum(full) > 0
+        assert sum(full) <= trace.whole_calls <= 5
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_group_is_kept_in_the_order_of_its_full_call(given):
+    """A plain loop over single samples: scores of the full call rank the group, and later draws do not change it."""
+    table, steps, reuse = TabularMaskedModel(TokenGrid(1, 8), 2, seed=3), 6, 2
+    model, count = Watched(table), 50
+    known = torch.full((count, 8), 2)
+    if given:
+        known[::2, 3], known[::3, 5] = 1, 0
+    sampler = MaskedSampler(steps, reuse=reuse, reuse_from=0.3, schedule="linear")
+    found = sampler(
+        model, None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count, given=known
+    )
+    assert isinstance(found.trace, MaskedTrace)
+    calls = found.trace.entry_call[..., 0]  # [B, L]
+    full = full_calls(steps, reuse, 0.3)
+    assert full == [True, True, True, False, False, True]
+    assert [keep is not None for keep, _ in model.asked] == [False, False, True, False, False, False]
+    state = table.prepare(None, batch_size=count, guided=False)
+    # What stood there before the full call 2, and its laws.
+    before = torch.where((calls < 2) & ((calls >= 0) | (known < 2)), found.tokens, 2)
+    laws = table(state, before[..., None], 0).log_softmax(-1)
+    noise = CounterNoise(draw_keys(seeded(*range(count)), count), "cpu")
+    slots = torch.arange(8).expand(count, -1)
+    drawn = noise.categorical(laws, slots, TOKEN, 2)
+    sure = laws.gather(-1, drawn[..., None])[..., 0]
+    for row in range(count):
+        hidden = [slot for slot in range(8) if before[row, slot] == 2]
+        order = sorted(hidden, key=lambda slot: (-float(sure[row, slot]), -slot))
+        kept = [slot for call in (2, 3, 4) for slot in hidden if calls[row, slot] == call]
+        by_call = [sorted(slot for slot in hidden if calls[row, slot] == call) for call in (2, 3, 4)]
+        assert sorted(kept) == sorted(order[: len(kept)])
+        start = 0
+        for group in by_call:
+            assert group == sorted(order[start : start + len(group)])
+            start += len(group)
+        for call, places in ((3, model.asked[3][1]), (4, model.asked[4][1])):
+            assert places is not None
+            inside = [place for place in places[row].tolist() if place < 8]
+            assert inside == sorted(kept), call
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_reuse_is_the_base_sampler_and_reuse_is_measured(kind):
+    model, condition, _ = made(kind)
+    settings: dict[str, Any] = dict(steps=6, choice_temperature=1.0)
+    law = TokenLaw(guidance_scale=2.0)
+    call: dict[str, Any] = dict(law=law, batch_size=2)
+    plain = MaskedSampler(**settings)(model, condition, generator=seeded(0, 1), **call)
+    none = MaskedSampler(**settings, reuse=0, reuse_from=0.0)(
+        model, condition, generator=seeded(0, 1), **call
+    )
+    assert torch.equal(plain.tokens, none.tokens) and none.trace.reused_calls == 0
+    books = model.grid.codebooks
+    assert none.trace.whole_calls == 6 * books
+    found = MaskedSampler(**settings, reuse=1, reuse_from=0.0, measure=True)(
+        model, condition, generator=seeded(0, 1), **call
+    )
+    assert found.trace.reused_calls == 3 * books and found.trace.target_calls.tolist() == [6 * books] * 2
+    assert 3 * books < found.trace.whole_calls <= 6 * books and found.trace.divergence > 0
+    assert found.tokens.max() < model.vocab_size and not torch.equal(found.tokens, plain.tokens)
+    unmeasured = MaskedSampler(**settings, reuse=1, reuse_from=0.0)(
+        model, condition, generator=seeded(0, 1), **call
+    )
+    assert torch.equal(found.tokens, unmeasured.tokens)  # the extra calls leave what is held alone
+    alone = MaskedSampler(**settings, reuse=1, reuse_from=0.0)(
+        model,
+        TextCondition(condition.features[1:], condition.mask[1:])
+        if isinstance(condition, TextCondition)
+        else condition[1:],
+        law=law,
+        generator=seeded(1),
+    )
+    assert torch.equal(alone.tokens[0], found.tokens[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(reuse=-1), "reuse=-1; pass a number of calls"),
+        (dict(reuse=1.5), "reuse=1.5"),
+        (dict(reuse_from=1.2), "reuse_from=1.2"),
+        (dict(reuse_by="cache"), "reuse_by='cache'"),
+        (dict(reuse=1, score="entropy", entropy_bound=0.1), "pass one of the two"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MaskedSampler(**settings)
+
+
+def test_models_that_keep_nothing_are_refused():
+    table = TabularMaskedModel(TokenGrid(1, 4), 3)
+    with pytest.raises(ValueError, match="TabularMaskedModel keeps nothing of a call; pass reuse=0"):
+        MaskedSampler(reuse=1)(table, None, law=TokenLaw())
+    model = MaskedImageTransformer(8, 8, 1, 2, 4, num_classes=3)
+    with pytest.raises(ValueError, match="needs shortcut, a FeatureShortcut"):
+        MaskedSampler(reuse=1, reuse_by="shortcut")(model, torch.tensor([1]), law=TokenLaw())

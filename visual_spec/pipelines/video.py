@@ -1,0 +1,261 @@
+"""Text to video by next-token models: caption -> features -> tokens of all frames -> clip."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from einops import rearrange
+
+from visual_spec.models.core.offload import at_hand
+from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.inputs import check_generator, check_own_words
+from visual_spec.pipelines.output import VideoPipelineOutput
+from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.texts import Texts, warn_unknown
+from visual_spec.pipelines.token_image import TokenImagePipeline
+
+
+class VideoPipeline(TokenImagePipeline):
+    """Draws clips from prompts.
+
+    Args:
+        transformer: a next-token model over the tokens of all frames, such as a `LlamaGenTransformer` with
+            `num_frames`. None here, for the tokenizer or for the sampler: the pipeline only encodes prompts.
+        vq_model: turns the tokens of a frame into a picture; its codebook is the transformer's vocabulary. Frames may
+            be of another size than the pictures that it was made for: it is convolutional.
+        text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
+        sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler(128, initial_draft="previous_frame")`.
+        drafter: what proposes tokens to samplers that ask for one.
+        default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+        frame_rate: frames per second of the clips.
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: tokenizer and transformer that do not fit, or a transformer of pictures.
+
+    Example:
+        >>> pipe = VideoPipeline.from_pretrained("motion")
+        >>> prompt = "a small red star moves right quickly and bounces on a plain sky background, camera still"
+        >>> pipe(prompt).save("clip.mp4")
+    """
+
+    model_cpu_offload_seq = "text_encoder->drafter->transformer->vq_model"
+    _optional_components = ["text_encoder", "drafter"]
+
+    text_encoder: Any
+
+    def __init__(
+        self,
+        transformer: LlamaGenTransformer | None,
+        vq_model: VQModel | None,
+        text_encoder: CaptionEncoder | None,
+        sampler: SchedulerMixin | None,
+        default_guidance_scale: float = 1.5,
+        default_top_k: int = 0,
+        frame_rate: float = 8.0,
+        drafter: EagleDrafter | LlamaGenTransformer | None = None,
+    ):
+        super().__init__()
+        self.register_modules(
+            transformer=transformer,
+            vq_model=vq_model,
+            text_encoder=text_encoder,
+            sampler=sampler,
+            drafter=drafter,
+        )
+        self.register_to_config(frame_rate=frame_rate)
+        self._finish_init(default_guidance_scale, default_top_k)
+
+    def _check_fit(self) -> None:
+        grid, codes = self.transformer.grid, self.vq_model.config["codebook_size"]
+        if self.transformer.vocab_size != codes:
+            raise ValueError(
+                f"the transformer predicts tokens out of {self.transformer.vocab_size}, but the tokenizer decodes "
+                f"tokens out of {codes}; load both from the same model."
+            )
+        if grid.frames < 2:
+            raise ValueError("the transformer draws one picture, no frames; use ImagePipeline.")
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`."""
+        fast = "speculative-jacobi:window=128,initial_draft=previous_frame"
+        return replace(super().facts_of(settings, sampler), medium="video", fast_sampler=fast)
+
+    @property
+    def frame_rate(self) -> float:
+        """Frames per second of the clips."""
+        return self.config["frame_rate"]
+
+    @property
+    def num_frames(self) -> int:
+        """The most frames of a clip."""
+        return self.transformer.grid.frames
+
+    def check_inputs(
+        self,
+        prompt: str | list[str] | None,
+        *,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_videos_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+        **texts: Any,
+    ) -> None:
+        """Refuse what cannot be drawn, before any computation. Arguments as in `__call__`; `texts`: of `Texts`.
+
+        Raises:
+            ValueError, TypeError: names what was given, what is allowed, and what to do.
+        """
+        self._check_drawing(
+            height=height,
+            width=width,
+            pictures_each=num_videos_per_prompt,
+            pictures_each_name="num_videos_per_prompt",
+            output_type=output_type,
+            callback=callback_on_step_end,
+            callback_tensors=callback_on_step_end_tensor_inputs,
+        )
+        most = self.num_frames
+        fits = isinstance(num_frames, int) and not isinstance(num_frames, bool) and 1 <= num_frames <= most
+        if num_frames is not None and not fits:
+            raise ValueError(
+                f"num_frames={num_frames!r} given; this model draws 1 to {most} frames, leave it out for {most}."
+            )
+        told = Texts(prompt, **texts)
+        check_own_words(self.text_encoder, told.prompts + told.negatives)
+        check_generator(generator, told.count * num_videos_per_prompt)
+
+    def encode_prompt(
+        self,
+        prompt: str | list[str] | None,
+        *,
+        num_videos_per_prompt: int = 1,
+        **texts: Any,
+    ) -> TextCondition:
+        """Features of the prompts, each repeated for its clips, [prompts * num_videos_per_prompt, T, C].
+
+        Words the text encoder was not trained on, and the end of a prompt that is too long, are named in a warning.
+        `texts`: the other arguments of `Texts`, as in `__call__`.
+        """
+        reader = self.text_encoder if self.transformer is None else self.transformer
+
+        def encode(prompts: list[str]) -> TextCondition:
+            warn_unknown(self.text_encoder, prompts, "the clip will not show it")
+            return self.text_encoder(prompts)
+
+        told = Texts(prompt, **texts)
+        return told.condition(encode, num_videos_per_prompt, self._execution_device, reader.dtype)
+
+    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
+        """Clips of tokens [B, T * h * w] in the form `output_type` asks for (see `VideoPipelineOutput`)."""
+        grid = self.transformer.grid
+        places = rearrange(tokens, "b (t h w) -> b t h w", h=grid.height, w=grid.width)
+        if output_type == "latent":
+            return places
+        with at_hand(self.vq_model):
+            # Frame by frame: successive frames share most tokens, but pixels take memory.
+            clips = [
+                self.vq_model.decode_latents(self.vq_model.quantize.lookup(clip)).clamp(-1, 1)
+                for clip in places
+            ]
+        shown = [self.image_processor.postprocess(clip, output_type=output_type) for clip in clips]
+        if output_type == "np":
+            return np.stack(shown)
+        return torch.stack(shown) if output_type == "pt" else shown
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        *,
+        num_frames: int | None = None,
+        negative_prompt: str | list[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        guidance_scale: float | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        guidance_until: int | None = None,
+        num_videos_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        prompt_attention_mask: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+    ) -> VideoPipelineOutput:
+        """Draw.
+
+        Args:
+            prompt: one prompt or a list.
+            num_frames: frames of the clips, at most those of the model. None: all of them. Fewer are the first ones.
+            negative_prompt: what guidance leads away from, in place of no caption; one for all prompts, or one for
+                each.
+            height, width: pixels; the model draws one size only, and others are refused.
+            guidance_scale, temperature, top_k, top_p, guidance_until: as for `ImagePipeline`.
+            num_videos_per_prompt: clips of each prompt; those of one prompt follow each other.
+            generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
+                clip depends on its own generator only, not on the batch it is drawn in.
+            prompt_embeds, prompt_attention_mask, negative_prompt_embeds, negative_prompt_attention_mask: features in
+                place of the prompts, as for `ImagePipeline`.
+            output_type: "pil", "np", "pt", or "latent" for the tokens by place [B, T, h, w].
+            return_dict: False returns the tuple (frames, tokens, trace, frame rate).
+            callback_on_step_end, callback_on_step_end_tensor_inputs: as for `ImagePipeline`.
+
+        Raises:
+            ValueError, TypeError: bad input, before any computation.
+            FloatingPointError: the model gave non-finite logits; names the slot.
+        """
+        law = self.make_law(
+            guidance_scale, top_k, temperature=temperature, top_p=top_p, guidance_until=guidance_until
+        )
+        texts: dict[str, Any] = dict(
+            prompt_embeds=prompt_embeds,
+            prompt_attention_mask=prompt_attention_mask,
+            negative_prompt=negative_prompt,
+            negative_prompt_embeds=negative_prompt_embeds,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+        )
+        Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
+        self.check_inputs(
+            prompt,
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            num_videos_per_prompt=num_videos_per_prompt,
+            generator=generator,
+            output_type=output_type,
+            callback_on_step_end=callback_on_step_end,
+            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            **texts,
+        )
+        condition = self.encode_prompt(prompt, num_videos_per_prompt=num_videos_per_prompt, **texts)
+        drawn: Any = self._draw(
+            condition,
+            condition.features.shape[0],
+            law=law,
+            generator=generator,
+            output_type=output_type,
+            return_dict=False,
+            callback=callback_on_step_end,
+            callback_tensors=callback_on_step_end_tensor_inputs,
+            model=None if num_frames is None else self.transformer.first_frames(num_frames),
+        )
+        result = *drawn, self.frame_rate
+        return VideoPipelineOutput(*result) if return_dict else result  # type: ignore[return-value]

@@ -1,0 +1,114 @@
+"""What a masked sampler refuses before any compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import MaskedModel, Rescorer
+from visual_spec.samplers.core.checks import check_allowed, check_batch_size
+from visual_spec.samplers.core.law import TokenLaw
+
+
+def check_masked_model(model: Any, law: TokenLaw, batch_size: int) -> None:
+    """Refuse, before any compute, a request that no sampler of masked models can decode.
+
+    Raises:
+        ValueError: a model that hides no tokens, a batch size below 1, ids beyond the vocabulary, or guidance up to a
+            slot.
+    """
+    if not (hasattr(model, "mask_id") and hasattr(model, "prepare")):
+        raise ValueError(
+            f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
+            "AutoregressiveSampler or ColumnAutoregressiveSampler."
+        )
+    check_batch_size(batch_size)
+    check_allowed(law, model.vocab_size)
+    if law.guidance_until is not None:
+        raise ValueError(
+            f"guidance_until={law.guidance_until}, but masked decoding knows no order of slots; pass "
+            "guidance_until=None, and guidance='falling' or 'rising' to the sampler."
+        )
+
+
+def check_given(model: MaskedModel, given: Tensor, batch_size: int) -> None:
+    """Refuse known tokens of a wrong shape or range, or none to decode.
+
+    Raises:
+        ValueError: says which tokens can be given.
+    """
+    grid = model.grid
+    shapes = [(batch_size, grid.num_tokens, grid.codebooks)]
+    shapes += [shapes[0][:2]] if grid.codebooks == 1 else []
+    if tuple(given.shape) not in shapes or given.dtype != torch.long:
+        raise ValueError(
+            f"given is {given.dtype} of shape {tuple(given.shape)}; pass int64 {shapes[-1]}, with the mask id "
+            f"{model.mask_id} where a token is to be decoded."
+        )
+    known = given[given != model.mask_id]
+    if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < model.vocab_size:
+        raise ValueError(
+            f"given holds ids from {int(known.min())} to {int(known.max())}; tokens are 0 to {model.vocab_size - 1}, "
+            f"and the mask is {model.mask_id}."
+        )
+    if known.numel() == given.numel():
+        raise ValueError("all tokens are given; leave some at the mask id to have them decoded.")
+
+
+def check_rescorer(model: MaskedModel, rescorer: Rescorer, score: str) -> None:
+    """Refuse a rescorer of other codes or clips, and scores that are no probabilities.
+
+    Raises:
+        ValueError: says which rescorer or score fits.
+    """
+    if rescorer.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the rescorer knows {rescorer.vocab_size} codes, and the model {model.vocab_size}; pass two models of the "
+            "same codec."
+        )
+    if rescorer.num_frames != model.grid.num_tokens:
+        raise ValueError(
+            f"the rescorer is made for clips of {rescorer.num_frames} frames, and the model for "
+            f"{model.grid.num_tokens}; pass one for as many frames."
+        )
+    if score not in ("log_probability", "probability"):
+        raise ValueError(
+            f"score={score!r} asks for no probability of a draw, so there is nothing to rescore; pass "
+            "score='log_probability' or 'probability', or no rescorer."
+        )
+
+
+def check_reuse(model: Any, settings: Any, parts: dict[str, Any]) -> None:
+    """Refuse reuse by a model that keeps nothing, beside a rescorer, or without its network.
+
+    Args:
+        settings: the configuration of a `MaskedSampler`.
+
+    Raises:
+        ValueError: says what to pass.
+    """
+    if not settings.reuse:
+        return
+    if not hasattr(model, "scores"):
+        raise ValueError(
+            f"reuse={settings.reuse}, but a {type(model).__name__} keeps nothing of a call; pass reuse=0."
+        )
+    if parts.get("rescorer") is not None:
+        raise ValueError(
+            f"reuse={settings.reuse} with a rescorer, which scores the draws of every call; pass one of the two."
+        )
+    if settings.reuse_by == "shortcut":
+        shortcut = parts.get("shortcut")
+        if shortcut is None:
+            raise ValueError(
+                "reuse_by='shortcut' needs shortcut, a FeatureShortcut trained for this model (python -m "
+                "visual_spec.training.shortcut)."
+            )
+        shortcut.check_fits(model)
+
+
+def at_least_one(number: Any) -> bool:
+    """Whether something is a whole number of at least 1."""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
