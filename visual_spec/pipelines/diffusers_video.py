@@ -243,7 +243,8 @@ def _pixels(pipe: Any, latents: Tensor, output_type: str) -> Any:
         torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
         for values in (config.latents_mean, config.latents_std)
     )
-    video = pipe.vae.decode(latents * std + mean, return_dict=False)[0]
+    latents = latents / (1.0 / std) + mean  # a quotient, as in the pipeline: the same pixels to the last bit
+    video = pipe.vae.decode(latents, return_dict=False)[0]
     return pipe.video_processor.postprocess_video(video, output_type=output_type)
 
 
