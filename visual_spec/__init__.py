@@ -15,11 +15,13 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.models.core.projections import fuse_projections
     from visual_spec.models.core.protocol import TokenGrid
     from visual_spec.pipelines.accelerate import accelerate, restore, summary
+    from visual_spec.pipelines.amused_image import AmusedImagePipeline
     from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.infinity import InfinityPipeline
     from visual_spec.pipelines.latent_image import LatentImagePipeline
+    from visual_spec.pipelines.mage_image import MageImagePipeline
     from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
     from visual_spec.pipelines.masked_image import MaskedImagePipeline
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
@@ -46,11 +48,13 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
 __version__ = "0.1.0"
 
 _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
+    "AmusedImagePipeline": "visual_spec.pipelines.amused_image",
     "AudioPipeline": "visual_spec.pipelines.audio",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
     "LatentImagePipeline": "visual_spec.pipelines.latent_image",
+    "MageImagePipeline": "visual_spec.pipelines.mage_image",
     "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
     "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",

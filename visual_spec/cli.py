@@ -32,7 +32,7 @@ _OWN_ARGUMENTS = {
         "visual_spec.eval.quality.score_command",
         "FID, KID, IS, precision, recall, CLIP, FAD of such a set",
     ),
-    "report": ("visual_spec.eval.report.frontier", "draw speed against quality from the results of eval"),
+    "report": ("visual_spec.eval.report.frontier", "a page of the results of eval, or of sampled sets"),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -144,7 +144,8 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
 
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
-        "convert", help="make a folder of official LlamaGen, VAR, Infinity or MAR checkpoint files"
+        "convert",
+        help="make a folder of official LlamaGen, VAR, Infinity, MAR, masked or Self-Forcing checkpoint files",
     )
     convert.add_argument(
         "files",
@@ -152,7 +153,8 @@ def _add_convert(commands: Any) -> None:
         type=Path,
         metavar="FILE",
         help="a transformer (of Infinity 8B its folder), its tokenizer, or both in any order; of VAR also a smaller "
-        "transformer, for CoDe, and of MAR one that drafts; or the folder of a MusicGen of audiocraft",
+        "transformer, for CoDe, and of MAR one that drafts; or Self-Forcing's transformer; or the folder of a MusicGen "
+        "of audiocraft",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(
@@ -292,7 +294,7 @@ def _fit_table(facts: list[dict[str, Any]]) -> str:
     families = {fact["name"]: catalogue.PIPELINES.get(fact["pipeline"], ()) for fact in facts}
     families |= {
         m.name.split("-")[0]
-        if m.name.startswith(("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity"))
+        if m.name.startswith(("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MaskGIT", "MAGE"))
         else m.name.split(",")[0]: m.calls
         for m in catalogue.MODELS
     }

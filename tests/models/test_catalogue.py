@@ -24,6 +24,10 @@ from visual_spec.models.continuous import mar
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
 from visual_spec.models.core.protocol import area_of
+from visual_spec.models.masked import mage, maskgit
+from visual_spec.models.masked.mage import MageTransformer
+from visual_spec.models.masked.mage_vq import MageVQModel
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_scale import infinity, var
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for
@@ -74,7 +78,7 @@ def test_sizes_of_the_models_of_transformers():
             "Emu3-Gen": (Emu3TextModel(emu3), emu3, emu3.vocab_size),
             "GLM-Image, its token stage": (GlmImageTextModel(glm), glm, glm.vision_vocab_size),
         }
-    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MAR-")
+    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MAR-", "MaskGIT", "MAGE")
     others = {model.name: model for model in catalogue.MODELS if not model.name.startswith(own)}
     assert set(others) == set(found)
     for name, (module, config, head) in found.items():
@@ -147,6 +151,22 @@ def test_sizes_of_mar(name):
     assert (model.cached, model.calls) == (0, (catalogue.CONTINUOUS,))
 
 
+@pytest.mark.parametrize(
+    "model", [m for m in catalogue.MODELS if m.name.startswith(("MaskGIT", "MAGE"))], ids=lambda m: m.name
+)
+def test_sizes_of_masked_models(model):
+    family, size = model.name.split()[0].split("-")
+    with torch.device("meta"):
+        if family == "MAGE":
+            network: Any = MageTransformer(**mage.PRESETS[size])
+        else:
+            preset = {"T": "tiny", "S": "small", "B": "base", "L": "large"}[size]
+            network = MaskedImageTransformer(**maskgit.PRESETS[preset], grid_size=model.pixels // 16)
+            assert model.weights == f"ImageNet_{model.pixels}_{preset}.pth"
+    assert (model.parameters, model.tokens) == (parameters(network), network.grid.num_tokens)
+    assert model.calls == (catalogue.MASKED,) and model.cached == 0
+
+
 def test_sizes_of_what_comes_on_top(architectures):
     sizes: dict[str, Any] = dict(
         vocab_size=32128, d_model=2048, d_kv=64, d_ff=5120, num_layers=24, num_heads=32,
@@ -157,7 +177,7 @@ def test_sizes_of_what_comes_on_top(architectures):
     )
     with torch.device("meta"):
         encoder, small = T5EncoderModel(T5Config(**sizes)), T5EncoderModel(T5Config(**base))
-        vq, kl16 = MultiscaleVQModel(), AutoencoderKL(**KL16)
+        vq, mage_vq, kl16 = MultiscaleVQModel(), MageVQModel(), AutoencoderKL(**KL16)
     assert catalogue.EXTRAS == {
         "VQ-16 tokenizer": architectures["LlamaGen's tokenizer vq-16"],
         "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
@@ -165,6 +185,7 @@ def test_sizes_of_what_comes_on_top(architectures):
         "KL-16 tokenizer": parameters(kl16),
         "flan-t5-xl encoder": parameters(encoder),
         "t5-base encoder": parameters(small),
+        "MAGE tokenizer": parameters(mage_vq),
     }
 
 

@@ -431,3 +431,13 @@ def test_non_finite_logits_name_the_slot(pipe):
 
 def test_the_tiny_model_is_as_it_says():
     assert tiny_decoder().config.vocab_size == CODES == tiny_codec().config.codebook_size
+
+
+@pytest.mark.parametrize("length", [0.0, 0.001, 3601.0, 1e12, float("nan")])
+def test_a_length_that_no_model_is_trained_on_is_refused(length):
+    with pytest.raises(
+        ValueError, match=r"pass the length that the model was trained on, at least one .* at most 3600 s"
+    ):
+        AudioPipeline.from_musicgen(
+            tiny_musicgen(2, dtype=torch.float32), tiny_tokenizer(), max_audio_length_in_s=length
+        )

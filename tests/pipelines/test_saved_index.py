@@ -100,6 +100,7 @@ INDEX: dict[str, tuple[str, dict[str, Any], str]] = {
     "a number": ("pictures", dict(transformer=3), "says transformer=3; it should be a pair"),
     "three": ("pictures", dict(transformer=["a", "b", "c"]), "it should be a pair"),
     "numbers": ("pictures", dict(transformer=[1, 2]), "it should be a pair"),
+    "null": ("pictures", dict(text_encoder=None), "text_encoder=None; it should be a pair"),
     "half null": ("pictures", dict(transformer=[None, "VQModel"]), "it should be a pair"),
     "a module": ("pictures", dict(transformer=["antigravity", "x"]), "which is no class of visual_spec, diffusers"),
     "a function": ("pictures", dict(transformer=["transformers", "logging"]), "which is no class"),
@@ -136,6 +137,7 @@ def test_indexes_that_say_what_is_not_so(folder, case):
 
 
 CONFIGS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "a long text": ("pictures", "vq_model/config", dict(codebook_dim="a" * 5000), r"codebook_dim='a{56}\.\.\.; it should"),
     "window": ("pictures", "sampler/sampler_config", dict(graph=3), "makes no AutoregressiveSampler: graph=3"),
     "class": ("pictures", "vq_model/config", dict(_class_name="VARTransformer"), "is of a 'VARTransformer'"),
     "quantised": ("pictures", "vq_model/config", dict(quantization_config=5), "quantization_config='5'"),

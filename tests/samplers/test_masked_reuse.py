@@ -66,7 +66,7 @@ def test_places_are_those_of_the_group_and_then_past_the_grid():
         [0, 1, 2, 3, 4, 10],
     ]
     whole, values = torch.zeros(3, 5, 2), torch.arange(36.0).view(3, 6, 2) + 1
-    found = scattered(values, places_of(group, 6), whole)
+    found: Any = scattered(values, places_of(group, 6), whole)
     assert found[0, :, 0].tolist() == [0, 1, 0, 3, 5] and not found[1].any()
     assert found[2, :, 1].tolist() == [26, 28, 30, 32, 34]
 
@@ -243,7 +243,7 @@ def test_in_a_fixed_order_exact_local_calls_change_nothing(score, reuse_from):
     """What is kept when does not depend on the draws then, so reuse may only change how it is computed."""
     table = TabularMaskedModel(TokenGrid(1, 7, codebooks=1), 3, conditions=2)
     law, settings = TokenLaw(guidance_scale=1.7, top_p=0.9), dict(steps=5, score=score)
-    plain = MaskedSampler(**settings)(table, None, law=law, generator=seeded(*range(40)), batch_size=40)
+    plain: Any = MaskedSampler(**settings)(table, None, law=law, generator=seeded(*range(40)), batch_size=40)
     model = Watched(table)
     for reuse in (1, 2, 4):
         sampler = MaskedSampler(**settings, reuse=reuse, reuse_from=reuse_from)
@@ -266,7 +266,7 @@ def test_a_group_is_kept_in_the_order_of_its_full_call(given):
     if given:
         known[::2, 3], known[::3, 5] = 1, 0
     sampler = MaskedSampler(steps, reuse=reuse, reuse_from=0.3, schedule="linear")
-    found = sampler(
+    found: Any = sampler(
         model, None, law=TokenLaw(), generator=seeded(*range(count)), batch_size=count, given=known
     )
     assert isinstance(found.trace, MaskedTrace)
@@ -304,24 +304,24 @@ def test_no_reuse_is_the_base_sampler_and_reuse_is_measured(kind):
     settings: dict[str, Any] = dict(steps=6, choice_temperature=1.0)
     law = TokenLaw(guidance_scale=2.0)
     call: dict[str, Any] = dict(law=law, batch_size=2)
-    plain = MaskedSampler(**settings)(model, condition, generator=seeded(0, 1), **call)
-    none = MaskedSampler(**settings, reuse=0, reuse_from=0.0)(
+    plain: Any = MaskedSampler(**settings)(model, condition, generator=seeded(0, 1), **call)
+    none: Any = MaskedSampler(**settings, reuse=0, reuse_from=0.0)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert torch.equal(plain.tokens, none.tokens) and none.trace.reused_calls == 0
     books = model.grid.codebooks
     assert none.trace.whole_calls == 6 * books
-    found = MaskedSampler(**settings, reuse=1, reuse_from=0.0, measure=True)(
+    found: Any = MaskedSampler(**settings, reuse=1, reuse_from=0.0, measure=True)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert found.trace.reused_calls == 3 * books and found.trace.target_calls.tolist() == [6 * books] * 2
     assert 3 * books < found.trace.whole_calls <= 6 * books and found.trace.divergence > 0
     assert found.tokens.max() < model.vocab_size and not torch.equal(found.tokens, plain.tokens)
-    unmeasured = MaskedSampler(**settings, reuse=1, reuse_from=0.0)(
+    unmeasured: Any = MaskedSampler(**settings, reuse=1, reuse_from=0.0)(
         model, condition, generator=seeded(0, 1), **call
     )
     assert torch.equal(found.tokens, unmeasured.tokens)  # the extra calls leave what is held alone
-    alone = MaskedSampler(**settings, reuse=1, reuse_from=0.0)(
+    alone: Any = MaskedSampler(**settings, reuse=1, reuse_from=0.0)(
         model,
         TextCondition(condition.features[1:], condition.mask[1:])
         if isinstance(condition, TextCondition)

@@ -26,7 +26,8 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
         tokens, the ids [N, ...], or canvas [N, D, h, w] where the pipeline is stored as that; length: what a call
         commits one or more of, the tokens of a picture or the columns of a clip; calls [N]; moved_mass [N] and
         divergence, nan for a sampler that measures none; promises, whether its tokens are those of plain decoding
-        without a condition; seconds and processor_seconds of the batch; prompts, as JSON.
+        without a condition; promise, see `DecodeTrace.promise`; seconds and processor_seconds of the batch; prompts, as
+        JSON.
         Of continuous tokens head_calls [N]; on a GPU peak_memory; of a next-scale pipeline also cache_held,
         cache_peak and lossless.
     """
@@ -57,6 +58,7 @@ def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dic
         "moved_mass": nothing if trace.moved_mass is None else trace.moved_mass.double().cpu().numpy(),
         "divergence": np.array(np.nan if trace.divergence is None else trace.divergence),
         "promises": np.array(trace.promises_tokens),
+        "promise": np.array(trace.promise),
         "seconds": np.array(trace.seconds),
         # On a processor that others use too, these tell more than the clock.
         "processor_seconds": np.array(busy),

@@ -158,6 +158,36 @@ def _infinity(name: str, weights: str, pixels: int, parameters: int, layers: int
     )
 
 
+def _maskgit(preset: str, pixels: int, parameters: int, weights: str) -> KnownModel:
+    return KnownModel(
+        name=f"MaskGIT-{preset} class {pixels}",
+        weights=weights,
+        load="MaskedClassImagePipeline.from_official",
+        pixels=pixels,
+        tokens=(pixels // 16) ** 2,
+        prefix=0,
+        parameters=parameters,
+        cached=0,  # every step scores the whole picture again
+        verified="official layout",
+        calls=(MASKED,),
+    )
+
+
+def _mage(preset: str, parameters: int, weights: str) -> KnownModel:
+    return KnownModel(
+        name=f"MAGE-{preset} 256",
+        weights=weights,
+        load="MageImagePipeline.from_official",
+        pixels=256,
+        tokens=256,
+        prefix=0,
+        parameters=parameters,
+        cached=0,
+        verified="official layout",
+        calls=(MASKED,),
+    )
+
+
 MODELS = [
     _llamagen("B", 12, 768, 256, 110_888_448, "c2i_B_256.pt"),
     _llamagen("B", 12, 768, 384, 110_888_448, "c2i_B_384.pt"),
@@ -202,6 +232,14 @@ MODELS = [
     _infinity("Infinity-2B", "infinity_2b_reg.pth", 1024, 2_204_564_032, 32, 2048),
     _infinity("Infinity-8B", "infinity_8b_weights", 1024, 8_375_791_824, 40, 3584),
     _infinity("Infinity-8B 512", "infinity_8b_512x512_weights", 512, 8_375_791_824, 40, 3584),
+    _maskgit("T", 256, 23_031_425, "ImageNet_256_tiny.pth"),
+    _maskgit("S", 256, 69_344_769, "ImageNet_256_small.pth"),
+    _maskgit("S", 384, 69_508_609, "ImageNet_384_small.pth"),
+    _maskgit("B", 256, 142_224_641, "ImageNet_256_base.pth"),
+    _maskgit("B", 384, 142_470_401, "ImageNet_384_base.pth"),
+    _maskgit("L", 384, 479_984_641, "ImageNet_384_large.pth"),
+    _mage("B", 144_896_745, "mage-vitb-1600.pth"),
+    _mage("L", 407_788_521, "mage-vitl-1600.pth"),
     _magnet("small", 10, 24, 1024, 420_371_456),
     _magnet("small", 30, 24, 1024, 420_371_456),
     _magnet("medium", 10, 48, 1536, 1_838_737_920),
@@ -222,6 +260,7 @@ EXTRAS = {
     "KL-16 tokenizer": 66_456_019,
     "flan-t5-xl encoder": 1_223_527_424,
     "t5-base encoder": 109_628_544,
+    "MAGE tokenizer": 54_515_587,
 }
 
 # The calls that the models of a pipeline answer.
@@ -230,6 +269,8 @@ PIPELINES = {
     "VideoPipeline": RASTER_TREE_ORDER,
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
+    "AmusedImagePipeline": (MASKED,),
+    "MageImagePipeline": (MASKED,),
     "MaskedImagePipeline": (MASKED,),
     "MaskedClassImagePipeline": (MASKED,),
     "ScaleImagePipeline": (SCALES,),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from visual_spec.pipelines.components import PIPELINES
 
 if TYPE_CHECKING:
+    from visual_spec.pipelines.amused_image import AmusedImagePipeline
     from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.base import VisualPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.infinity import InfinityPipeline
     from visual_spec.pipelines.latent_image import LatentImagePipeline
     from visual_spec.pipelines.loading import load_pipeline
+    from visual_spec.pipelines.mage_image import MageImagePipeline
     from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
     from visual_spec.pipelines.masked_image import MaskedImagePipeline
     from visual_spec.pipelines.output import AudioPipelineOutput, ImagePipelineOutput, VideoPipelineOutput
@@ -34,6 +36,7 @@ _HOME = PIPELINES | {
 }
 
 __all__ = [
+    "AmusedImagePipeline",
     "AudioPipeline",
     "AudioPipelineOutput",
     "ClassImagePipeline",
@@ -41,6 +44,7 @@ __all__ = [
     "ImagePipelineOutput",
     "InfinityPipeline",
     "LatentImagePipeline",
+    "MageImagePipeline",
     "MaskedClassImagePipeline",
     "MaskedImagePipeline",
     "ScaleImagePipeline",

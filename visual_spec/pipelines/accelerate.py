@@ -21,12 +21,14 @@ def accelerate(pipe: Any, sampler: Any = None) -> Any:
     refused changes nothing.
 
     Args:
-        pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, or a
-            MusicGen, VibeVoice or PocketTTS of transformers: see `visual_spec.pipelines.transformers_models`,
-            `transformers_music` and `transformers_speech` for what those get.
+        pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a
+            MusicGen, VibeVoice or PocketTTS of transformers, or a Wan of diffusers: see
+            `visual_spec.pipelines.transformers_models`, `transformers_music`, `transformers_speech` and
+            `diffusers_video` for what those get.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
             "speculative-jacobi" or, of music, "columns", plain decoding: no sampler of the same codes has been faster
-            there. A pipeline that has a sampler of this class keeps it. Speech takes none.
+            there. A pipeline that has a sampler of this class keeps it. Speech takes none. A Wan takes a policy of its
+            cache in its place (`visual_spec.models.video.frame_cache`), or its text; None: "full".
 
     Returns:
         The same pipeline.
@@ -39,8 +41,7 @@ def accelerate(pipe: Any, sampler: Any = None) -> Any:
     if sampler is None:
         sampler = _fast_sampler(pipe) if adapter is None else adapter.FAST_SAMPLER
     if isinstance(sampler, str):
-        name, settings = parse_sampler(sampler)
-        sampler = make_sampler(name, **settings)
+        sampler = getattr(adapter, "read_text", _read_sampler)(sampler)
     if adapter is not None:
         return adapter.accelerate(pipe, sampler)
     before = pipe.sampler
@@ -76,14 +77,28 @@ def summary(pipe: Any) -> str:
 
 
 def _adapter(thing: Any) -> Any:
-    """The module that accelerates a model of transformers, or what holds one; None for a pipeline of ours."""
+    """The module that accelerates a model of another library, or what holds one; None for a pipeline of ours."""
     if isinstance(thing, VisualPipeline):
         return None
-    from visual_spec.pipelines import transformers_models, transformers_music, transformers_speech
+    from visual_spec.pipelines import (
+        diffusers_video,
+        transformers_models,
+        transformers_music,
+        transformers_speech,
+    )
 
-    if transformers_speech.is_speech_model(thing):
-        return transformers_speech
-    return transformers_music if transformers_music.is_music_model(thing) else transformers_models
+    # The one table of what `accelerate` takes from other libraries. What nobody takes, the last module refuses.
+    takes = {
+        diffusers_video.is_video_model: diffusers_video,
+        transformers_speech.is_speech_model: transformers_speech,
+        transformers_music.is_music_model: transformers_music,
+    }
+    return next((module for test, module in takes.items() if test(thing)), transformers_models)
+
+
+def _read_sampler(text: str) -> Any:
+    name, settings = parse_sampler(text)
+    return make_sampler(name, **settings)
 
 
 def _fast_sampler(pipe: VisualPipeline) -> Any:

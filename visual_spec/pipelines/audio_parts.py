@@ -29,6 +29,10 @@ from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.samplers.core.law import TokenLaw
 
+_LONGEST = (
+    3600  # seconds of a window: no model is trained on an hour, and what a window needs is allocated at once
+)
+
 
 class AudioParts(VisualPipeline):
     """The components of an `AudioPipeline`, which says what they are.
@@ -135,10 +139,11 @@ class AudioParts(VisualPipeline):
                 f"the transformer predicts {modules.num_codebooks} codebooks of {modules.vocab_size} codes, but the "
                 f"codec has {books} of {size}; load both from the same model."
             )
-        if not self.max_frames >= 1:
+        length = self.config["max_audio_length_in_s"]
+        if not (length <= _LONGEST and self.max_frames >= 1):
             raise ValueError(
-                f"max_audio_length_in_s={self.config['max_audio_length_in_s']}; pass the length that the model was "
-                f"trained on, at least one frame of {1 / self.frame_rate:g} s."
+                f"max_audio_length_in_s={length}; pass the length that the model was trained on, at least one frame of "
+                f"{1 / self.frame_rate:g} s and at most {_LONGEST} s."
             )
 
     @property

@@ -20,9 +20,11 @@ from visual_spec import {name}
 __all__ = ["{name}"]
 '''
 _TAGS = {
+    "AmusedImagePipeline": "text-to-image",
     "AudioPipeline": "text-to-audio",
     "ImagePipeline": "text-to-image",
     "InfinityPipeline": "text-to-image",
+    "MageImagePipeline": "unconditional-image-generation",
     "MaskedImagePipeline": "text-to-image",
     "VideoPipeline": "text-to-video",
 }

@@ -16,14 +16,19 @@ from visual_spec.samplers import registry
 
 _MODELS = "visual_spec.models"
 COMPONENTS = {  # beside the samplers, which their registry names
+    "AmusedTransformer": f"{_MODELS}.masked.amused",
+    "AmusedVQModel": f"{_MODELS}.masked.amused",
     "BitwiseVQModel": f"{_MODELS}.next_scale.infinity_vq",
     "CausalLatentTransformer": f"{_MODELS}.continuous.causal",
     "CaptionEncoder": f"{_MODELS}.text.caption_encoder",
     "ColumnEagleDrafter": f"{_MODELS}.drafters.column_eagle",
     "EagleDrafter": f"{_MODELS}.drafters.eagle",
+    "FeatureShortcut": f"{_MODELS}.masked.shortcut",
     "InfinityTransformer": f"{_MODELS}.next_scale.infinity",
     "LlamaGenTransformer": f"{_MODELS}.next_token.llamagen",
     "MARTransformer": f"{_MODELS}.continuous.mar",
+    "MageTransformer": f"{_MODELS}.masked.mage",
+    "MageVQModel": f"{_MODELS}.masked.mage_vq",
     "MaskedImageTransformer": f"{_MODELS}.masked.maskgit",
     "MultiscaleDrafter": f"{_MODELS}.drafters.mulo",
     "MultiscaleVQModel": f"{_MODELS}.next_scale.var_vq",
@@ -33,11 +38,13 @@ COMPONENTS = {  # beside the samplers, which their registry names
 }
 
 PIPELINES = {
+    "AmusedImagePipeline": "visual_spec.pipelines.amused_image",
     "AudioPipeline": "visual_spec.pipelines.audio",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
     "LatentImagePipeline": "visual_spec.pipelines.latent_image",
+    "MageImagePipeline": "visual_spec.pipelines.mage_image",
     "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
     "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",

@@ -23,8 +23,10 @@ from visual_spec.models.next_scale.var import SCALES, VARTransformer, load_var_c
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
+from visual_spec.models.video.self_forcing_checkpoint import is_wan, load_self_forcing
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.convert_masked import assemble_masked, is_masked
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
@@ -48,8 +50,10 @@ def convert(
     Args:
         files: a LlamaGen transformer, its tokenizer, or both in any order; or a VAR transformer, a smaller one that
             refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of Infinity (of the 8B
-            the folder of its shards), its tokenizer, or both; or a MAR, a smaller one that drafts, and KL-16, or some
-            of them; told apart by their keys. Or the folder of a MusicGen of audiocraft, which needs its text encoder.
+            the folder of its shards), its tokenizer, or both; or a Halton-MaskGIT and LlamaGen's tokenizer; or a MAGE,
+            which holds its tokenizer; or a MAR, a smaller one that drafts, and KL-16, or some; or Self-Forcing's
+            transformer alone; told apart by their keys. Or the folder of a MusicGen of audiocraft, which needs its text
+            encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).
@@ -77,13 +81,18 @@ def convert(
         model, names = _assemble_musicgen(exported[0], text_encoder, image_size, dtype)
         return _written(model, out, names)
     sources = [_read(Path(file)) for file in files]
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
+    if any(map(is_masked, checkpoints)):
+        model, names = assemble_masked(checkpoints, text_encoder, image_size, dtype)
+        return _written(model, out, names)
     if any(map(_is_of_mar, sources)):
         model, names = _assemble_mar(sources, text_encoder, image_size, dtype)
         return _written(model, out, names)
     if any(map(_is_infinity, sources)):
         model, names = _assemble_infinity(sources, text_encoder, image_size, dtype)
         return _written(model, out, names)
-    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
+    if any(map(is_wan, checkpoints)):
+        return _written(_wan(checkpoints, text_encoder, image_size, dtype), out, {str(files[0]): "Wan"})
     of_var = [_is_var(checkpoint) for checkpoint in checkpoints]
     if any(of_var):
         if not all(of_var):
@@ -253,6 +262,22 @@ def _assemble_infinity(
         return load_infinity_vq_checkpoint(tokenizers[0], scales=scales, dtype=dtype), known
     scales = scales_for(infinity_size(models[0]) if image_size is None else image_size)
     return load_infinity_checkpoint(models[0], scales=scales, dtype=dtype), known
+
+
+def _wan(
+    checkpoints: Sequence[Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> Any:
+    """The transformer of Self-Forcing's file, for diffusers."""
+    if len(checkpoints) > 1:
+        raise ValueError(
+            f"{checkpoints[0].path} and {checkpoints[1].path} given; pass one transformer of Wan, alone."
+        )
+    for name, value in {"text_encoder": text_encoder, "image_size": image_size}.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} given for {checkpoints[0].path}, a transformer of Wan; leave it out."
+            )
+    return load_self_forcing(checkpoints[0], dtype=dtype)
 
 
 def _is_var(checkpoint: Checkpoint) -> bool:

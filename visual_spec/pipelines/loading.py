@@ -19,6 +19,9 @@ from visual_spec.pipelines.saved_index import INDEX, read_index_file
 
 _DRAFTERS = ("ColumnEagleDrafter", "EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
 _REFINERS = ("VARTransformer",)
+_OF_DIFFUSERS = {
+    "AmusedPipeline": "AmusedImagePipeline"
+}  # diffusers' pipelines, and ours that load their folders
 
 
 def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
@@ -35,7 +38,7 @@ def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
 
 
 def _pipeline_class(name: str | os.PathLike, index: dict[str, Any]) -> Any:
-    saved_as = index["_class_name"]
+    saved_as = _OF_DIFFUSERS.get(index["_class_name"], index["_class_name"])
     if saved_as not in PIPELINES:
         raise ValueError(f"{name} holds a {saved_as}; pass one of {', '.join(PIPELINES)}.")
     return getattr(components, saved_as)

@@ -39,8 +39,6 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         >>> pipe([207, 360], generator=torch.Generator().manual_seed(0)).images[0].save("retriever.png")
     """
 
-    drafter: Any = None  # a masked model takes none
-
     model_cpu_offload_seq = "transformer->vq_model"
     _optional_components = []
 

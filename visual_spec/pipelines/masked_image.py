@@ -8,6 +8,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.calls import MASKED
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
@@ -68,6 +69,7 @@ class MaskedImagePipeline(ImagePipeline):
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: a `MaskedSampler`, or a `SpeculativeMaskedSampler` for the law of one token a call.
         default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+        shortcut: stands in for the transformer on some calls where the sampler says `reuse_by="shortcut"`.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -78,10 +80,9 @@ class MaskedImagePipeline(ImagePipeline):
         >>> pipe("a large red circle on a plain sky background").images[0].save("circle.png")
     """
 
-    drafter: Any = None  # a masked model takes none
-
-    model_cpu_offload_seq = "text_encoder->transformer->vq_model"
-    _optional_components = ["text_encoder"]
+    shortcut: Any
+    model_cpu_offload_seq = "text_encoder->transformer->shortcut->vq_model"
+    _optional_components = ["text_encoder", "shortcut"]
 
     def __init__(
         self,
@@ -91,10 +92,15 @@ class MaskedImagePipeline(ImagePipeline):
         sampler: SchedulerMixin | None,
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
+        shortcut: FeatureShortcut | None = None,
     ):
         VisualPipeline.__init__(self)
         self.register_modules(
-            transformer=transformer, vq_model=vq_model, text_encoder=text_encoder, sampler=sampler
+            transformer=transformer,
+            vq_model=vq_model,
+            text_encoder=text_encoder,
+            sampler=sampler,
+            shortcut=shortcut,
         )
         self._finish_init(default_guidance_scale, default_top_k)
         if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
@@ -116,6 +122,11 @@ class MaskedImagePipeline(ImagePipeline):
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`."""
         return masked_facts(cls, settings, sampler)
+
+    def sampler_parts(self) -> dict[str, Any]:
+        """What the sampler asks for beside the model: the shortcut."""
+        asked = self.sampler.config.get("reuse") and self.sampler.config.reuse_by == "shortcut"
+        return {"shortcut": self.shortcut} if asked and self.shortcut is not None else {}
 
     @torch.no_grad()
     def __call__(

@@ -15,7 +15,13 @@ from typing import Any
 
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.core.saved import SavedModel, check_folder, check_transformers_folder, read_settings
+from visual_spec.models.core.saved import (
+    SavedModel,
+    check_folder,
+    check_transformers_folder,
+    read_settings,
+    shortened,
+)
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import SHARED, part_folder
@@ -52,8 +58,8 @@ def read_index_file(folder: Path) -> dict[str, Any]:
         index = resolved(index)
     if not isinstance(index.get("_class_name"), str):
         raise ValueError(
-            f"{path} says _class_name={_short(index.get('_class_name'))}; it should name the class of a pipeline. Copy "
-            "or download it again."
+            f"{path} says _class_name={shortened(index.get('_class_name'))}; it should name the class of a pipeline. "
+            "Copy or download it again."
         )
     return index
 
@@ -86,8 +92,8 @@ def check_saved_pipeline(
             continue
         if name not in index and parameter.default is inspect.Parameter.empty:
             raise ValueError(f"{folder / INDEX} names no {name}; copy or download it again.")
-        value = index.get(name)
-        if value is None or value == [None, None]:
+        value = index.get(name, [None, None])
+        if value == [None, None]:
             continue
         component = _class_of(folder / INDEX, name, value, kinds)
         if issubclass(component, SchedulerMixin):
@@ -103,7 +109,7 @@ def _check_shared(path: Path) -> None:
         for name, owner in read_settings(path).items():
             if not isinstance(owner, str) or Path(owner).name != owner or owner == "..":
                 raise ValueError(
-                    f"{path} says {name}={_short(owner)}; it should be the name of a folder beside it."
+                    f"{path} says {name}={shortened(owner)}; it should be the name of a folder beside it."
                 )
 
 
@@ -122,14 +128,14 @@ def _is_setting(kinds: list[str]) -> bool:
 def _check_setting(path: Path, name: str, value: Any, kinds: list[str], *, there: bool) -> None:
     if there and not any(_KINDS[kind](value) for kind in kinds):
         allowed = " or ".join("null" if kind == "None" else kind.partition("[")[0] for kind in kinds)
-        raise ValueError(f"{path} says {name}={_short(value)}; it should be {allowed}.")
+        raise ValueError(f"{path} says {name}={shortened(value)}; it should be {allowed}.")
 
 
 def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
     """The class of a component."""
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)):
         raise ValueError(
-            f"{path} says {name}={_short(value)}; it should be a pair of a module and a class. Copy or download it "
+            f"{path} says {name}={shortened(value)}; it should be a pair of a module and a class. Copy or download it "
             "again."
         )
     library, class_name = value
@@ -141,7 +147,7 @@ def _class_of(path: Path, name: str, value: Any, kinds: list[str]) -> Any:
     found = getattr(home, class_name, None) if class_name.isidentifier() else None
     if not isinstance(found, type):
         raise ValueError(
-            f"{path} says {name}={_short(value)}, which is no class of visual_spec, diffusers or transformers; pass "
+            f"{path} says {name}={shortened(value)}, which is no class of visual_spec, diffusers or transformers; pass "
             f"{name}=... if it is your own."
         )
     fits = {parent.__name__ for parent in found.__mro__}
@@ -174,8 +180,8 @@ def _check_component(folder: Path, kind: type, variant: str | None) -> None:
         saved_as = config.get("_class_name", kind.__name__)
         if saved_as != kind.__name__:
             raise ValueError(
-                f"{folder / 'config.json'} is of a {_short(saved_as)}, where the pipeline has a {kind.__name__}; copy "
-                "or download it again."
+                f"{folder / 'config.json'} is of a {shortened(saved_as)}, where the pipeline has a {kind.__name__}; "
+                "copy or download it again."
             )
         check_folder(folder, kind, variant)
     elif hasattr(kind, "config_class"):
@@ -199,8 +205,3 @@ def _finite(value: float) -> bool:
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

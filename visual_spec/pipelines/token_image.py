@@ -40,13 +40,16 @@ class TokenImagePipeline(VisualPipeline):
         """To be called when the components are registered: checks that they fit each other."""
         self.register_to_config(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         self.image_processor = VaeImageProcessor(do_resize=False)
-        if (
-            self.transformer is not None and self.vq_model is not None
-        ):  # else it encodes prompts, or decodes tokens
-            self._check_fit()
+        if self.transformer is None or self.vq_model is None:
+            return  # it encodes prompts, or decodes tokens
+        self._check_fit()
 
     def _check_fit(self) -> None:
-        """Refuse a tokenizer that does not decode the transformer's grid."""
+        """Refuse a tokenizer of other codes or another grid than the transformer's.
+
+        Raises:
+            ValueError: names both.
+        """
         grid, side = self.transformer.grid, self.vq_model.tokens_per_side
         vocab_size, codes = self.transformer.vocab_size, self.vq_model.config["codebook_size"]
         if (vocab_size, grid.height, grid.width) != (codes, side, side):

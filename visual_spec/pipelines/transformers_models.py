@@ -146,7 +146,7 @@ def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
         raise TypeError(
             f"cannot accelerate a {type(model_or_pipeline).__name__}; pass a visual_spec pipeline, one of "
             f"transformers' {', '.join(FAMILIES)}, or a diffusers pipeline that holds one of them; or a "
-            "MusicgenForConditionalGeneration."
+            "MusicgenForConditionalGeneration; or a WanTransformer3DModel of diffusers."
         )
     check_sampler(sampler, CALLS)
     for model in models:

@@ -49,6 +49,41 @@ def test_the_distance_is_torch_fidelitys():
     )
 
 
+def test_fewer_samples_than_features_are_no_less_exact():
+    """Of 300 eigenvalues 280 are zero. The trace of the root by the singular values of 20 x 24 numbers instead."""
+    generator = torch.Generator().manual_seed(14)
+    drawn = torch.randn(20, 300, generator=generator).double() * torch.logspace(0, -4, 300).double()
+    true = 0.5 + torch.randn(24, 300, generator=generator).double()
+    first, second = ((one - one.mean(0)) / (len(one) - 1) ** 0.5 for one in (drawn, true))
+    inner = torch.linalg.svdvals(first @ second.T).sum()
+    shift = (drawn.mean(0) - true.mean(0)).square().sum()
+    expected = shift + first.square().sum() + second.square().sum() - 2 * inner
+    for one, other in ((drawn, true), (true, drawn)):
+        found = frechet(one, Gaussian.of(other))["value"]
+        assert found == pytest.approx(expected.item(), rel=1e-10)
+
+
+def test_the_interval_of_a_paired_difference_is_that_of_a_paired_bootstrap():
+    """Pairs are drawn again with repetition, 400 times, and both distances computed from scratch."""
+    reference = Gaussian(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
+    distance = published.FrechetDistance(reference)
+    first = normal(600, 20, mean=0.3)
+    second = torch.where(torch.arange(600)[:, None] % 3 == 0, normal(600, 21, mean=0.4), first)
+    generator, values = torch.Generator().manual_seed(22), []
+    for _ in range(400):
+        chosen = torch.randint(600, (600,), generator=generator)
+        one, other = ((part.mean(0), part.T.cov()) for part in (second[chosen], first[chosen]))
+        values.append(distance(*one) - distance(*other))
+    found = frechet_difference(second, first, reference)
+    reach = 1.96 * float(np.std(values))
+    assert found["high"] - found["value"] == pytest.approx(reach, rel=0.35)
+    # Unpaired, the interval would be far wider.
+    apart = sum(
+        (frechet(one, reference)["high"] - frechet(one, reference)["value"]) ** 2 for one in (first, second)
+    )
+    assert reach < 0.8 * apart**0.5
+
+
 def test_the_moments_without_a_group_are_those_of_the_others():
     features, reference = normal(61, 5, mean=100.0), Gaussian.of(normal(50, 6))
     whole, left_out = published._leave_groups_out(features, published.FrechetDistance(reference))

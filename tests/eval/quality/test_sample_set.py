@@ -2,25 +2,27 @@
 
 import json
 import multiprocessing
-import os
 import random
-import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.tiny import tiny_pipeline
+from tests.tiny import tiny_pipeline, tiny_video_pipeline
 from visual_spec.eval.quality import sample_set
+from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.prompt_files import Prompts
-from visual_spec.eval.quality.sample_set import SampleSet, sample
+from visual_spec.eval.quality.sample_set import SampleSet
 from visual_spec.eval.settings import parse_setting
+from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers.core.law import TokenLaw
 
 TEXTS = ("a red circle", "a blue square", "a red square")
+sample: Any = sample_set.sample  # one process finds a document, never None
 LAW = TokenLaw(guidance_scale=2.0)
 
 
@@ -61,6 +63,17 @@ def test_pictures_are_those_that_the_pipeline_draws(whole):
         assert line["calls"] == pipe.last_trace.target_calls[0]
     times = [json.loads(line) for line in (whole / "seconds.jsonl").read_text().splitlines()]
     assert [(time["first"], time["samples"]) for time in times] == [(0, 3), (3, 3), (6, 3)]
+
+
+def test_videos_are_stored_as_they_are_drawn(tmp_path):
+    pipe = tiny_video_pipeline()
+    sample(work_in(tmp_path, num=2, batch_size=2, pipe=pipe))
+    files = SampleFiles.open(tmp_path)
+    assert files.medium == "video" and files.files == ("000000.npy", "000001.npy")
+    for index, found in enumerate(files.videos(0, 2)):
+        generator = torch.Generator().manual_seed(index)
+        expected = pipe(TEXTS[index], generator=generator, guidance_scale=2.0).frames[0]
+        assert found.shape[0] == pipe.num_frames and np.array_equal(found, pixels_of(expected))
 
 
 def test_shares_in_any_order_give_the_same_files(whole, tmp_path):
@@ -106,13 +119,14 @@ def test_damage_is_noticed_and_drawn_again(whole, tmp_path, damage):
 
 
 def test_other_samples_in_the_folder_are_refused(whole):
-    for changes, name in (
+    cases: Any = (
         ({"text": "autoregressive:temperature=0.5"}, "law"),
         ({"seed": 1}, "seed"),
         ({"batch_size": 2}, "batch_size"),
         ({"prompts": Prompts(TEXTS[::-1])}, "prompts"),
         ({"text": "speculative-jacobi:window=4"}, "sampler"),
-    ):
+    )
+    for changes, name in cases:
         with pytest.raises(ValueError, match=f"other settings .*{name}"):
             sample(work_in(whole, **changes))
     with pytest.raises(ValueError, match="pass at least 1"):
@@ -139,7 +153,7 @@ def test_two_processes_at_one_share_are_refused_and_a_killed_one_leaves_no_lock(
         with sample_set.held(tmp_path / ".lock-1"):  # another share is free
             pass
     finally:
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
     assert sample(work_in(tmp_path, num=1, batch_size=1)) is not None
 
@@ -199,7 +213,7 @@ def test_killed_runs_that_go_on_give_the_same_files(whole, tmp_path, kills):
             process.join(rng.uniform(0, full) if killed < kills else None)
             if not process.is_alive():
                 break
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
             killed += 1
         assert process.exitcode == 0

@@ -12,8 +12,8 @@ from visual_spec.models.video.frame_cache import (
     Full,
     FutureAnchor,
     HeadBudgets,
-    Sliding,
     SinkWindow,
+    Sliding,
 )
 
 CHUNK, TOKENS = 3, 4  # frames of a chunk; tokens of a frame of 4 x 4 latent pixels

@@ -11,8 +11,8 @@ from visual_spec.models.video.frame_cache import (
     FrameCache,
     Full,
     FutureAnchor,
-    Sliding,
     SinkWindow,
+    Sliding,
 )
 
 EACH, BATCH = 3, 2  # tokens of a frame; samples
@@ -132,7 +132,7 @@ def test_keys_values_and_places_move_together(policy, chunk):
 
 
 def test_deep_forcing_cuts_every_other_chunk_and_follows_the_clip():
-    """The counts of the authors' program: 24 frames seen at the first cut, then 22; sinks at 5, 11, 17."""
+    """The counts of a public program: 24 frames seen at the first cut, then 22; sinks at 5, 11, 17."""
     policy, seen, sinks = DeepForcing(), [], []
     cache = FrameCache(torch.zeros(0), 1, 1, 1, 1)
     for start in range(0, 48, 3):

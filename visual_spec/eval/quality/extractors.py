@@ -6,6 +6,8 @@ networks' weights and the variant are what the features depend on.
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from visual_spec.eval.quality.audio import ClapScorer
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.features import (
     INCEPTION_FILE,
+    FrameStatistics,
     MelStatistics,
     check_tensors_only,
     features_of,
@@ -113,9 +116,8 @@ def clip_features(folder: Path | None, size: int | None, device: str, batch_size
         )
     from transformers import AutoProcessor, CLIPModel
 
-    model: Any = (
-        CLIPModel.from_pretrained(folder, local_files_only=True).eval().requires_grad_(False).to(device)
-    )
+    model: Any = CLIPModel.from_pretrained(folder, local_files_only=True)
+    model.eval().requires_grad_(False).to(device)
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
 
     @torch.no_grad()
@@ -167,6 +169,64 @@ def mel_features(batch_size: int) -> Extractor:
         return {"features": torch.cat(found)}
 
     return extract, [], ""
+
+
+def frame_features(device: str, batch_size: int) -> Extractor:
+    """The embedded classifier of `shapes` pictures over the frames of videos, see `FrameStatistics`."""
+    network: Any = FrameStatistics(load_shapes_features()).to(device)
+
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = [
+            {"features": features_of(network, _stacked(samples, *bounds))}
+            for bounds in _parts(first, end, batch_size)
+        ]
+        return _joined(found)
+
+    return extract, [network], ""
+
+
+def _stacked(samples: SampleFiles, first: int, end: int) -> np.ndarray:
+    """Videos of one shape, uint8 [B, T, H, W, 3]."""
+    videos = list(samples.videos(first, end))
+    if len(shapes := sorted({video.shape for video in videos})) > 1:
+        raise ValueError(f"{samples.path}: videos of {shapes[0]} and {shapes[1]}; all need one shape")
+    return np.stack(videos)
+
+
+def video_features(weights: Path | None, device: str, batch_size: int) -> Extractor:
+    """Of the I3D network of FVD (Unterthiner et al. 2018): its 400 logits, [N, 400].
+
+    Args:
+        weights: TorchScript, as StyleGAN-V's authors release it (`i3d_torchscript.pt`). It takes videos [B, 3, T, H, W]
+            of 0 to 255, and resizes them to 224 pixels and to -1 to 1 itself.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file of another kind.
+    """
+    if weights is None or not Path(weights).is_file():
+        raise FileNotFoundError(f"no I3D network at {weights}; pass the TorchScript file i3d_torchscript.pt")
+    try:
+        with warnings.catch_warnings(
+            category=DeprecationWarning, action="ignore"
+        ):  # the network is released so
+            network: Any = torch.jit.load(str(weights), map_location=device).eval()
+    except RuntimeError as error:
+        raise ValueError(f"{weights} is no TorchScript file; pass i3d_torchscript.pt") from error
+
+    @torch.no_grad()
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = []
+        for bounds in _parts(first, end, batch_size):
+            videos = torch.from_numpy(_stacked(samples, *bounds))
+            given = videos.permute(0, 4, 1, 2, 3).float().to(device)  # [B, 3, T, H, W]
+            found.append(
+                {"features": network(given, rescale=True, resize=True, return_features=True).float().cpu()}
+            )
+        return _joined(found)
+
+    # The program is a part of the file too, so the weights alone do not tell what it computes.
+    return extract, [network], hashlib.sha256(Path(weights).read_bytes()).hexdigest()[:12]
 
 
 def tag_features(folder: Path | None, device: str, batch_size: int) -> Extractor:

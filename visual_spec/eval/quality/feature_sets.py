@@ -1,7 +1,8 @@
 """Sets of samples that somebody drew, as a scorer reads them, and their features, kept so that nothing is done twice.
 
-A set is a folder of pictures or of clips, or an `.npz` file as ADM's evaluator takes it: `arr_0`, uint8 [N, H, W, 3],
-and of a reference also `mu` and `sigma`, the moments of its Inception features.
+A set is a folder of pictures, of clips of sound or of videos, or an `.npz` file as ADM's evaluator takes it: `arr_0`,
+uint8 [N, H, W, 3], and of a reference also `mu` and `sigma`, the moments of its Inception features. Videos have a
+dimension more: `arr_0` is [N, T, H, W, 3].
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from visual_spec.eval.files import write_atomically
+from visual_spec.eval.quality.media_files import MEDIA, read_clip, read_picture, read_video, resized
 from visual_spec.eval.quality.published import Gaussian
 from visual_spec.models.core.fingerprint import fingerprint
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-CLIPS = (".wav", ".flac", ".ogg")
 CHUNK = 1000  # samples whose features are one file
 _ARRAYS = "arr_0"
 
@@ -68,17 +67,20 @@ class SampleFiles:
                 ) from error
         if (path / "run.json").is_file():
             raise ValueError(f"{path} is not complete: it has no manifest.jsonl yet; run sample to its end")
-        found = sorted(p.relative_to(path) for p in path.rglob("*") if p.suffix.lower() in PICTURES + CLIPS)
-        kinds = {file.suffix.lower() in PICTURES for file in found}
+        endings = tuple(ending for kind in MEDIA.values() for ending in kind)
+        found = sorted(p.relative_to(path) for p in path.rglob("*") if p.suffix.lower() in endings)
+        kinds = sorted({_medium(file.suffix) for file in found})
         if len(kinds) != 1:
-            what = "pictures and clips" if kinds else f"no {', '.join(PICTURES + CLIPS)} files"
-            raise ValueError(f"{path} holds {what}; pass a folder of pictures, or of clips")
+            what = f"files of {' and '.join(kinds)}" if kinds else f"no {', '.join(endings)} files"
+            raise ValueError(f"{path} holds {what}; pass a folder of pictures, of clips, or of videos")
         return cls(path, tuple(map(str, found)))
 
     @property
     def medium(self) -> str:
-        """ "image" or "audio"."""
-        return "audio" if self.files and self.files[0].endswith(CLIPS) else "image"
+        """ "image", "audio" or "video"."""
+        if self.files:
+            return _medium(Path(self.files[0]).suffix)
+        return "video" if self._array is not None and self._array.ndim == 5 else "image"
 
     @property
     def prompts(self) -> list[str] | None:
@@ -110,9 +112,10 @@ class SampleFiles:
             if _ARRAYS not in file.files:
                 return None
             array = file[_ARRAYS]
-        if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
+        if array.ndim not in (4, 5) or array.shape[-1] != 3 or array.dtype != np.uint8:
             raise ValueError(
-                f"{self.path}: arr_0 is {array.dtype} {list(array.shape)}; it has to be uint8 [N, H, W, 3]"
+                f"{self.path}: arr_0 is {array.dtype} {list(array.shape)}; it has to be uint8 [N, H, W, 3], of videos "
+                "[N, T, H, W, 3]"
             )
         return array
 
@@ -145,9 +148,9 @@ class SampleFiles:
             assert self._array is not None
             found = list(self._array[first:end])
         else:
-            found = [_picture(self.path / file) for file in self.files[first:end]]
+            found = [read_picture(self.path / file) for file in self.files[first:end]]
         if size is not None:
-            found = [_resized(picture, size) for picture in found]
+            found = [resized(picture, size) for picture in found]
         for place, picture in enumerate(found):
             if picture.shape != found[0].shape:
                 name = self.files[first + place] if self.files else first + place
@@ -160,7 +163,16 @@ class SampleFiles:
     def clips(self, first: int, end: int) -> Iterator[tuple[Tensor, int]]:
         """Mono clips [samples] with their rate in Hz."""
         for file in self.files[first:end]:
-            yield _clip(self.path / file)
+            yield read_clip(self.path / file)
+
+    def videos(self, first: int, end: int) -> Iterator[np.ndarray]:
+        """Videos uint8 [T, H, W, 3]."""
+        for index in range(first, end):
+            if self.files:
+                yield read_video(self.path / self.files[index])
+            else:
+                assert self._array is not None
+                yield self._array[index]
 
     def write_npz(self, path: Path) -> None:
         """Write the pictures as ADM's evaluator takes them, chunk by chunk: `arr_0`, uint8 [N, H, W, 3]."""
@@ -181,53 +193,15 @@ class SampleFiles:
             part.unlink(missing_ok=True)
 
 
+def _medium(ending: str) -> str:
+    return next(medium for medium, endings in MEDIA.items() if ending.lower() in endings)
+
+
 def _npz(path: Path) -> Any:
     try:
         return np.load(path, allow_pickle=False)
     except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
         raise ValueError(f"{path} is no .npz file ({error})") from error
-
-
-def _picture(path: Path) -> np.ndarray:
-    try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{path} is no whole picture ({error}); run sample again, or remove it") from error
-
-
-def _resized(picture: np.ndarray, size: int) -> np.ndarray:
-    if picture.shape[:2] == (size, size):
-        return picture
-    channels = [
-        np.asarray(Image.fromarray(channel).resize((size, size), Image.Resampling.BICUBIC))
-        for channel in np.moveaxis(picture.astype(np.float32), -1, 0)
-    ]
-    return np.stack(channels, -1).clip(0, 255).round().astype(np.uint8)
-
-
-def _clip(path: Path) -> tuple[Tensor, int]:
-    import wave
-
-    try:
-        with wave.open(str(path)) as file:
-            if file.getsampwidth() != 2:
-                raise wave.Error("not 16 bits")
-            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(
-                -1, file.getnchannels()
-            )
-            return torch.from_numpy(samples.astype(np.float32) / 32768).mean(1), file.getframerate()
-    except (wave.Error, EOFError):
-        pass
-    try:
-        import soundfile  # pyright: ignore[reportMissingImports]
-
-        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
-    except ImportError as error:
-        raise ImportError(f"{path} needs soundfile to be read: install visual-spec[audio]") from error
-    except RuntimeError as error:
-        raise ValueError(f"{path} is no whole clip ({error}); run sample again, or remove it") from error
-    return torch.from_numpy(samples).mean(1), int(rate)
 
 
 class FeatureFolder:

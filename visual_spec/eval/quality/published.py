@@ -39,18 +39,27 @@ class Gaussian:
 class FrechetDistance:
     """Squared Frechet distance to one reference (Heusel et al. 2017, eq. 6).
 
-    The trace of the root of S1 S2 is that of the symmetric root(S1) S2 root(S1), whose root of S1 is taken once.
+    With S1 = R R^T, the trace of the root of S1 S2 is that of the symmetric R^T S2 R. R is taken once, and has as many
+    columns as S1 has rank. Sets of fewer samples than features have eigenvalues that are zero but for rounding. They
+    are left out, because the roots of thousands of them would add up to 1e-5.
     """
 
     def __init__(self, reference: Gaussian) -> None:
         values, vectors = torch.linalg.eigh(reference.covariance)
-        self._root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+        kept = _above_rounding(values)
+        self._root = vectors[:, kept] * values[kept].sqrt()  # [D, rank]
         self._reference = reference
 
     def __call__(self, mean: Tensor, covariance: Tensor) -> float:
-        inner = torch.linalg.eigvalsh(self._root @ covariance @ self._root).clamp_min(0).sqrt().sum()
+        values = torch.linalg.eigvalsh(self._root.T @ covariance @ self._root)
+        inner = values[_above_rounding(values)].sqrt().sum()
         traces = self._reference.covariance.trace() + covariance.trace()
         return max(0.0, ((self._reference.mean - mean).square().sum() + traces - 2 * inner).item())
+
+
+def _above_rounding(values: Tensor) -> Tensor:
+    """Which of the ascending eigenvalues of a matrix of no negative ones are more than rounding."""
+    return values > len(values) * torch.finfo(values.dtype).eps * values[-1:].clamp_min(0)
 
 
 def frechet(drawn: Tensor, reference: Gaussian) -> Figure:

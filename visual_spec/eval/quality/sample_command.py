@@ -2,6 +2,7 @@
 
     visual-spec sample --model shapes_var --prompts classes --num 50000 --out drawn
     torchrun --nproc-per-node 8 -m visual_spec sample --model ... (the same)
+    visual-spec sample --model ... --engine ray                   (the same, on the machines of a Ray cluster)
 
 A run that was stopped goes on where it was; under `torchrun`, or with `--rank` and `--shards`, processes share the
 work. The samples are the same bit for bit either way.
@@ -15,7 +16,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from visual_spec.eval.quality.prompt_files import Prompts
+    from visual_spec.eval.quality.sample_set import SampleSet
+    from visual_spec.eval.settings import Setting
+    from visual_spec.pipelines.facts import PipelineFacts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank", type=int, metavar="R", help="share of this process (default: torchrun's, or 0)"
     )
     parser.add_argument("--shards", type=int, metavar="N", help="processes (default: torchrun's, or 1)")
+    parser.add_argument(
+        "--engine",
+        default="processes",
+        choices=["processes", "ray"],
+        help="ray: Ray Data, one actor a GPU or processor core (default: this process, or those of torchrun)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="actors of Ray (default: as many as its cluster has GPUs or cores)",
+    )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
     parser.add_argument(
@@ -76,23 +95,18 @@ def run(args: argparse.Namespace) -> int:
     from visual_spec.eval.quality.prompt_files import CLASSES, read_prompts
     from visual_spec.eval.settings import parse_setting
 
+    by_ray = args.engine == "ray"
+    if by_ray and not (args.rank is None and args.shards is None):
+        raise ValueError(
+            "--rank and --shards share work without Ray; leave them out, or leave --engine ray out"
+        )
+    if args.workers is not None and not by_ray:
+        raise ValueError(f"--workers {args.workers} counts actors of Ray; pass --engine ray too")
     ready_folder(args.out)
     prompts = None if args.prompts in CLASSES else read_prompts(args.prompts)  # before anything is loaded
     known = settings_of_model(args.model)
     setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
-    from visual_spec.eval.machine import load, own_device
-    from visual_spec.eval.quality.sample_set import SampleSet, sample
-
-    pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
-    prompts = prompts or read_prompts(args.prompts, class_names(pipe))
-    num = len(prompts) if args.num is None else args.num
-    work = SampleSet(pipe, setting, prompts, args.out, num, args.batch_size, args.model)
-    found = sample(
-        work,
-        rank=int(os.environ.get("RANK", 0)) if args.rank is None else args.rank,
-        shards=int(os.environ.get("WORLD_SIZE", 1)) if args.shards is None else args.shards,
-        report=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    found = _by_ray(args, known.facts, setting, prompts) if by_ray else _here(args)
     if found is None:
         print("this process is done; other processes have samples to draw", file=sys.stderr)
         return 0
@@ -103,6 +117,62 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
     return 0
+
+
+def sample_set(args: argparse.Namespace) -> SampleSet:
+    """The set that the options describe, with its pipeline loaded.
+
+    Raises:
+        ValueError, OSError: bad input; names it.
+    """
+    from visual_spec.eval.defaults import settings_of_model
+    from visual_spec.eval.machine import load, own_device
+    from visual_spec.eval.quality.prompt_files import read_prompts
+    from visual_spec.eval.quality.sample_set import SampleSet
+    from visual_spec.eval.settings import parse_setting
+
+    known = settings_of_model(args.model)
+    setting = parse_setting(args.sampler or known.plain, known.law_with(), args.seed)
+    pipe = load(args.model, own_device(args.device), args.dtype, args.threads)
+    prompts = read_prompts(args.prompts, class_names(pipe))
+    num = len(prompts) if args.num is None else args.num
+    return SampleSet(pipe, setting, prompts, args.out, num, args.batch_size, args.model)
+
+
+def _here(args: argparse.Namespace) -> dict[str, Any] | None:
+    from visual_spec.eval.quality.sample_set import sample
+
+    return sample(
+        sample_set(args),
+        rank=int(os.environ.get("RANK", 0)) if args.rank is None else args.rank,
+        shards=int(os.environ.get("WORLD_SIZE", 1)) if args.shards is None else args.shards,
+        report=_report,
+    )
+
+
+def _by_ray(
+    args: argparse.Namespace, facts: PipelineFacts, setting: Setting, prompts: Prompts | None
+) -> dict[str, Any] | None:
+    """Draw by actors of Ray. This process loads no model: it may have no GPU."""
+    from visual_spec.eval.quality.prompt_files import Prompts
+    from visual_spec.eval.quality.ray_engine import sample_with_ray
+    from visual_spec.eval.quality.sample_set import SampleSet
+
+    if prompts is None and args.num is None:
+        raise ValueError(f"--prompts {args.prompts} with --engine ray: say how many samples by --num")
+    args.out = args.out.absolute()  # actors have folders of their own
+    if prompts is not None:
+        args.prompts = str(Path(args.prompts).absolute())
+    if Path(args.model).is_dir():
+        args.model = str(Path(args.model).absolute())
+    prompts = prompts or Prompts(("",))
+    num = len(prompts) if args.num is None else args.num
+    outline = SampleSet(facts, setting, prompts, args.out, num, args.batch_size, args.model)
+    return sample_with_ray(lambda: sample_set(args), outline, workers=args.workers, report=_report)
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def class_names(pipe: Any) -> list[str] | None:

@@ -1,7 +1,7 @@
 """A set of samples as files: pictures or clips named by index, with what each was asked for and how it was drawn.
 
     000000.png 000001.png ...   the samples; GenEval's layout has folders of its own, DPG-Bench's grids are under grids/
-    manifest.jsonl              one line a sample: index, file, prompt, seed, sampler, law, calls, checksum
+    manifest.jsonl              one line a sample: index, file, prompt, seed, sampler, law, promise, calls, checksum
     seconds.jsonl               one line a batch: its first sample and its seconds
     run.json                    all that fixes the samples
     batches/                    the lines of every batch that is done, from which the two files above are joined
@@ -15,6 +15,7 @@ or not at all.
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import platform
@@ -40,6 +41,7 @@ from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
 
 Report = Callable[[str], Any]
+_ENDINGS = {"image": "png", "audio": "wav", "video": "npy"}  # all exact, but for the 16 bits of sound
 MANIFEST, SECONDS, RUN, BATCHES = "manifest.jsonl", "seconds.jsonl", "run.json", "batches"
 
 
@@ -48,7 +50,7 @@ class SampleSet:
     """What is drawn, and where it goes.
 
     Attributes:
-        pipe: draws; its sampler is left as it was.
+        pipe: draws; its sampler is left as it was. Where nothing is drawn, `PipelineFacts` are enough.
         setting: how.
         prompts: for what.
         folder: where the files go.
@@ -123,6 +125,7 @@ class SampleSet:
                     "sampler": self.setting.text,
                     "law": self.setting.pipeline_law,
                     "calls": int(arrays["calls"][index - first]),
+                    "promise": str(arrays["promise"]),
                     **_divergence(arrays, index - first),
                     "bytes": len(content),
                     "crc32": zlib.crc32(content),
@@ -154,11 +157,15 @@ class SampleSet:
         if self.prompts.layout == GENEVAL:
             turn, place = divmod(index, self.prompts.per_prompt)
             return f"{turn:05d}/samples/{place:05d}.png"
-        return f"{index:06d}.{'png' if self.pipe.medium == 'image' else 'wav'}"
+        return f"{index:06d}.{_ENDINGS[self.pipe.medium]}"
 
     def _content(self, sample: np.ndarray) -> bytes:
         if self.pipe.medium == "image":
             return png_bytes(Image.fromarray(sample))
+        if self.pipe.medium == "video":
+            buffer = io.BytesIO()
+            np.save(buffer, sample, allow_pickle=False)
+            return buffer.getvalue()
         return audio_bytes(sample, self.pipe.sampling_rate)
 
     def _batch(self, first: int, kind: str) -> Path:
@@ -258,9 +265,9 @@ def held(path: Path) -> Iterator[None]:
 
 
 def _divergence(arrays: dict[str, np.ndarray], place: int) -> dict[str, float]:
-    """What a lossy sampler measured of a sample; nothing for others."""
+    """What a lossy sampler measured of a sample, and of a token of its batch; nothing for others."""
     moved = float(arrays["moved_mass"][place])
-    return {} if np.isnan(moved) else {"moved_mass": moved}
+    return {} if np.isnan(moved) else {"moved_mass": moved, "divergence": float(arrays["divergence"])}
 
 
 def _grid(pictures: list[Image.Image]) -> Image.Image:

@@ -11,6 +11,8 @@
 | `fad`, `kad` | Frechet and kernel audio distance | a CLAP model |
 | `clap` | cosine of clip and prompt | a CLAP model |
 | `mel` | Frechet distance; no FAD | mean and spread of 64 mel bands |
+| `fvd` | Frechet video distance | I3D, 400 |
+| `frames` | Frechet distance; no FVD | the classifier of `shapes` over the frames |
 | `kl` | Kullback-Leibler divergence of a tagger's labels, reference to drawn, clip by clip | a tagger |
 
 Distances under different extractors do not compare; nor do Frechet distances of sets of different size.
@@ -26,16 +28,19 @@ from typing import Any
 
 from torch import Tensor
 
-from visual_spec.eval.intervals import mean_figure, rate
+from visual_spec.eval.intervals import mean_figure
 from visual_spec.eval.quality import published
 from visual_spec.eval.quality.audio import kernel_figure
+from visual_spec.eval.quality.beside import compared
 from visual_spec.eval.quality.extractors import (
     clap_features,
     clip_features,
+    frame_features,
     inception_features,
     mel_features,
     shapes_features,
     tag_features,
+    video_features,
 )
 from visual_spec.eval.quality.feature_sets import FeatureFolder, SampleFiles
 from visual_spec.eval.quality.metrics import precision_recall
@@ -43,7 +48,11 @@ from visual_spec.eval.quality.published import Gaussian
 
 IMAGE_METRICS = ("fid", "kid", "is", "prc", "clip", "shapes")
 AUDIO_METRICS = ("fad", "kad", "clap", "mel", "kl")
-_NEED_REFERENCE = ("fid", "kid", "prc", "shapes", "fad", "kad", "mel", "kl")
+VIDEO_METRICS = ("fvd", "frames")
+METRICS = {"image": IMAGE_METRICS, "audio": AUDIO_METRICS, "video": VIDEO_METRICS}
+_SAMPLES = {"image": "pictures", "audio": "clips", "video": "videos"}
+_NEED_REFERENCE = ("fid", "kid", "prc", "shapes", "fad", "kad", "mel", "kl", "fvd", "frames")
+_FRECHET = ("fid", "shapes", "fad", "mel", "fvd", "frames")
 _NEED_PROMPTS = ("clip", "clap")
 _EXTRACTOR = {
     "fid": "inception",
@@ -52,6 +61,7 @@ _EXTRACTOR = {
     "prc": "inception",
     "fad": "clap",
     "kad": "clap",
+    "fvd": "i3d",
 }
 Report = Callable[[str], Any]
 
@@ -68,7 +78,7 @@ class Scoring:
         metrics: names, see the table above.
         folder: where features are kept.
         size: pictures are resized to this side first; None: as they are.
-        inception, clip, clap, tagger: files and folders of weights.
+        inception, clip, clap, tagger, i3d: files and folders of weights.
         device: where networks run.
     """
 
@@ -82,6 +92,7 @@ class Scoring:
     clip: Path | None = None
     clap: Path | None = None
     tagger: Path | None = None
+    i3d: Path | None = None
     device: str = "cpu"
     batch_size: int = 50
     _extractors: dict[str, FeatureFolder] = field(default_factory=dict)
@@ -93,9 +104,9 @@ class Scoring:
             ValueError: a metric that is unknown, or of the other medium; one that lacks reference, prompts or weights;
                 sets of different media; a set beside it of other samples.
         """
-        known = IMAGE_METRICS if self.drawn.medium == "image" else AUDIO_METRICS
+        known = METRICS[self.drawn.medium]
         if wrong := [name for name in self.metrics if name not in known]:
-            what = "pictures" if self.drawn.medium == "image" else "clips"
+            what = _SAMPLES[self.drawn.medium]
             raise ValueError(
                 f"--metrics {' '.join(wrong)}: {self.drawn.path} holds {what}; pass some of {' '.join(known)}"
             )
@@ -113,6 +124,8 @@ class Scoring:
         for name, path, option in (("clip", self.clip, "--clip"), ("kl", self.tagger, "--tagger")):
             if name in self.metrics and path is None:
                 raise ValueError(f"--metrics {name} needs a model of transformers; pass {option} FOLDER")
+        if "fvd" in self.metrics and self.i3d is None:
+            raise ValueError("--metrics fvd needs the I3D network; pass --i3d i3d_torchscript.pt")
         if self.clap is None and set(self.metrics) & {"fad", "kad", "clap"}:
             raise ValueError(
                 "--metrics fad, kad and clap need a CLAP model of transformers; pass --clap FOLDER"
@@ -149,6 +162,8 @@ class Scoring:
                 "clip": lambda: clip_features(self.clip, self.size, self.device, self.batch_size),
                 "clap": lambda: clap_features(self.clap, self.device, self.batch_size),
                 "mel": lambda: mel_features(self.batch_size),
+                "frames": lambda: frame_features(self.device, self.batch_size),
+                "i3d": lambda: video_features(self.i3d, self.device, self.batch_size),
                 "kl": lambda: tag_features(self.tagger, self.device, self.batch_size),
             }[name]
             extract, networks, variant = make()
@@ -164,7 +179,7 @@ class Scoring:
             if metric in _NEED_REFERENCE and self.reference is not None and len(self.reference):
                 if not (metric == "fid" and self.reference.moments is not None):
                     sets.append(self.reference)
-            if metric in ("fid", "shapes", "fad", "mel") and self.beside is not None:
+            if metric in _FRECHET and self.beside is not None:
                 sets.append(self.beside)
             found += [(name, one) for one in sets if (name, one) not in found]
         return found
@@ -202,8 +217,8 @@ class Scoring:
         if metric == "is":
             return {"inception_score": published.inception_score(self.features(name, self.drawn, "logits"))}
         drawn = self.features(name, self.drawn)
-        if metric in ("fid", "fad", "shapes", "mel"):
-            title = metric if metric in ("fid", "fad") else f"frechet_{metric}"
+        if metric in _FRECHET:
+            title = metric if metric in ("fid", "fad", "fvd") else f"frechet_{metric}"
             reference = self.gaussian(name)
             found = {title: published.frechet(drawn, reference)}
             if self.beside is not None:
@@ -224,13 +239,6 @@ class Scoring:
     def _truth(self, name: str) -> Tensor:
         assert self.reference is not None
         return self.features(name, self.reference)
-
-    def same_samples(self) -> dict[str, Any] | None:
-        """The share of samples that are, byte for byte, those of the set beside; None where there is none."""
-        if self.beside is None:
-            return None
-        pairs = zip(self.drawn.lines, self.beside.lines, strict=True)
-        return rate([(a["crc32"], a["bytes"]) == (b["crc32"], b["bytes"]) for a, b in pairs])
 
 
 def score(
@@ -261,12 +269,11 @@ def score(
         "run": json.loads(run.read_text()) if run.is_file() else None,
         "samples": len(work.drawn),
         "reference": None if work.reference is None else str(work.reference.path),
-        "beside": None if work.beside is None else str(work.beside.path),
         "resize": "none"
         if work.size is None
         else f"to {work.size} pixels, bicubic with antialiasing in floating point",
         "figures": work.figures(),
-        "same_samples": work.same_samples(),
+        "comparison": None if work.beside is None else compared(work.drawn, work.beside),
     }
 
 

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_DEFAULT = {"image": "shapes", "audio": "mel", "video": "frames"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec score`."""
@@ -32,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         nargs="+",
         metavar="M",
-        help="of pictures fid kid is prc clip shapes, of clips fad kad clap mel kl (default: shapes, or mel)",
+        help="of pictures fid kid is prc clip shapes, of clips fad kad clap mel kl, of videos fvd frames (default: "
+        "shapes, mel or frames)",
     )
     parser.add_argument(
         "--compare-to",
@@ -48,12 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clap", type=Path, metavar="DIR", help="a CLAP model of transformers")
     parser.add_argument("--tagger", type=Path, metavar="DIR", help="an audio classifier of transformers")
     parser.add_argument(
+        "--i3d", type=Path, metavar="FILE", help="I3D network of FVD as TorchScript (i3d_torchscript.pt)"
+    )
+    parser.add_argument(
         "--size",
         type=int,
         metavar="N",
         help="resize pictures to N pixels first, as clean-fid (default: as they are)",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="scores and features (default: DIR/scores)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="scores (default: DIR/scores)")
+    parser.add_argument(
+        "--features",
+        type=Path,
+        metavar="DIR",
+        help="features, which several sets with one reference may share (default: those of --out)",
+    )
     parser.add_argument(
         "--write-npz", type=Path, metavar="FILE", help="also write the pictures for ADM's evaluator"
     )
@@ -81,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score as the options say; writes `scores.json` and prints a table.
+    """Score as the options say; writes `scores.json` and prints a table. Returns 1 where a promise is broken.
 
     Raises:
         ValueError, OSError, ImportError: bad input; names it.
@@ -97,27 +109,28 @@ def run(args: argparse.Namespace) -> int:
     if (args.size is not None and args.size < 1) or args.batch_size < 1:
         raise ValueError(f"--size {args.size} --batch-size {args.batch_size}; pass at least 1")
     out = args.out or (args.folder if args.folder.is_dir() else args.folder.parent) / "scores"
-    ready_folder(out)
+    features = ready_folder(args.features or ready_folder(out))
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     work = Scoring(
         drawn,
         None if args.reference is None else SampleFiles.open(args.reference),
         None if args.compare_to is None else SampleFiles.open(args.compare_to),
-        tuple(args.metrics or (("shapes",) if drawn.medium == "image" else ("mel",))),
-        out,
+        tuple(args.metrics or [_DEFAULT[drawn.medium]]),
+        features,
         args.size,
         args.feature_weights,
         args.clip,
         args.clap,
         args.tagger,
+        args.i3d,
         str(choose_device(own_device(args.device))),
         args.batch_size,
     )
     work.check()
     if args.write_npz is not None:
         if drawn.medium != "image":
-            raise ValueError(f"--write-npz is for pictures; {drawn.path} holds clips")
+            raise ValueError(f"--write-npz is for pictures; {drawn.path} holds {drawn.medium}")
         drawn.write_npz(refuse_existing(args.write_npz, False))
     found = score(
         work,
@@ -132,11 +145,12 @@ def run(args: argparse.Namespace) -> int:
     print(score_table(found))
     if args.json:
         print(json.dumps(found))
-    return 0
+    return int((found["comparison"] or {}).get("kept") is False)
 
 
 def score_table(document: dict[str, Any]) -> str:
     """Markdown: one line a figure, and what the samples have in common with those they are compared to."""
+    from visual_spec.eval.quality.beside import summary
     from visual_spec.eval.tables import markdown
 
     lines = []
@@ -147,7 +161,5 @@ def score_table(document: dict[str, Any]) -> str:
         value = f"{figure['value']:.4g} ({figure['low']:.4g} to {figure['high']:.4g})"
         lines.append([name.replace("_", " "), value, sizes, f"{figure['extractor']} {figure['weights']}"])
     table = markdown(["figure", "value (95 %)", "samples", "extractor, weights"], lines)
-    same = document["same_samples"]
-    if same is not None:
-        table += f"\n\n{same['hits']} of {same['total']} samples are, byte for byte, those of {document['beside']}."
-    return table
+    comparison = document["comparison"]
+    return table if comparison is None else f"{table}\n\n{summary(comparison)}"

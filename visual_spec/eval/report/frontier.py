@@ -420,18 +420,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         ValueError, OSError: bad input; names it.
     """
     parser = argparse.ArgumentParser(
-        prog="visual-spec report", description="Speed-up against quality, from results of visual-spec eval."
+        prog="visual-spec report",
+        description="Speed-up against quality, from results of visual-spec eval; or one page of sets of samples, from "
+        "folders that visual-spec sample wrote, of which the first is the one that others are compared with.",
     )
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json")
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json|DIR")
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE", help="(default: report.html)"
     )
     parser.add_argument("--chart", type=Path, metavar="FILE", help="write the charts as .png or .svg too")
-    parser.add_argument("--title", default="Speed-up against quality", metavar="TEXT")
+    parser.add_argument(
+        "--pictures",
+        type=int,
+        default=200,
+        metavar="N",
+        help="of folders: samples side by side (default: 200)",
+    )
+    parser.add_argument("--title", metavar="TEXT")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are already there")
     parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
     args = parser.parse_args(argv)
     ready_folder(refuse_existing(args.out, args.overwrite).parent)
+    if any(path.is_dir() for path in args.results):
+        return _sets_page(args)
     if args.chart is not None:
         if args.chart.suffix not in (".png", ".svg"):
             raise ValueError(f"--chart {args.chart} given; the name must end in .png or .svg")
@@ -440,9 +451,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.chart is not None:
         content = _image(draw_frontier(documents[0]), args.chart.suffix[1:])
         write_atomically(args.chart, content, overwrite=args.overwrite)
-    write_page(documents, args.out, args.title, overwrite=args.overwrite)
+    write_page(documents, args.out, args.title or "Speed-up against quality", overwrite=args.overwrite)
     print(f"wrote {args.out}" + (f" and {args.chart}" if args.chart else ""))
     if args.json:
         models = [document["settings"]["model"] for document in documents]
         print(json.dumps({"page": str(args.out), "chart": args.chart and str(args.chart), "models": models}))
+    return 0
+
+
+def _sets_page(args: argparse.Namespace) -> int:
+    from visual_spec.eval.report.sets_page import write_sets_page
+
+    if files := [path for path in args.results if not path.is_dir()]:
+        raise ValueError(f"{files[0]} beside folders of samples; pass results of eval, or folders, not both")
+    if args.chart is not None or args.pictures < 0:
+        raise ValueError("of folders of samples: --chart is in the page, and --pictures takes 0 or more")
+    title = args.title or "Samples and scores"
+    write_sets_page(args.results, args.out, title, shown=args.pictures, overwrite=args.overwrite)
+    print(f"wrote {args.out}")
+    if args.json:
+        print(json.dumps({"page": str(args.out), "sets": [str(path) for path in args.results]}))
     return 0

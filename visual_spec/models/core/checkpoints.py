@@ -22,8 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 # Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
-# bare dict, Infinity's tokenizers "vae", and VAR's training "trainer" with "var_wo_ddp" in it.
+# bare dict, Infinity's tokenizers "vae", VAR's training "trainer" with "var_wo_ddp" in it, and Self-Forcing
+# "generator_ema", beside which "generator" is the last step of training.
 _CONTAINERS = (
+    ("generator_ema",),
+    ("generator",),
     ("model",),
     ("model_state_dict",),
     ("module",),

@@ -125,8 +125,14 @@ def _check_kinds(folder: Path, config: Mapping[str, Any], model: type[SavedModel
         fits = any(isinstance(value, _PLAIN[kind]) for kind in kinds)
         if not fits or (isinstance(value, bool) and "bool" not in kinds):
             raise ValueError(
-                f"{folder}/config.json says {name}={value!r}; it should be {' or '.join(kinds)}."
+                f"{folder}/config.json says {name}={shortened(value)}; it should be {' or '.join(kinds)}."
             )
+
+
+def shortened(value: Any) -> str:
+    """The `repr` of a value, in at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def check_transformers_folder(folder: Path, model: Any, variant: str | None = None) -> None:

@@ -168,6 +168,12 @@ class AmusedVQModel(VQModel):
     @torch.no_grad()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
         """Pictures `[B, 3, H, W]` in [-1, 1] of token ids `[B, h * w]` of a square grid."""
+        if self.dtype == torch.float16 and self.config.get("force_upcast"):
+            self.float()
+            try:
+                return self.decode_tokens(tokens)
+            finally:
+                self.half()
         side = round(tokens.shape[1] ** 0.5)
         shape = (len(tokens), side, side, self.config["latent_channels"])
         found: Any = self.decode(

@@ -83,10 +83,11 @@ class Attention(nn.Module):
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.wq = nn.Linear(dim, dim, bias=False)
-        self.wk = nn.Linear(dim, dim, bias=False)
-        self.wv = nn.Linear(dim, dim, bias=False)
-        self.wo = nn.Linear(dim, dim, bias=False)
+        inner = heads * (dim // heads)  # 510 in the official small model, of width 512
+        self.wq = nn.Linear(dim, inner, bias=False)
+        self.wk = nn.Linear(dim, inner, bias=False)
+        self.wv = nn.Linear(dim, inner, bias=False)
+        self.wo = nn.Linear(inner, dim, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [R, H, W, D] of `x [R, W, dim]`."""
@@ -196,15 +197,15 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
         vocab_size: number of image codes. The mask has the id behind them.
         dim, num_layers, num_heads: width, depth and attention heads; `PRESETS` lists the official sizes.
         grid_size: tokens per side (16 and 24 for official 256 and 384 pixel models).
-        proj: 2 merges squares of 2 x 2 tokens before the layers and splits them behind, as the official models of 384
-            pixels do; 1 does not.
+        proj: 2 merges squares of 2 x 2 tokens before the layers and splits them behind, an option of the official
+            code; 1 does not, as the released models.
         registers: learned places behind the tokens that hold none.
         num_classes: set for a class-conditional model (1000 in the official ones), else None.
         caption_dim, prefix_length: set for a model of captions: width of their features, and words of the longest.
 
     Raises:
-        ValueError: not exactly one of `num_classes` and `caption_dim` is given, heads that do not divide the width, or
-            a `proj` that is neither 1 nor 2, or does not divide the grid.
+        ValueError: not exactly one of `num_classes` and `caption_dim` is given, or a `proj` that is neither 1 nor 2, or
+            does not divide the grid.
     """
 
     _repeated_blocks = ["MaskedBlock"]
@@ -231,8 +232,6 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
             raise ValueError(
                 f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them."
             )
-        if dim % num_heads:
-            raise ValueError(f"dim={dim} and num_heads={num_heads} given; the heads must divide the width.")
         if proj not in (1, 2) or grid_size % proj:
             raise ValueError(
                 f"proj={proj} and grid_size={grid_size} given; proj must be 1, or 2 with an even grid."
@@ -270,6 +269,11 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
                 nn.init.normal_(module.weight, std=0.02)
         for block in self.blocks:
             nn.init.zeros_(block.mlp[1].weight)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of the features before the head, for a `FeatureShortcut`."""
+        return self.config["dim"]
 
     @property
     def blocks(self) -> Sequence[MaskedBlock]:

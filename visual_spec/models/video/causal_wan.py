@@ -1,9 +1,8 @@
 """Wan of diffusers, made causal over chunks of frames from outside.
 
-Self-Forcing (2506.08009) trains Wan 2.1 to draw a clip chunk by chunk: frames of a chunk see each other and all frames
-before them. The weights and modules are those of `WanTransformer3DModel`; only self-attention differs. So the attention
-processors are replaced: inside a call of `CausalWan` they read the cache and the chunk, elsewhere they do what the plain
-ones do.
+Self-Forcing (2506.08009) trains Wan 2.1 to draw chunk by chunk: frames of a chunk see each other and all frames before
+them. Weights and modules are those of `WanTransformer3DModel`; only self-attention differs. So its attention processors
+are replaced: inside a call of `CausalWan` they read the cache and the chunk, elsewhere they do what the plain ones do.
 
 Cached keys are rotated whenever they are read, five times a chunk. A rotated copy would double the memory of keys.
 """
@@ -157,7 +156,7 @@ class CausalProcessor:
     def _attend(self, call: ChunkCall, group: HeadGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention [B, n, H, D] of some heads over what they remember and the chunk itself."""
         cache, rotary = group.cache, call.rotary
-        if cache.tokens and not call.state.opened:
+        if cache.tokens and not call.state.opened:  # later calls of the chunk read the same frames
             group.policy.make_room(
                 cache,
                 call.state.frame,
@@ -183,17 +182,8 @@ class CausalWan:
     """
 
     def __init__(self, transformer: Any, policy: CachePolicy | HeadBudgets) -> None:
+        self.check_model(transformer, policy)
         config = transformer.config
-        if config.image_dim is not None or config.in_channels != config.out_channels:
-            raise ValueError(
-                "this Wan takes pictures beside text; pass one that draws from text alone, such as Wan 2.1 T2V."
-            )
-        if config.patch_size[0] != 1:
-            raise ValueError(f"patch_size={tuple(config.patch_size)}; pass a model with one frame a patch.")
-        if isinstance(policy, HeadBudgets) and len(policy.policies) != config.num_attention_heads:
-            raise ValueError(
-                f"{len(policy.policies)} policies for {config.num_attention_heads} heads; pass one a head."
-            )
         self.transformer, self.policy = transformer, policy
         self.channels: int = config.in_channels
         self.patch: tuple[int, int] = tuple(config.patch_size[1:])
@@ -206,6 +196,25 @@ class CausalWan:
         for block, processor in zip(self.transformer.blocks, self.processors, strict=True):
             block.attn1.set_processor(processor.plain)
 
+    @staticmethod
+    def check_model(transformer: Any, policy: CachePolicy | HeadBudgets) -> None:
+        """Refuse a transformer that cannot be made causal, or a policy for another one.
+
+        Raises:
+            ValueError: names what was given and what is allowed.
+        """
+        config = transformer.config
+        if config.image_dim is not None or config.in_channels != config.out_channels:
+            raise ValueError(
+                "this Wan takes pictures beside text; pass one that draws from text alone, such as Wan 2.1 T2V."
+            )
+        if config.patch_size[0] != 1:
+            raise ValueError(f"patch_size={tuple(config.patch_size)}; pass a model with one frame a patch.")
+        if isinstance(policy, HeadBudgets) and len(policy.policies) != config.num_attention_heads:
+            raise ValueError(
+                f"{len(policy.policies)} policies for {config.num_attention_heads} heads; pass one a head."
+            )
+
     def check(self, embeds: Tensor, height: int, width: int, chunk: int) -> None:
         """Refuse a prompt, a size in latent pixels or a chunk that the model or its policy cannot serve.
 
@@ -213,8 +222,12 @@ class CausalWan:
             ValueError: names what was given and what is allowed.
         """
         wide = self.transformer.config.text_dim
-        if embeds.ndim != 3 or embeds.shape[-1] != wide:
+        if embeds.ndim != 3 or embeds.shape[-1] != wide or not embeds.numel():
             raise ValueError(f"prompt_embeds are {list(embeds.shape)}; pass [B, T, {wide}].")
+        self.check_size(height, width, chunk)
+
+    def check_size(self, height: int, width: int, chunk: int) -> None:
+        """As `check`, without a prompt."""
         for name, size, patch in zip(("height", "width"), (height, width), self.patch, strict=True):
             if size < 1 or size % patch:
                 raise ValueError(f"{name}={size} latent pixels; pass a multiple of {patch}.")
@@ -247,7 +260,6 @@ class CausalWan:
             commit: also write the chunk to the cache, and go on to the next one.
         """
         frames = latents.shape[2]
-        # The first call of a chunk makes room for it; later ones read the same frames.
         with self._calls(state, frames, commit):
             flow = self.transformer(
                 hidden_states=latents.to(self.transformer.dtype),

@@ -178,10 +178,10 @@ class DeepForcing:
         recent: last frames that are never forgotten, the chunk at hand included.
         budget: frames left by a cut, the chunk at hand included.
         window: the most frames that attention reads.
-        sink_gap: frames between the sink and the rest of the cut cache, were that packed without gaps. The program of
-            the authors leaves 3, one chunk; their paper leaves 0.
+        sink_gap: frames between the sink and the rest of the cut cache, were that packed without gaps. A public program
+            of the method leaves 3, one chunk; the paper leaves 0.
         realign_selected: move the selected tokens, too, to the frames between sink and recent ones. The paper describes
-            it; the program does not do it at these sizes.
+            it; that program does not do it at these sizes.
     """
 
     sink: int = 10

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -64,9 +65,8 @@ class ChunkSchedule:
 
     def __post_init__(self) -> None:
         check_count("chunk", self.chunk)
-        falling = [1000.0, *self.steps, 0.0]
-        ordered = all(a > b for a, b in zip(falling[1:], falling[2:], strict=False))
-        if not self.steps or self.steps[0] > 1000 or not ordered:
+        falls = all(now > after for now, after in pairwise((*self.steps, 0)))
+        if not self.steps or self.steps[0] > 1000 or not falls:
             raise ValueError(
                 f"steps={tuple(self.steps)}; pass timesteps that fall, from at most 1000 to above 0."
             )
@@ -145,10 +145,10 @@ def roll_out(
         context: [B or 1, C, n, H, W], clean frames before the clip: to go on with a clip, or as anchors. Not returned.
         drafter, reward, threshold: a drafted chunk is kept if its reward is at least the threshold; the first chunk
             is always the large model's. Samples are then drawn one after the other.
-        callback: called after each chunk as (index, chunk [B, C, f, H, W]).
+        callback: called after each chunk as (index, chunk [B, C, f, H, W]); with a drafter for each sample by itself.
 
     Returns:
-        Latents [B, C, num_frames, H, W], float32, or float64 of a model in float64; and the trace.
+        Latents [B, C, num_frames, H, W], float32, or float64 if the prompts are; and the trace.
 
     Raises:
         ValueError: a size that does not fit, a drafter without a reward or with other latents, or a reward that is no
@@ -180,7 +180,7 @@ def roll_out(
             raise ValueError(
                 f"context is {list(context.shape)}; pass [{shape[0]} or 1, {shape[1]}, n, {height}, {width}]."
             )
-        context = context.expand(len(embeds), -1, -1, -1, -1)
+        context = context.to(embeds.device).expand(len(embeds), -1, -1, -1, -1)
     keys = draw_keys(generator, len(embeds))
     start = time.perf_counter()
     options = (schedule, num_frames, height, width)

@@ -70,6 +70,21 @@ class DecodeTrace:
         return self.identical and exact and not self.scales_by_batch
 
     @property
+    def promise(self) -> str:
+        """What is promised against autoregressive sampling.
+
+        One of "identical" (the same tokens), "near-ties" (the same but for these), "lossless" (the same law), "lossy",
+        and "not known".
+        """
+        if self.promises_tokens:
+            return "identical"
+        if self.scales_by_batch:
+            return "not known"
+        if self.identical:
+            return "near-ties"
+        return "lossless" if self.lossless else "lossy"
+
+    @property
     def tokens_per_call(self) -> Tensor:
         """Committed tokens per target call, bonus tokens included: float [B]."""
         return (self.commit_call >= 0).sum(1) / self.target_calls.float()

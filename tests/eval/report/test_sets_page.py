@@ -1,0 +1,78 @@
+"""The page of sampled sets: what it says against the files it was made of, and what it refuses."""
+
+import base64
+import json
+import re
+
+import pytest
+
+from tests.eval.quality.test_sample_set import work_in
+from visual_spec.cli import main
+from visual_spec.eval.quality.sample_set import sample
+from visual_spec.eval.report.chart import points_svg
+
+
+def scored(folder, value, **settings):
+    """A set with scores as `visual-spec score` writes them."""
+    sample(work_in(folder, **settings))
+    figure = {"value": value, "low": value - 1, "high": value + 1, "samples": 7, "extractor": "inception"}
+    found = {"reference": "true", "figures": {"fid": figure | {"weights": "abc123"}}}
+    (folder / "scores").mkdir()
+    (folder / "scores" / "scores.json").write_text(json.dumps(found))
+    return folder
+
+
+def test_the_page_holds_the_files_the_scores_and_the_comparison(tmp_path, capsys):
+    plain = scored(tmp_path / "plain", 10.0)
+    fast = scored(tmp_path / "fast<b>", 11.5, text="speculative-jacobi:window=4")
+    page = tmp_path / "page.html"
+    asked = ["report", str(plain), str(fast), "--out", str(page), "--pictures", "5"]
+    assert main(asked) == 0
+    text = page.read_text()
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    expected = [(folder / f"{index:06d}.png").read_bytes() for index in range(5) for folder in (plain, fast)]
+    assert [base64.b64decode(one) for one in pictures] == expected
+    assert text.count('loading="lazy"') == 10
+    assert "7 of 7 samples are, byte for byte, those of" in text
+    assert "9 to 11" in text and "10.5 to 12.5" in text and "inception abc123" in text
+    assert "fast<b>" not in text and "fast&lt;b&gt;" in text
+    calls = [
+        sum(json.loads(line)["calls"] for line in (folder / "manifest.jsonl").read_text().splitlines()) / 7
+        for folder in (plain, fast)
+    ]
+    assert f"fast&lt;b&gt;: {calls[0] / calls[1]:.2f}, 11.5" in text
+    assert not re.search(r'(?:src|href)="(?!data:)', text) and "<script" not in text
+    assert main(asked) == 2 and "exists" in capsys.readouterr().err
+
+
+def test_sets_that_do_not_belong_together_are_refused(tmp_path, capsys):
+    plain = scored(tmp_path / "plain", 10.0)
+    sample(work_in(tmp_path / "seeds", seed=5))
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose" / "a.png").write_bytes((plain / "000000.png").read_bytes())
+    results = tmp_path / "results.json"
+    results.write_text("{}")
+    for others, message in (
+        ([tmp_path / "seeds"], "not drawn for the same prompts with the same"),
+        ([tmp_path / "loose"], "has no manifest.jsonl"),
+        ([results], "pass results of eval, or folders, not both"),
+        (["--chart", tmp_path / "a.png"], "--chart is in the page"),
+    ):
+        given = ["report", str(plain), *map(str, others), "--out", str(tmp_path / "x.html")]
+        assert main(given) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_points_of_the_chart_lie_where_their_numbers_say():
+    points = [("a", 1.0, 20.0, 18.0, 22.0), ("b", 3.0, 30.0, 29.0, 31.0), ("c", 2.0, 25.0, 24.0, 26.0)]
+    drawn = points_svg(points, "across", "up")
+    (ax, ay), (bx, by), (cx, cy) = [
+        (float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', drawn)
+    ]
+    assert cx == pytest.approx((ax + bx) / 2, abs=0.1) and cy == pytest.approx((ay + by) / 2, abs=0.1)
+    assert ax < bx and ay > by
+    bars = [(float(a), float(b)) for a, b in re.findall(r'class="bar".*?y1="([\d.]+)" y2="([\d.]+)"', drawn)]
+    assert bars[0][0] - bars[0][1] == pytest.approx(4 / 10 * (ay - by), abs=0.3)
+    endless = points_svg([("a", 1.0, 2.0, float("-inf"), float("inf"))], "across", "up")
+    assert 'class="bar"' not in endless and endless.count("<circle") == 1

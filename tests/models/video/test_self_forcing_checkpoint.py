@@ -1,0 +1,142 @@
+"""Self-Forcing's layout, read into diffusers' Wan: every key, compared with diffusers' own table of names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+
+from tests.tiny_wan import clips, prompts, tiny_wan
+from visual_spec.models.video.self_forcing_checkpoint import load_self_forcing
+from visual_spec.pipelines.convert import convert
+
+DIM, FFN, HEAD_DIM = 24, 24, 12
+
+
+def official(layers: int = 2) -> dict[str, torch.Tensor]:
+    """Random weights by the keys of Wan's own program, at the size of `tiny_wan`."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embedding.weight": (DIM, 4, 1, 2, 2),
+        "patch_embedding.bias": (DIM,),
+        "head.head.weight": (16, DIM),
+        "head.head.bias": (16,),
+        "head.modulation": (1, 2, DIM),
+    }
+
+    def linear(name: str, wide: int, narrow: int) -> None:
+        shapes.update({f"{name}.weight": (wide, narrow), f"{name}.bias": (wide,)})
+
+    linear("text_embedding.0", DIM, 8)
+    linear("text_embedding.2", DIM, DIM)
+    linear("time_embedding.0", DIM, 16)
+    linear("time_embedding.2", DIM, DIM)
+    linear("time_projection.1", 6 * DIM, DIM)
+    for layer in range(layers):
+        for attention in ("self_attn", "cross_attn"):
+            for part in "qkvo":
+                linear(f"blocks.{layer}.{attention}.{part}", DIM, DIM)
+            for part in "qk":
+                shapes[f"blocks.{layer}.{attention}.norm_{part}.weight"] = (DIM,)
+        shapes |= {f"blocks.{layer}.norm3.{name}": (DIM,) for name in ("weight", "bias")}
+        linear(f"blocks.{layer}.ffn.0", FFN, DIM)
+        linear(f"blocks.{layer}.ffn.2", DIM, FFN)
+        shapes[f"blocks.{layer}.modulation"] = (1, 6, DIM)
+    return {key: 0.3 * torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+
+
+def saved(tmp_path, weights, **more):
+    """A file as Self-Forcing's."""
+    content = {"generator_ema": {f"model.{key}": value for key, value in weights.items()}, **more}
+    torch.save(content, tmp_path / "self_forcing_dmd.pt")
+    return tmp_path / "self_forcing_dmd.pt"
+
+
+def flow(model):
+    with torch.no_grad():
+        inputs = clips(1, 3).float(), torch.tensor([500.0]), prompts(1).float()
+        return model(*inputs, return_dict=False)[0]
+
+
+def expected():
+    model = tiny_wan().float()
+    model.load_state_dict(convert_wan_transformer_to_diffusers(official()))
+    return model
+
+
+def test_every_key_goes_where_diffusers_puts_it(tmp_path):
+    old = {f"model.{key}": value + 1 for key, value in official().items()}
+    model = load_self_forcing(saved(tmp_path, official(), generator=old, step=3), head_dim=HEAD_DIM)
+    wanted = expected().state_dict()
+    assert model.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[key]) for key, value in model.state_dict().items())
+    assert torch.equal(flow(model), flow(expected()))
+
+
+def test_wrappers_of_training_and_plain_files_of_wan_are_read(tmp_path):
+    wrapped = {
+        f"model._fsdp_wrapped_module.{key.replace('blocks.1.', 'blocks.1._checkpoint_wrapped_module.')}": value
+        for key, value in official().items()
+    }
+    torch.save({"generator": wrapped}, tmp_path / "run.pt")
+    torch.save(official(), tmp_path / "wan.pth")
+    for file in ("run.pt", "wan.pth"):
+        assert torch.equal(flow(load_self_forcing(tmp_path / file, head_dim=HEAD_DIM)), flow(expected()))
+
+
+def test_the_dtype_is_cast_and_the_rotary_table_is_not_left_empty(tmp_path):
+    model = load_self_forcing(saved(tmp_path, official()), head_dim=HEAD_DIM, dtype=torch.float64)
+    assert model.dtype == torch.float64
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("blocks.1.self_attn.q.bias"), r"1 missing: blocks\.1\.attn1\.to_q\.bias"),
+        (lambda w: w.update({"extra": torch.zeros(1)}), "1 unexpected: extra"),
+        (
+            lambda w: w.update({"head.modulation": torch.zeros(1, 3, DIM)}),
+            r"1 of another shape: scale_shift_table \[1, 3, 24\] instead of \[1, 2, 24\]",
+        ),
+        (lambda w: w.pop("head.head.weight"), r"head\.head\.weight is missing"),
+        (lambda w: w.pop("time_projection.1.weight"), "holds another architecture"),
+        (lambda w: w.update({"img_emb.proj.0.weight": torch.zeros(2)}), "a Wan that takes pictures"),
+        (lambda w: w["head.modulation"].fill_(torch.nan), "head.modulation|scale_shift_table"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, change, message):
+    weights = official()
+    change(weights)
+    with pytest.raises(ValueError, match=message):
+        load_self_forcing(saved(tmp_path, weights), head_dim=HEAD_DIM)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="24 wide, no multiple of head_dim=128; the heads cannot be read off"
+    ):
+        load_self_forcing(saved(tmp_path, official()))
+
+
+def test_files_that_need_pickle_are_refused(tmp_path):
+    torch.save({"generator_ema": official(), "config": Exception}, tmp_path / "run.pt")
+    with pytest.raises(ValueError, match="would need pickle"):
+        load_self_forcing(tmp_path / "run.pt", head_dim=HEAD_DIM)
+
+
+def test_convert_writes_a_folder_of_diffusers(tmp_path, monkeypatch):
+    monkeypatch.setattr(load_self_forcing, "__kwdefaults__", {"head_dim": HEAD_DIM, "dtype": None})
+    file = saved(tmp_path, official())
+    facts = convert([file], tmp_path / "out")
+    assert facts["class"] == "WanTransformer3DModel"
+    assert facts["files"] == {str(file): "Wan"}
+    loaded, wanted = WanTransformer3DModel.from_pretrained(tmp_path / "out"), expected()
+    assert all(torch.equal(value, wanted.state_dict()[key]) for key, value in loaded.state_dict().items())
+    assert (flow(loaded) - flow(wanted)).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="pass one transformer of Wan, alone"):
+        convert([file, file], tmp_path / "other")
+    with pytest.raises(ValueError, match="image_size=256 given for .* leave it out"):
+        convert([file], tmp_path / "other", image_size=256)
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,163 @@
+"""aMUSEd's folders as diffusers writes them: loaded, drawn with, and equal ids for equal noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vq_model import VQModel
+from diffusers.models.unets.uvit_2d import UVit2DModel
+from diffusers.schedulers.scheduling_amused import AmusedScheduler
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from tests.models.masked.test_amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
+from tests.tiny import seeded
+from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel
+from visual_spec.pipelines.amused_image import AmusedImagePipeline
+from visual_spec.pipelines.loading import load_pipeline, read_facts
+from visual_spec.samplers.core.masked_presets import PRESETS
+from visual_spec.samplers.core.noise import draw_keys
+from visual_spec.samplers.masked import MaskedSampler
+
+PROMPTS = ["a red circle", "a blue square"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random parts of diffusers' own tests, in a folder as its pipeline writes it."""
+    home: Path = tmp_path_factory.mktemp("amused")
+    torch.manual_seed(0)
+    model = transformer()
+    plain: Any = UVit2DModel.from_config(model.config)  # pyright: ignore
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(home / "transformer")
+    VQModel(
+        act_fn="silu",
+        block_out_channels=(8, 8),  # pyright: ignore[reportArgumentType]
+        down_block_types=("DownEncoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
+        up_block_types=("UpDecoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
+        latent_channels=8,
+        layers_per_block=1,
+        norm_num_groups=8,
+        num_vq_embeddings=CODES,
+        sample_size=8,
+        mid_block_add_attention=False,
+        lookup_from_codebook=True,
+        force_upcast=True,
+    ).save_pretrained(home / "vqvae")
+    words = [
+        "<|startoftext|>",
+        "<|endoftext|>",
+        *{word + "</w>" for text in PROMPTS for word in text.split()},
+    ]
+    letters = sorted({letter for text in PROMPTS for letter in text.replace(" ", "")})
+    vocabulary = {token: i for i, token in enumerate([*words, *letters, *(f"{one}</w>" for one in letters)])}
+    (home / "vocab.json").write_text(json.dumps(vocabulary))
+    (home / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer(str(home / "vocab.json"), str(home / "merges.txt"), model_max_length=7)
+    tokenizer.save_pretrained(home / "tokenizer")
+    config = CLIPTextConfig(
+        bos_token_id=0, eos_token_id=1, hidden_size=8, intermediate_size=8, num_attention_heads=2,
+        num_hidden_layers=2, pad_token_id=1, vocab_size=len(vocabulary), projection_dim=8,
+        max_position_embeddings=7,
+    )  # fmt: skip
+    CLIPTextModelWithProjection(config).save_pretrained(home / "text_encoder")
+    AmusedScheduler(mask_token_id=MASK).save_pretrained(home / "scheduler")
+    index = {
+        "_class_name": "AmusedPipeline",
+        "_diffusers_version": "0.25.0.dev0",
+        "scheduler": ["diffusers", "AmusedScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "transformer": ["diffusers", "UVit2DModel"],
+        "vqvae": ["diffusers", "VQModel"],
+    }
+    (home / "model_index.json").write_text(json.dumps(index))
+    return home
+
+
+def load(folder: Path, **options: Any) -> Any:
+    pipe = load_pipeline(folder, **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_the_folder_of_diffusers_draws_its_ids_for_equal_noise(folder, monkeypatch):
+    pipe = load(folder)
+    assert type(pipe) is AmusedImagePipeline and isinstance(pipe.transformer, AmusedTransformer)
+    assert isinstance(pipe.vq_model, AmusedVQModel) and read_facts(folder).calls == ("masked",)
+    assert pipe.sampler.config.steps == 12 and pipe.default_settings()["guidance_scale"] == 10.0
+    settings = PRESETS["amused"].settings | {"steps": STEPS, "choice_temperature": 2.0 * STEPS / (STEPS - 1)}
+    pipe.sampler = MaskedSampler(**settings)
+    found = pipe(PROMPTS, generator=seeded(1, 2))
+    hidden = torch.full((2, SIDE * SIDE), MASK)
+    wanted = diffusers_ids(
+        monkeypatch, pipe.transformer, pipe.encode_prompt(PROMPTS), draw_keys(seeded(1, 2), 2), hidden
+    )
+    assert torch.equal(found.tokens, wanted) and len(wanted.unique()) > 5
+    # Its pictures: diffusers' decoder, clipped, of the same ids.
+    shape = (2, SIDE, SIDE, 8)
+    with torch.no_grad():
+        plain: Any = VQModel.decode(
+            pipe.vq_model, found.tokens.view(2, SIDE, SIDE), force_not_quantize=True, shape=shape
+        )
+    pixels = pipe(PROMPTS, generator=seeded(1, 2), output_type="np").images
+    assert np.allclose(pixels, plain.sample.clip(0, 1).permute(0, 2, 3, 1).numpy(), atol=1e-6)
+
+
+def test_prompts_are_those_of_clip(folder):
+    pipe = load(folder)
+    told = pipe.encode_prompt(PROMPTS, negative_prompt="a blue", num_images_per_prompt=2)
+    assert told.pooled.shape == (4, 8) and told.states.shape == (4, 7, 8)
+    ids = pipe.tokenizer(PROMPTS[1], padding="max_length", max_length=7, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        own = pipe.text_encoder(ids.input_ids, output_hidden_states=True)
+    assert torch.allclose(told.pooled[2:], own.text_embeds.expand(2, -1), atol=1e-6)
+    assert torch.allclose(told.states[3], own.hidden_states[-2][0], atol=1e-6)
+    other = pipe.encode_prompt(PROMPTS[0])
+    assert not torch.allclose(told.null_pooled, other.null_pooled)
+
+
+def test_it_draws_into_pictures_and_is_saved_as_ours(folder, tmp_path):
+    pipe = load(folder)
+    pipe.sampler = MaskedSampler(steps=3, choice_temperature=2.0)
+    picture = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    mask = np.zeros((16, 16), dtype=np.uint8)
+    mask[:, :8] = 255
+    found = pipe(PROMPTS, image=picture, mask=mask, generator=seeded(0, 1))
+    signed = torch.from_numpy(picture).permute(2, 0, 1)[None] / 127.5 - 1
+    known = pipe.vq_model.encode_tokens(signed)[0].view(SIDE, SIDE)
+    for row in found.tokens.view(2, SIDE, SIDE):
+        assert torch.equal(row[:, 4:], known[:, 4:])
+    pipe.save_pretrained(tmp_path / "ours")
+    again = load(tmp_path / "ours")
+    assert type(again) is AmusedImagePipeline and again.sampler.config.steps == 3
+    assert torch.equal(again(PROMPTS, image=picture, mask=mask, generator=seeded(0, 1)).tokens, found.tokens)
+
+
+def test_half_precision_decodes_pictures_in_single(folder):
+    """As the released tokenizers ask for by `force_upcast`; afterwards they are in half precision again."""
+    pipe = load(folder)
+    wanted = pipe.vq_model.decode_tokens(torch.arange(64)[None] % CODES)
+    half = load(folder, dtype=torch.float16)
+    assert half.vq_model.dtype == torch.float16
+    found = half.vq_model.decode_tokens(torch.arange(64)[None] % CODES)
+    assert half.vq_model.dtype == torch.float16 and found.dtype == torch.float32
+    assert (found - wanted).abs().max() < 0.05
+
+
+def test_what_it_cannot_draw_is_refused(folder):
+    pipe = load(folder)
+    for settings, kind, message in (
+        (dict(prompt=[]), TypeError, r"prompt=\[\]; pass a text"),
+        (dict(prompt="a", negative_prompt=["b"]), TypeError, r"negative_prompt=\['b'\]; pass one text"),
+        (dict(prompt="a", height=8), ValueError, "this model draws 16 x 16 pixels"),
+        (dict(prompt="a", mask=np.zeros((16, 16))), ValueError, "mask given without image"),
+        (dict(prompt="a", generator=seeded(0, 1)), ValueError, "2 generators"),
+    ):
+        with pytest.raises(kind, match=message):
+            pipe(**settings)

@@ -1,0 +1,175 @@
+"""A Wan of diffusers, accelerated: clips of a pipeline and of a transformer, and the way back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.pipelines.wan.pipeline_wan import WanPipeline
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+import visual_spec
+from tests.tiny_wan import prompts, tiny_wan
+from visual_spec.models.video.causal_wan import CausalWan
+from visual_spec.models.video.frame_cache import DeepForcing, Full, HeadBudgets, Sliding
+from visual_spec.samplers.core.chunk_rollout import roll_out
+
+SMALL = dict(num_frames=9, height=32, width=32)
+
+
+def tiny_pipeline(**changes) -> WanPipeline:
+    """Pixels are 8 times latent ones, frames 4 times and one more; without a text encoder."""
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[2.0, 1.5, 0.5, 1.0],
+    )
+    parts = dict(
+        tokenizer=None, text_encoder=None, vae=vae.eval(), scheduler=FlowMatchEulerDiscreteScheduler()
+    )
+    pipe = WanPipeline(**{**parts, "transformer": tiny_wan().float(), **changes})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def test_a_pipeline_draws_clips_and_goes_back():
+    pipe = tiny_pipeline()
+    processors = [block.attn1.processor for block in pipe.transformer.blocks]
+    attributes = set(pipe.__dict__), set(pipe.transformer.__dict__)
+    plain = pipe(prompt_embeds=prompts(1).float(), guidance_scale=1.0, num_inference_steps=2, output_type="latent",
+                 generator=seeded(), **SMALL).frames  # fmt: skip
+    assert visual_spec.accelerate(pipe, "sink-window:sink=1,window=6") is pipe
+    embeds = prompts(1).float()
+    latents = pipe.generate_video(
+        prompt_embeds=embeds, generator=seeded(), output_type="latent", **SMALL
+    ).frames
+    model = CausalWan(tiny_wan().float(), Full())  # 3 latent frames are one chunk, under any policy
+    wanted, _ = roll_out(model, embeds, num_frames=3, height=4, width=4, generator=seeded())
+    assert torch.equal(latents, wanted)
+    assert pipe.transformer.last_trace.calls.tolist() == [5]
+    assert "1 clips of 1 chunks, 5 calls" in visual_spec.summary(pipe)
+    # The pipeline's own call is what it was, and `restore` leaves no trace.
+    for _ in range(2):
+        again = pipe(prompt_embeds=embeds, guidance_scale=1.0, num_inference_steps=2, output_type="latent",
+                     generator=seeded(), **SMALL).frames  # fmt: skip
+        assert torch.equal(again, plain)
+        assert visual_spec.restore(pipe) is pipe
+    assert all(b.attn1.processor is p for b, p in zip(pipe.transformer.blocks, processors, strict=True))
+    assert (set(pipe.__dict__), set(pipe.transformer.__dict__)) == attributes
+    assert "not accelerated" in visual_spec.summary(pipe.transformer)
+
+
+def test_pixels_are_those_of_the_pipelines_decoder():
+    """The end of the pipeline's own call, from the same latents."""
+    pipe = visual_spec.accelerate(tiny_pipeline())
+    request = dict(prompt_embeds=prompts(1).float(), **SMALL)
+    latents = pipe.generate_video(generator=seeded(), output_type="latent", **request).frames
+    frames = pipe.generate_video(generator=seeded(), num_videos_per_prompt=2, **request).frames
+    assert isinstance(frames, np.ndarray) and frames.shape == (2, 9, 32, 32, 3)
+    assert np.abs(frames[0] - frames[1]).max() > 1e-3
+
+    class Finished(FlowMatchEulerDiscreteScheduler):
+        def step(self, *args, **kwargs):
+            return (latents,)
+
+    pipe.scheduler = Finished()
+    wanted = pipe(guidance_scale=1.0, num_inference_steps=1, **request).frames
+    assert np.abs(frames[:1] - wanted).max() < 1e-6
+
+
+def test_a_transformer_alone_is_accelerated_and_the_policy_swapped():
+    model = tiny_wan()
+    processors = [block.attn1.processor for block in model.blocks]
+    options = dict(num_frames=12, height=4, width=4)
+    found = []
+    for policy in (
+        None,
+        "deep-forcing:sink=3,recent=4,budget=8,window=9",
+        DeepForcing(3, 4, 8, 9),
+        "sliding:window=6",
+    ):
+        assert visual_spec.accelerate(model, policy) is model
+        found.append(model.generate_latents(prompts(1), generator=seeded(), **options))
+    full, deep, same, sliding = found
+    assert torch.equal(deep, same)
+    assert torch.equal(deep[:, :, :9], full[:, :, :9])  # nothing is forgotten before frame 9
+    assert not torch.equal(deep[:, :, 9:], full[:, :, 9:])
+    assert torch.equal(sliding[:, :, :6], full[:, :, :6]) and not torch.equal(sliding, full)
+    heads = visual_spec.accelerate(model, HeadBudgets((Sliding(6), Full())))
+    assert heads.generate_latents(prompts(1), **options).isfinite().all()
+    visual_spec.restore(model)
+    assert all(block.attn1.processor is p for block, p in zip(model.blocks, processors, strict=True))
+
+
+def test_a_drafter_is_an_accelerated_wan():
+    model, small = visual_spec.accelerate(tiny_wan()), tiny_wan(1, num_layers=1)
+    options = dict(num_frames=6, height=4, width=4, drafter=small, reward=lambda chunk, index: 1.0)
+    with pytest.raises(TypeError, match="WanTransformer3DModel that is not accelerated; pass a smaller Wan"):
+        model.generate_latents(prompts(1), **options)
+    visual_spec.accelerate(small, "sliding:window=6")
+    model.generate_latents(prompts(1), generator=seeded(), **options)
+    assert model.last_trace.kept.tolist() == [[False, True]]
+    assert "1 of 2 chunks drafted" in visual_spec.summary(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(num_frames=13),
+            "num_frames=13 gives no whole chunks of 3 latent frames; pass 9, 21, 33 ..., 12 more",
+        ),
+        (dict(num_frames=10), "num_frames=10"),
+        (dict(height=36), "height=36 pixels; pass a multiple of 8"),
+        (dict(height=40), "height=5 latent pixels; pass a multiple of 2"),
+        (dict(prompt="a cat"), "Cannot forward both"),
+        (dict(prompt_embeds=None), "Provide either"),
+    ],
+)
+def test_clips_that_cannot_be_drawn_are_refused_before_any_call(changes, message, monkeypatch):
+    pipe = visual_spec.accelerate(tiny_pipeline())
+    monkeypatch.setattr(CausalWan, "forward", lambda *args, **kwargs: pytest.fail("the model was called"))
+    request = {"prompt_embeds": prompts(1).float(), **SMALL, **changes}
+    with pytest.raises(ValueError, match=message):
+        pipe.generate_video(**request)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (
+            "deepest",
+            ValueError,
+            "unknown cache policy 'deepest'; pass one of full, sliding, sink-window, deep-forcing",
+        ),
+        ("sliding:sink=3", ValueError, "the sliding policy has no setting sink; it takes window"),
+        ("full:window=3", ValueError, "the full policy has no setting window; it takes none"),
+        (
+            visual_spec.AutoregressiveSampler(),
+            TypeError,
+            "policy is a AutoregressiveSampler; pass its text, or one of",
+        ),
+        (HeadBudgets((Full(),)), ValueError, "1 policies for 2 heads"),
+    ],
+)
+def test_policies_that_are_none_are_refused_and_change_nothing(policy, error, message):
+    model = tiny_wan()
+    before = [block.attn1.processor for block in model.blocks], set(model.__dict__)
+    with pytest.raises(error, match=message):
+        visual_spec.accelerate(model, policy)
+    assert ([block.attn1.processor for block in model.blocks], set(model.__dict__)) == before
+
+
+def test_pipelines_of_two_transformers_are_refused():
+    with pytest.raises(ValueError, match="two transformers"):
+        visual_spec.accelerate(tiny_pipeline(transformer_2=tiny_wan().float(), boundary_ratio=0.9))

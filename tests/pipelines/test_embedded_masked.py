@@ -1,0 +1,68 @@
+"""The embedded `shapes_masked`, where its weights are in the package: it shares parts, and draws its prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import seeded
+from visual_spec.data.shapes import held_out_prompts
+from visual_spec.data.shapes_parser import score
+from visual_spec.pipelines.embedded import embedded_folder, embedded_models, shared_parts
+from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.masked_image import MaskedImagePipeline
+from visual_spec.samplers.masked import MaskedSampler
+
+NAME = "shapes_masked"
+pytestmark = pytest.mark.skipif(NAME not in embedded_models(), reason=f"{NAME} has no weights here")
+
+
+def load() -> Any:
+    pipe = MaskedImagePipeline.from_pretrained(NAME)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def right(prompts: list[str], images: Any) -> float:
+    hits = [score(prompt, np.asarray(image)) for prompt, image in zip(prompts, images, strict=True)]
+    return float(np.mean([np.mean(list(hit.values())) for hit in hits]))
+
+
+def test_it_draws_its_prompts_in_few_calls_and_into_a_picture():
+    pipe, prompts = load(), held_out_prompts(8, seed=17)
+    found = pipe(prompts, generator=seeded(*range(8)))
+    assert (found.trace.target_calls <= 32).all()  # plain decoding: 256
+    assert right(prompts, found.images) > 0.7
+    alone = pipe(prompts[3], generator=seeded(3))
+    assert torch.equal(alone.tokens[0], found.tokens[3])
+    mask = np.zeros((128, 128), dtype=bool)
+    mask[:, 64:] = True
+    painted = pipe(prompts[1], image=found.images[0], mask=mask, generator=seeded(5))
+    pixels = torch.from_numpy(np.array(found.images[0])).permute(2, 0, 1)[None] / 127.5 - 1
+    known = pipe.vq_model.encode_tokens(pixels)[0].view(16, 16)
+    assert torch.equal(painted.tokens[0].view(16, 16)[:, :8], known[:, :8])
+
+
+def test_reuse_stays_near_the_model():
+    pipe, prompts = load(), held_out_prompts(4, seed=18)
+    settings = dict(pipe.sampler.config, steps=16, measure=True)
+    moved = []
+    for reuse in (0, 1):
+        pipe.sampler = MaskedSampler.from_config(settings, reuse=reuse)
+        trace = pipe(prompts, generator=seeded(*range(4))).trace
+        moved.append(trace.divergence)
+        assert trace.whole_calls < 16 or not reuse
+    assert moved[0] > 0 and moved[1] < 3 * moved[0]
+
+
+def test_its_tokenizer_and_caption_encoder_are_those_of_shapes():
+    assert shared_parts(embedded_folder(NAME)) == {"vq_model": "shapes", "text_encoder": "shapes"}
+    pipe, other = load(), ImagePipeline.from_pretrained("shapes")
+    for part in ("vq_model", "text_encoder"):
+        one, two = (getattr(each, part).state_dict() for each in (pipe, other))
+        assert all(torch.equal(one[key], two[key]) for key in one | two)
+    weights = embedded_folder(NAME) / "transformer" / "diffusion_pytorch_model.safetensors"
+    assert weights.stat().st_size < 7e6

@@ -1,0 +1,250 @@
+"""MAGE's tokenizer and pipeline: the official layout, against a straight-line computation, and converted files."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.masked.test_image_models import CODES, official_weights, tiny_mage
+from tests.tiny import seeded, tiny_vq_model
+from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
+from visual_spec.pipelines.convert import convert
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.pipelines.mage_image import MageImagePipeline
+from visual_spec.samplers.masked import MaskedSampler
+
+WIDTH, FACTORS, BLOCKS, DIM, GROUPS = 4, (1, 2), 2, 6, 2
+MAGE: dict[str, Any] = dict(num_heads=3, decoder_heads=2, class_id=13, num_classes=6)
+
+
+def official_shapes() -> dict[str, tuple[int, ...]]:
+    """The released keys of the tokenizer at a small size: two levels, of which the second is twice as wide."""
+    shapes: dict[str, tuple[int, ...]] = {"quantize.embedding.weight": (CODES, DIM)}
+
+    def block(at: str, before: int, after: int) -> None:
+        shapes.update({
+            f"{at}.norm1.weight": (before,), f"{at}.norm1.bias": (before,),
+            f"{at}.conv1.weight": (after, before, 3, 3),
+            f"{at}.norm2.weight": (after,), f"{at}.norm2.bias": (after,),
+            f"{at}.conv2.weight": (after, after, 3, 3),
+        })  # fmt: skip
+        if before != after:
+            shapes[f"{at}.nin_shortcut.weight"] = (after, after, 1, 1)
+
+    for side, levels in (("encoder.down", (4, 4, 8)), ("decoder.up", (None, None, None))):
+        if side == "encoder.down":
+            for level in range(2):
+                block(f"{side}.{level}.block.0", levels[level], levels[level + 1])
+                block(f"{side}.{level}.block.1", levels[level + 1], levels[level + 1])
+        else:
+            block(f"{side}.1.block.0", 8, 8)
+            block(f"{side}.1.block.1", 8, 8)
+            block(f"{side}.0.block.0", 8, 4)
+            block(f"{side}.0.block.1", 4, 4)
+    for side in ("encoder", "decoder"):
+        for name in ("block_1", "block_2"):
+            block(f"{side}.mid.{name}", 8, 8)
+    last = {"encoder": 8, "decoder": 4}
+    for side, width in last.items():
+        shapes |= {f"{side}.norm_out.weight": (width,), f"{side}.norm_out.bias": (width,)}
+    return shapes | {
+        "encoder.conv_in.weight": (4, 3, 3, 3),
+        "encoder.conv_out.weight": (DIM, 8, 1, 1),
+        "encoder.conv_out.bias": (DIM,),
+        "decoder.conv_in.weight": (8, DIM, 3, 3),
+        "decoder.conv_in.bias": (8,),
+        "decoder.up.1.upsample.conv.weight": (8, 8, 3, 3),
+        "decoder.up.1.upsample.conv.bias": (8,),
+        "decoder.conv_out.weight": (3, 4, 3, 3),
+        "decoder.conv_out.bias": (3,),
+    }
+
+
+def tokenizer_weights() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(4)
+    return {
+        key: 0.4 * torch.randn(shape, generator=draw, dtype=torch.float64)
+        for key, shape in official_shapes().items()
+    }
+
+
+def norm(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
+    """Over groups of channels of one picture [C, H, W]."""
+    groups = x.view(GROUPS, -1)
+    x = (
+        (groups - groups.mean(1, keepdim=True)) / (groups.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
+    ).view_as(x)
+    return x * w[f"{at}.weight"][:, None, None] + w[f"{at}.bias"][:, None, None]
+
+
+def conv(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
+    """By its definition: sums over shifted pictures."""
+    kernel, (_, height, width) = w[f"{at}.weight"], x.shape
+    reach = kernel.shape[-1] // 2
+    wide = F.pad(x, (reach,) * 4)
+    out = torch.zeros(len(kernel), height, width, dtype=x.dtype)
+    for i in range(kernel.shape[-2]):
+        for j in range(kernel.shape[-1]):
+            out += torch.einsum("oc,chw->ohw", kernel[:, :, i, j], wide[:, i : i + height, j : j + width])
+    bias = w.get(f"{at}.bias")
+    return out if bias is None else out + bias[:, None, None]
+
+
+def residual(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
+    h = conv(w, f"{at}.conv1", F.silu(norm(w, f"{at}.norm1", x)))
+    h = conv(w, f"{at}.conv2", F.silu(norm(w, f"{at}.norm2", h)))
+    shortcut = f"{at}.nin_shortcut"
+    return h + (conv(w, shortcut, h) if f"{shortcut}.weight" in w else x)
+
+
+def encoded(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Token ids [h, w] of a picture [3, H, W] in [0, 1]."""
+    x = conv(w, "encoder.conv_in", x)
+    for at in ("encoder.down.0.block.0", "encoder.down.0.block.1"):
+        x = residual(w, at, x)
+    x = (x[:, ::2, ::2] + x[:, 1::2, ::2] + x[:, ::2, 1::2] + x[:, 1::2, 1::2]) / 4
+    for at in ("down.1.block.0", "down.1.block.1", "mid.block_1", "mid.block_2"):
+        x = residual(w, f"encoder.{at}", x)
+    x = conv(w, "encoder.conv_out", F.silu(norm(w, "encoder.norm_out", x)))
+    far = (x[None] - w["quantize.embedding.weight"][:, :, None, None]).square().sum(1)
+    return far.argmin(0)
+
+
+def decoded(w: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """The picture [3, H, W] of token ids [h, w]."""
+    x = conv(w, "decoder.conv_in", w["quantize.embedding.weight"][ids].permute(2, 0, 1))
+    for at in ("mid.block_1", "mid.block_2", "up.1.block.0", "up.1.block.1"):
+        x = residual(w, f"decoder.{at}", x)
+    x = conv(w, "decoder.up.1.upsample.conv", x.repeat_interleave(2, 1).repeat_interleave(2, 2))
+    for at in ("up.0.block.0", "up.0.block.1"):
+        x = residual(w, f"decoder.{at}", x)
+    return conv(w, "decoder.conv_out", F.silu(norm(w, "decoder.norm_out", x)))
+
+
+def test_the_tokenizer_in_its_official_layout(tmp_path):
+    weights, pictures = tokenizer_weights(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
+    latents = load_mage_tokenizer(weights, image_size=8, norm_groups=GROUPS).encoder(pictures).detach()
+    # Codes among the latents, so that many of them are used.
+    weights["quantize.embedding.weight"] = latents.movedim(1, -1).flatten(0, 2)[: 4 * CODES : 4].contiguous()
+    path = tmp_path / "vqgan_jax_strongaug.ckpt"
+    torch.save({"state_dict": weights}, path)
+    model = load_mage_tokenizer(path, image_size=8, norm_groups=GROUPS)
+    assert (model.patch_size, model.tokens_per_side, model.config["codebook_size"]) == (2, 4, CODES)
+    tokens = model.encode_tokens(2 * pictures - 1)
+    shown = model.decode_tokens(tokens)
+    assert len(tokens.unique()) > 3
+    for row in range(3):
+        assert torch.equal(tokens[row].view(4, 4), encoded(weights, pictures[row]))
+        wanted = (2 * decoded(weights, tokens[row].view(4, 4)) - 1).clamp(-1, 1)
+        assert torch.allclose(shown[row], wanted, atol=1e-9)
+    # The tokenizer of a file of MAGE is the same.
+    inside = {f"vqgan.{key}": value for key, value in weights.items()}
+    again = load_mage_tokenizer(inside, image_size=8, norm_groups=GROUPS)
+    assert torch.equal(again.encode_tokens(2 * pictures - 1), tokens)
+    with pytest.raises(ValueError, match=r"tokens of shape \(1, 3\) given; this tokenizer decodes \[B, 16\]"):
+        model.decode_tokens(tokens[:1, :3])
+    with pytest.raises(ValueError, match="unexpected: decoder.up.9.x"):
+        load_mage_tokenizer(weights | {"decoder.up.9.x": torch.zeros(1)}, norm_groups=GROUPS)
+    with pytest.raises(ValueError, match="holds no tokenizer of MAGE"):
+        load_mage_tokenizer({"a": torch.zeros(1)})
+
+
+def test_the_official_size_has_the_released_keys():
+    with torch.device("meta"):
+        keys = MageVQModel().state_dict()
+    assert keys["encoder.down.4.block.0.nin_shortcut.weight"].shape == (512, 512, 1, 1)
+    assert keys["quantize.embedding.weight"].shape == (1024, 256)
+    assert not any("attn" in key or "downsample" in key for key in keys)
+    assert (
+        load_mage_tokenizer({key: value.to("meta") for key, value in keys.items()}).config["image_size"]
+        == 256
+    )
+
+
+def official_file(folder: Path) -> Path:
+    weights = {key: value.clone() for key, value in tiny_mage().state_dict().items()}
+    weights |= {f"vqgan.{key}": value for key, value in tokenizer_weights().items()}
+    path = folder / "mage-vitb-1600.pth"
+    torch.save({"model": weights, "epoch": 1599}, path)
+    return path
+
+
+def test_mage_draws_pictures_and_into_pictures(tmp_path):
+    pipe = MageImagePipeline.from_official(official_file(tmp_path), norm_groups=GROUPS, **MAGE)
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.sampler.config.steps == 20 and pipe.image_size == (8, 8)
+    pipe.sampler = MaskedSampler(steps=4, choice_temperature=6.0)
+    found = pipe(num_images=2, generator=seeded(0, 1), output_type="np")
+    assert found.images.shape == (2, 8, 8, 3) and found.trace.target_calls.tolist() == [4, 4]
+    with torch.no_grad():
+        wanted = pipe.vq_model.decode_tokens(found.tokens).permute(0, 2, 3, 1)
+    assert np.allclose(found.images, (wanted / 2 + 0.5).numpy(), atol=1e-6)
+    mask = np.zeros((8, 8), dtype=np.uint8)
+    mask[:4] = 255
+    picture = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    painted = pipe(num_images=3, image=picture, mask=mask, generator=seeded(0, 1, 2))
+    signed = torch.from_numpy(picture).permute(2, 0, 1)[None].double() / 127.5 - 1
+    known = pipe.vq_model.encode_tokens(signed)[0]
+    assert all(torch.equal(row[8:], known[8:]) for row in painted.tokens)
+    pipe.save_pretrained(tmp_path / "saved")
+    again = load_pipeline(tmp_path / "saved", dtype=torch.float64)
+    again.set_progress_bar_config(disable=True)
+    assert type(again) is MageImagePipeline
+    assert torch.equal(again(num_images=2, generator=seeded(0, 1)).tokens, found.tokens)
+    with pytest.raises(ValueError, match="num_images=0"):
+        pipe(num_images=0)
+
+
+def test_files_of_masked_models_are_converted(tmp_path, monkeypatch):
+    from tests.official import TINY_VQ
+    from visual_spec.models.masked import mage, maskgit
+    from visual_spec.models.next_token import llamagen_vq
+    from visual_spec.pipelines import convert_masked
+
+    # The head counts of official sizes are known; those of these small ones are told.
+    monkeypatch.setitem(maskgit.PRESETS, "test", {"num_layers": 2, "num_heads": 3, "dim": 12})
+    monkeypatch.setitem(llamagen_vq.PRESETS, "vq-16", TINY_VQ)
+    del mage
+    files = [tmp_path / "ImageNet_256_base.pth", tmp_path / "vq_ds16_c2i.pt"]
+    torch.save({"model_state_dict": {k: v.float() for k, v in official_weights().items()}}, files[0])
+    codes = llamagen_vq.VQModel(**{**TINY_VQ, "codebook_size": CODES})
+    monkeypatch.setitem(llamagen_vq.PRESETS, "vq-16", {**TINY_VQ, "codebook_size": CODES})
+    torch.save({"model": codes.state_dict()}, files[1])
+    found = convert(files, tmp_path / "halton")
+    assert found["class"] == "MaskedClassImagePipeline"
+    assert set(found["files"].values()) == {"Halton-MaskGIT", "LlamaGen's tokenizer vq-16"}
+    pipe = load_pipeline(tmp_path / "halton")
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe(2, generator=seeded(0), output_type="np").images.shape[0] == 1
+    assert convert(files[:1], tmp_path / "alone")["class"] == "MaskedImageTransformer"
+    with pytest.raises(ValueError, match="read no text"):
+        convert(files, tmp_path / "x", text_encoder="t5")
+    with pytest.raises(ValueError, match="are both of one kind"):
+        convert([files[0], official_file(tmp_path)], tmp_path / "x")
+    real = convert_masked.MageImagePipeline.from_official
+    monkeypatch.setattr(
+        convert_masked.MageImagePipeline,
+        "from_official",
+        lambda *args, **options: real(*args, norm_groups=GROUPS, **MAGE, **options),
+    )
+    found = convert([official_file(tmp_path)], tmp_path / "mage")
+    assert found["class"] == "MageImagePipeline" and set(found["files"].values()) == {"MAGE"}
+    alone = tmp_path / "vqgan_jax_strongaug.ckpt"
+    torch.save({"state_dict": tokenizer_weights()}, alone)
+    monkeypatch.setattr(
+        convert_masked, "load_mage_tokenizer", partial(load_mage_tokenizer, norm_groups=GROUPS)
+    )
+    assert convert([alone], tmp_path / "vq", image_size=8)["class"] == "MageVQModel"
+    with pytest.raises(ValueError, match="image_size=256, but these weights draw 8 pixels"):
+        convert([official_file(tmp_path)], tmp_path / "y", image_size=256)
+    with pytest.raises(ValueError, match="is no tokenizer of MAGE"):
+        convert([official_file(tmp_path), files[1]], tmp_path / "y")
+    assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
+    assert tiny_vq_model() is not None

@@ -1,0 +1,72 @@
+"""The command line with clips, run on a tiny real model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from tests.tiny import tiny_video_pipeline
+from visual_spec import cli
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+PROMPT = "a red circle"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_video_pipeline(SpeculativeJacobiSampler(8, initial_draft="previous_frame")).save_pretrained(folder)
+    return str(folder)
+
+
+def generate(model: str, out: Path, *arguments: str) -> int:
+    return cli.main(["generate", *arguments, "--model", model, "--out", str(out), "--device", "cpu"])
+
+
+def test_clips_are_written_frame_by_frame(model, tmp_path, capsys):
+    status = generate(model, tmp_path, PROMPT, "--video", "--format", "png", "--frames", "2", "--json")
+    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert status == 0 and document["frame_rate"] == 8.0 and document["num_frames"] == 2
+    (clip,) = document["videos"]
+    sheet = np.asarray(PIL.Image.open(clip["file"]))
+    assert sheet.shape == (4, 10, 3) and clip["tokens_per_call"] == pytest.approx(8 / clip["calls"])
+    assert document["sampler"]["initial_draft"] == "previous_frame"
+
+
+def test_a_comparison_shows_both_clips_and_what_each_frame_cost(model, tmp_path, capsys):
+    assert generate(model, tmp_path, PROMPT, "--compare", "--format", "gif", "--window", "6") == 0
+    assert "Every clip is the same, pixel for pixel in all frames." in capsys.readouterr().out
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["000-a-red-circle-seed0.gif", "comparison.html", "comparison.json"]
+    (row,) = json.loads((tmp_path / "comparison.json").read_text())["comparison"]
+    assert row["identical"] and row["plain_calls"] == 12 > row["calls"]
+    page = (tmp_path / "comparison.html").read_text()
+    assert page.count("<svg") == 1 and "http" not in page.replace("http://www.w3.org", "")
+    assert page.count("data:video/mp4") + page.count("data:image/gif") == 2
+    paid = [int(n) for n in page.split("paid by frame: ")[1].split("<")[0].split('"')[0].split()]
+    assert len(paid) == 3 and sum(paid) == row["calls"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--video", "--model", "shapes"], "shapes draws no clips; leave --video out"),
+        (["--video", "--music"], "--music and --video given"),
+        (["--frames", "4", "--model", "shapes"], "--frames is of clips"),
+        (["--format", "gif", "--model", "shapes"], "--format gif is of music and clips"),
+        (["--format", "gif", "--model", "tunes"], "--format gif given; music is written as wav, flac, ogg"),
+    ],
+)
+def test_options_of_other_media_are_refused(arguments, message, tmp_path, capsys):
+    assert cli.main(["generate", PROMPT, "--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_more_frames_than_the_grid_has_are_refused(model, tmp_path, capsys):
+    assert generate(model, tmp_path, PROMPT, "--frames", "4", "--format", "gif") == 2
+    assert "num_frames=4 given; this model draws 1 to 3 frames" in capsys.readouterr().err
+    assert generate(model, tmp_path, PROMPT, "--format", "ogg") == 2
+    assert "cannot write 'ogg'; pass one of mp4, gif, png" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

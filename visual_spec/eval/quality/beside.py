@@ -1,0 +1,82 @@
+"""A set of samples beside another one for the same prompts and seeds, such as that of plain decoding.
+
+What is told of the sampler is what it promised while it drew, as the manifest keeps it. The promise speaks of plain
+decoding with the same law; where the two sets differ in more than the sampler, it says nothing about them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from visual_spec.eval.intervals import mean_figure, rate
+from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.samplers.registry import SAMPLERS
+
+# By what `DecodeTrace.promise` says.
+IDENTICAL, UNKNOWN = "identical", "not known"
+STATEMENTS = {
+    IDENTICAL: "The sampler promises the tokens of plain decoding for every seed, and so its law.",
+    "near-ties": "The sampler promises the tokens of plain decoding up to near-ties, which rounding decides.",
+    "lossless": "The sampler promises the law of plain decoding, not the same samples. The test suite enumerates what "
+    "it may draw from a small model, and compares that with the law (tests/exactness).",
+    "lossy": "The sampler departs from the law of plain decoding. The divergence is what it measured of that.",
+    UNKNOWN: "Nothing is promised.",
+}
+_SAMPLER = {"sampler", "drafter", "plan"}  # what may differ between the two
+
+
+def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
+    """What the manifests of two sets say; their prompts and seeds are the same.
+
+    Returns:
+        beside: the folder of the other set; same_samples: the share of samples that are equal byte for byte, with its
+        interval; differing: settings other than the sampler in which the sets differ; promise and statement: of the
+        sampler, against plain decoding with the same law, "not known" where the other set is none; kept: whether a
+        promise of the same tokens holds, None where none is made or the batches differ; divergence and moved_mass: of
+        a lossy sampler, the measured distance of a tested token and the sum over a sample, else None.
+    """
+    runs = [_run(one) for one in (drawn, other)]
+    names = sorted({*runs[0], *runs[1]} - _SAMPLER)
+    differing = [name for name in names if runs[0].get(name) != runs[1].get(name)]
+    pairs = zip(drawn.lines, other.lines, strict=True)
+    same = rate([(a["crc32"], a["bytes"]) == (b["crc32"], b["bytes"]) for a, b in pairs])
+    promises = {line.get("promise", UNKNOWN) for line in drawn.lines}
+    plain = {entry.class_name for entry in SAMPLERS if entry.plain}
+    comparable = set(differing) <= {"batch_size"} and runs[1].get("sampler", {}).get("class") in plain
+    promise = promises.pop() if comparable and len(promises) == 1 else UNKNOWN
+    return {
+        "beside": str(other.path),
+        "same_samples": same,
+        "differing": differing,
+        "promise": promise,
+        "statement": STATEMENTS[promise],
+        # In a batch of another size the same tokens may become pixels by other roundings.
+        "kept": same["hits"] == same["total"] if promise == IDENTICAL and not differing else None,
+        "divergence": _measured(drawn, "divergence"),
+        "moved_mass": _measured(drawn, "moved_mass"),
+    }
+
+
+def summary(found: dict[str, Any]) -> str:
+    """The comparison in sentences."""
+    same = found["same_samples"]
+    text = f"{same['hits']} of {same['total']} samples are, byte for byte, those of {found['beside']}."
+    if found["differing"]:
+        text += f" The sets also differ in {', '.join(found['differing'])}."
+    text += f" {found['statement']}"
+    if found["kept"] is False:
+        text += " This promise is broken."
+    if found["divergence"] is not None:
+        moved, sample = found["divergence"], found["moved_mass"]
+        text += f" Divergence: {moved['value']:.4f} of a tested token, {sample['value']:.3f} summed over a sample."
+    return text
+
+
+def _run(samples: SampleFiles) -> dict[str, Any]:
+    return json.loads((samples.path / "run.json").read_text())
+
+
+def _measured(samples: SampleFiles, name: str) -> dict[str, float] | None:
+    values = [line[name] for line in samples.lines if name in line]
+    return mean_figure(values) if values else None

@@ -1,0 +1,155 @@
+"""One page of sets that `visual-spec sample` drew and `visual-spec score` scored: samples side by side, scores, chart.
+
+The first set is the one that the others are compared with. Everything is in the page: it asks for no other file.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from visual_spec.eval.files import render_page, write_atomically
+from visual_spec.eval.quality.beside import compared, summary
+from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.media_files import read_video
+from visual_spec.eval.quality.score import key
+from visual_spec.eval.report.chart import points_svg
+from visual_spec.pipelines.video_files import video_bytes
+
+_KINDS = {".png": "image/png", ".gif": "image/gif", ".npy": "image/gif", ".wav": "audio/wav"}
+_FRAME_RATE = 8  # of videos that are stored without one
+_DISTANCES = (
+    "fid",
+    "fad",
+    "fvd",
+    "frechet_shapes",
+    "frechet_mel",
+)  # for the chart, the first that all sets have
+
+
+@dataclass(frozen=True)
+class ScoredSet:
+    """A folder of samples, what fixed them, and its scores if it has any."""
+
+    name: str
+    samples: SampleFiles
+    run: dict[str, Any]
+    scores: dict[str, Any] | None
+    seconds: float
+
+    @classmethod
+    def read(cls, path: Path) -> ScoredSet:
+        """Read a folder.
+
+        Raises:
+            ValueError, FileNotFoundError: no complete set of `visual-spec sample`, or damaged scores.
+        """
+        samples = SampleFiles.open(path)
+        if not samples.lines:
+            raise ValueError(f"{path} has no manifest.jsonl; pass folders that visual-spec sample wrote")
+        scores = path / "scores" / "scores.json"
+        try:
+            run = json.loads((path / "run.json").read_text())
+            found = json.loads(scores.read_text()) if scores.is_file() else None
+            times = [json.loads(line) for line in (path / "seconds.jsonl").read_text().splitlines()]
+            seconds = sum(time["seconds"] for time in times) / sum(time["samples"] for time in times)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); run sample and score again") from error
+        return cls(path.name, samples, run, found, seconds)
+
+    @property
+    def sampler(self) -> str:
+        """The sampler as it was asked for."""
+        return str(self.samples.lines[0]["sampler"])
+
+    @property
+    def calls(self) -> float:
+        """Mean calls of a sample."""
+        return sum(line["calls"] for line in self.samples.lines) / len(self.samples.lines)
+
+    def figure(self, name: str) -> dict[str, Any] | None:
+        """A score."""
+        return None if self.scores is None else self.scores["figures"].get(name)
+
+
+def write_sets_page(
+    paths: Sequence[Path], page: Path, title: str, *, shown: int = 200, overwrite: bool = False
+) -> Path:
+    """Write the page.
+
+    Args:
+        paths: folders of sets for the same prompts and seeds.
+        shown: samples of each set; 0: none.
+
+    Raises:
+        ValueError: as `ScoredSet.read`; sets of other prompts or seeds; samples that pages do not show.
+        FileExistsError: `page` exists and `overwrite` is not set.
+    """
+    sets = [ScoredSet.read(path) for path in paths]
+    first = sets[0]
+    for other in sets[1:]:
+        if [key(line) for line in other.samples.lines] != [key(line) for line in first.samples.lines]:
+            raise ValueError(
+                f"{other.samples.path} and {first.samples.path} are not drawn for the same prompts with the same "
+                "seeds; pass them one by one, or draw both with the same --prompts, --num and --seed"
+            )
+    kinds = {Path(line["file"]).suffix for one in sets for line in one.samples.lines[:1]}
+    if unknown := kinds - set(_KINDS):
+        raise ValueError(f"samples of {', '.join(unknown)} are not shown; pass --pictures 0")
+    content = render_page(
+        "sets.html.jinja",
+        title=title,
+        sets=sets,
+        names=list(
+            dict.fromkeys(name for one in sets for name in (one.scores or {"figures": {}})["figures"])
+        ),
+        compared=[summary(compared(one.samples, first.samples)) for one in sets[1:]],
+        distance=(distance := _common_distance(sets)),
+        chart=_chart(sets, distance) if distance else None,
+        rows=[_row(sets, index) for index in range(min(shown, len(first.samples)))],
+        sound=first.samples.medium == "audio",
+    )
+    return write_atomically(page, content, overwrite=overwrite)
+
+
+def _common_distance(sets: Sequence[ScoredSet]) -> str | None:
+    known = [name for name in _DISTANCES if all(one.figure(name) for one in sets)]
+    return known[0] if known and len(sets) > 1 else None
+
+
+def _chart(sets: Sequence[ScoredSet], distance: str) -> str:
+    points = []
+    for one in sets:
+        figure = one.figure(distance)
+        assert figure is not None
+        speed_up = sets[0].calls / one.calls
+        points.append((one.name, speed_up, figure["value"], figure["low"], figure["high"]))
+    return points_svg(points, "speed-up in model calls", distance.replace("_", " ") + ", low is good")
+
+
+def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
+    """A prompt, and what each set has for it."""
+    lines = [one.samples.lines[index] for one in sets]
+    cells = []
+    for one, line in zip(sets, lines, strict=True):
+        path = one.samples.path / line["file"]
+        npy = path.suffix == ".npy"
+        content = video_bytes(read_video(path), _FRAME_RATE, "gif") if npy else path.read_bytes()
+        kind = _KINDS[path.suffix]
+        cells.append(
+            {
+                "name": one.name,
+                "url": f"data:{kind};base64," + base64.b64encode(content).decode(),
+                "size": (0, 0) if kind.startswith("audio") else Image.open(io.BytesIO(content)).size,
+                "calls": line["calls"],
+                "same": (line["crc32"], line["bytes"]) == (lines[0]["crc32"], lines[0]["bytes"]),
+            }
+        )
+    return {"index": index, "prompt": lines[0]["prompt"], "seed": lines[0]["seed"], "cells": cells}

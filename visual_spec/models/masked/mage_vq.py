@@ -1,0 +1,253 @@
+"""MAGE's tokenizer: the VQGAN that MaskGIT was published with (Chang et al. 2022), in its PyTorch layout.
+
+Its blocks differ from those of taming-transformers: most convolutions have no bias, the encoder halves pictures by
+averaging, and there is no attention. A block that changes the width adds its residual to a projection of that residual,
+not of its input. Parameter names are the official keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.saved import SavedModel
+
+PREFIX = "vqgan."  # of the tokenizer's keys in a file of MAGE
+
+
+class Residual(nn.Module):
+    """Two convolutions without biases, added to the input where the width stays."""
+
+    def __init__(self, in_channels: int, out_channels: int, groups: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, in_channels, eps=1e-6)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, out_channels, eps=1e-6)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        if in_channels != out_channels:
+            self.nin_shortcut = nn.Conv2d(out_channels, out_channels, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(F.silu(self.norm2(h)))
+        return h + (self.nin_shortcut(h) if hasattr(self, "nin_shortcut") else x)
+
+
+class _Level(nn.Module):
+    def __init__(self, widths: Sequence[int], groups: int, doubles: bool = False) -> None:
+        super().__init__()
+        self.block = nn.ModuleList(Residual(a, b, groups) for a, b in zip(widths, widths[1:], strict=False))
+        if doubles:
+            self.upsample = nn.ModuleDict({"conv": nn.Conv2d(widths[-1], widths[-1], 3, padding=1)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.block:
+            x = block(x)
+        if hasattr(self, "upsample"):
+            x = self.upsample["conv"](F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return x
+
+
+def _middle(width: int, groups: int) -> nn.ModuleDict:
+    return nn.ModuleDict({name: Residual(width, width, groups) for name in ("block_1", "block_2")})
+
+
+class MageEncoder(nn.Module):
+    """Pictures `[B, 3, H, W]` as latents `[B, D, h, w]`."""
+
+    def __init__(self, width: int, multipliers: Sequence[int], blocks: int, dim: int, groups: int) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        before = (1, *multipliers)
+        self.down = nn.ModuleList(
+            _Level([width * before[level], *[width * factor] * blocks], groups)
+            for level, factor in enumerate(multipliers)
+        )
+        last = width * multipliers[-1]
+        self.mid = _middle(last, groups)
+        self.norm_out = nn.GroupNorm(groups, last, eps=1e-6)
+        self.conv_out = nn.Conv2d(last, dim, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for index, level in enumerate(self.down):
+            x = level(x)
+            if index < len(self.down) - 1:
+                x = F.avg_pool2d(x, 2)
+        for block in self.mid.values():
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class MageDecoder(nn.Module):
+    """Codes `[B, D, h, w]` as pictures `[B, 3, H, W]`."""
+
+    def __init__(self, width: int, multipliers: Sequence[int], blocks: int, dim: int, groups: int) -> None:
+        super().__init__()
+        current = width * multipliers[-1]
+        self.conv_in = nn.Conv2d(dim, current, 3, padding=1)
+        self.mid = _middle(current, groups)
+        levels: list[nn.Module] = []
+        for level in reversed(range(len(multipliers))):
+            widths = [current, *[width * multipliers[level]] * blocks]
+            levels.insert(0, _Level(widths, groups, doubles=level > 0))
+            current = widths[-1]
+        self.up = nn.ModuleList(levels)
+        self.norm_out = nn.GroupNorm(groups, current, eps=1e-6)
+        self.conv_out = nn.Conv2d(current, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for block in self.mid.values():
+            x = block(x)
+        for level in reversed(self.up):
+            x = level(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class MageQuantizer(nn.Module):
+    """The codes; the nearest one by distance."""
+
+    def __init__(self, codebook_size: int, dim: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(codebook_size, dim)
+
+    @property
+    def codes(self) -> Tensor:
+        """Codes `[V, D]`."""
+        return self.embedding.weight
+
+    def nearest(self, latents: Tensor) -> Tensor:
+        """Code ids `[B, h, w]` of latents `[B, D, h, w]`."""
+        flat = latents.movedim(1, -1)
+        return (self.codes.square().sum(-1) - 2 * flat @ self.codes.T).argmin(-1)
+
+
+class MageVQModel(SavedModel, ModelMixin, ConfigMixin):
+    """Maps pictures to tokens and back; the contract of `visual_spec.models.next_token.llamagen_vq.VQModel`.
+
+    Args:
+        base_channels, channel_multipliers: width at full resolution, and its factor at each level.
+        blocks_per_level: residual blocks of a level, in the decoder too.
+        codebook_size, codebook_dim: number and length of the codes.
+        norm_groups: groups of each norm.
+        image_size: side of the pictures in pixels.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        base_channels: int = 128,
+        channel_multipliers: tuple[int, ...] = (1, 1, 2, 2, 4),
+        blocks_per_level: int = 2,
+        codebook_size: int = 1024,
+        codebook_dim: int = 256,
+        norm_groups: int = 32,
+        image_size: int = 256,
+    ):
+        super().__init__()
+        shape = (base_channels, channel_multipliers, blocks_per_level, codebook_dim, norm_groups)
+        self.encoder, self.decoder = MageEncoder(*shape), MageDecoder(*shape)
+        self.quantize = MageQuantizer(codebook_size, codebook_dim)
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels per token side."""
+        return 2 ** (len(self.config["channel_multipliers"]) - 1)
+
+    @property
+    def tokens_per_side(self) -> int:
+        """Tokens per picture side."""
+        return self.config["image_size"] // self.patch_size
+
+    @loads_weights
+    def encode_tokens(self, images: Tensor) -> Tensor:
+        """Token ids `[B, h * w]`, raster order, of pictures `[B, 3, H, W]` in [-1, 1]."""
+        return self.quantize.nearest(self.encoder((images + 1) / 2)).flatten(1)  # it knows pictures in [0, 1]
+
+    @loads_weights
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """Pictures `[B, 3, H, W]` clamped to [-1, 1] of token ids `[B, h * w]`.
+
+        Raises:
+            ValueError: the number of tokens is not that of the grid, or an id is outside the codebook.
+        """
+        side, count = self.tokens_per_side, self.config["codebook_size"]
+        if tokens.ndim != 2 or tokens.shape[1] != side * side:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} given; this tokenizer decodes [B, {side * side}]"
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= count:
+            raise ValueError(f"token ids from {low} to {high} given; allowed are 0 to {count - 1}")
+        codes = self.quantize.codes[tokens].mT.unflatten(2, (side, side))
+        return (2 * self.decoder(codes) - 1).clamp(-1, 1)
+
+
+def is_mage_tokenizer(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these are the keys of the tokenizer's own file, or of a file of MAGE, which holds it too."""
+    start = PREFIX if any(key.startswith(PREFIX) for key in weights) else ""
+    return f"{start}encoder.down.0.block.0.conv1.weight" in weights and (
+        f"{start}encoder.down.0.block.0.conv1.bias" not in weights
+    )
+
+
+def load_mage_tokenizer(
+    source: Source | Mapping[str, Tensor],
+    *,
+    image_size: int = 256,
+    norm_groups: int = 32,
+    dtype: torch.dtype | None = None,
+) -> MageVQModel:
+    """The tokenizer of an official file: of MAGE itself, such as `mage-vitb-1600.pth`, or `vqgan_jax_strongaug.ckpt`.
+
+    Args:
+        source: the file, the result of `read_checkpoint`, or a state dict.
+        image_size: side of the pictures in pixels.
+        norm_groups: cannot be read off the weights.
+        dtype: of the weights; None keeps that of the file.
+
+    Raises:
+        ValueError, OSError: as `read_checkpoint`; weights that are not this tokenizer's; keys that are missing,
+            unexpected or mis-shaped, which are listed.
+    """
+    if isinstance(source, Mapping):
+        weights, name = plain_weights(source, "the state dict"), "the state dict"
+    else:
+        checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
+        weights, name = dict(checkpoint.weights), str(checkpoint.path)
+    if not is_mage_tokenizer(weights):
+        raise ValueError(
+            f"{name} holds no tokenizer of MAGE; pass a file of MAGE, or vqgan_jax_strongaug.ckpt."
+        )
+    if any(key.startswith(PREFIX) for key in weights):
+        weights = {key.removeprefix(PREFIX): part for key, part in weights.items() if key.startswith(PREFIX)}
+    config = _read_config(weights) | {"image_size": image_size, "norm_groups": norm_groups}
+    with torch.device("meta"):
+        model = MageVQModel(**config)
+    return fill(model, weights, name, what=f"MAGE's tokenizer of {config}", dtype=dtype).eval()
+
+
+def _read_config(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    def count(start: str) -> int:
+        return len({key[len(start) :].split(".")[0] for key in weights if key.startswith(start)})
+
+    width = weights["encoder.conv_in.weight"].shape[0]
+    levels = count("encoder.down.")
+    outputs = [weights[f"encoder.down.{level}.block.0.conv1.weight"].shape[0] for level in range(levels)]
+    codes, dim = weights["quantize.embedding.weight"].shape
+    return {
+        "base_channels": width,
+        "channel_multipliers": tuple(output // width for output in outputs),
+        "blocks_per_level": count("encoder.down.0.block."),
+        "codebook_size": codes,
+        "codebook_dim": dim,
+    }

@@ -1,0 +1,262 @@
+"""Have a Wan of diffusers draw clips chunk by chunk, as long as one likes, and undo it.
+
+    pipe = WanPipeline.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", transformer=transformer)
+    visual_spec.accelerate(pipe, "deep-forcing")
+    frames = pipe.generate_video("a cat on a fence", num_frames=321).frames
+
+The weights must be those of a model that was trained to be causal, such as Self-Forcing's, which
+`visual_spec.models.video.self_forcing_checkpoint` loads: a bidirectional Wan runs, but draws nothing of use.
+
+The second argument is a policy of the cache (`visual_spec.models.video.frame_cache`), or its text, such as
+`sink-window:sink=3,window=12`. `accelerate` hangs functions on the pipeline and its transformer, and replaces the
+processors of self-attention; `restore` puts the very objects back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.video.causal_wan import CausalWan
+from visual_spec.models.video.frame_cache import POLICIES, HeadBudgets
+from visual_spec.pipelines.sampler_text import parse_sampler
+from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, put_plain_back, unwrapped
+from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
+
+FAST_SAMPLER = "full"  # what the weights were trained in
+
+_NAMES = ("causal", "generate_latents", "generate_video", "last_trace")
+
+
+def is_video_model(thing: Any) -> bool:
+    """Whether it is a `WanTransformer3DModel` of diffusers, or a `WanPipeline` that holds one."""
+    return _transformer_of(thing) is not None
+
+
+def read_text(text: str) -> Any:
+    """The policy of a text: `name` or `name:setting=value,...`.
+
+    Raises:
+        ValueError: an unknown policy or setting; the message lists those there are.
+    """
+    name, settings = parse_sampler(text)
+    if name not in POLICIES:
+        raise ValueError(f"unknown cache policy {name!r}; pass one of {', '.join(POLICIES)}.")
+    known = list(inspect.signature(POLICIES[name]).parameters)
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(
+            f"the {name} policy has no setting {', '.join(unknown)}; it takes {', '.join(known) or 'none'}."
+        )
+    return POLICIES[name](**settings)
+
+
+def accelerate(model_or_pipeline: Any, policy: Any) -> Any:
+    """Make a Wan causal, with a cache of this policy. Calling it again swaps the policy.
+
+    The transformer gets `generate_latents`, the pipeline `generate_video`, both `last_trace`. Outside of these the
+    transformer does what it did.
+
+    Args:
+        model_or_pipeline: a `WanTransformer3DModel`, or a `WanPipeline` with one.
+        policy: one of `POLICIES`, or `HeadBudgets`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: something else, or what is no policy.
+        ValueError: a Wan that takes pictures, or one of two transformers.
+    """
+    transformer = _transformer_of(model_or_pipeline)
+    if transformer is None:
+        raise TypeError(
+            f"cannot make a {type(model_or_pipeline).__name__} causal; pass a WanTransformer3DModel or a WanPipeline."
+        )
+    for given in getattr(policy, "policies", (policy,)):
+        if not isinstance(given, tuple(POLICIES.values())):
+            names = ", ".join(kind.__name__ for kind in (*POLICIES.values(), HeadBudgets))
+            raise TypeError(f"policy is a {type(given).__name__}; pass its text, or one of {names}.")
+    if getattr(model_or_pipeline, "transformer_2", None) is not None:
+        raise ValueError("this pipeline has two transformers (Wan 2.2); pass one of Wan 2.1.")
+    CausalWan.check_model(transformer, policy)
+    restore(model_or_pipeline)
+    keep_plain(transformer, _NAMES)
+    transformer.__dict__["causal"] = CausalWan(transformer, policy)
+    transformer.__dict__["generate_latents"] = functools.partial(generate_latents, transformer)
+    transformer.__dict__["last_trace"] = None
+    if _is_a(model_or_pipeline, "WanPipeline"):
+        keep_plain(model_or_pipeline, _NAMES)
+        model_or_pipeline.__dict__["generate_video"] = functools.partial(generate_video, model_or_pipeline)
+    return model_or_pipeline
+
+
+def restore(model_or_pipeline: Any) -> Any:
+    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
+    transformer = _transformer_of(model_or_pipeline)
+    if transformer is not None and PLAIN in transformer.__dict__:
+        transformer.__dict__["causal"].release()
+        put_plain_back(transformer, _NAMES)
+    put_plain_back(model_or_pipeline, _NAMES)
+    return model_or_pipeline
+
+
+def summary(model_or_pipeline: Any) -> str:
+    """One line on what the last clips cost."""
+    transformer = _transformer_of(model_or_pipeline)
+    if transformer is None or PLAIN not in transformer.__dict__:
+        return f"{type(model_or_pipeline).__name__}: not accelerated"
+    policy = transformer.causal.policy
+    trace = transformer.last_trace
+    return f"{policy}: {'nothing drawn yet' if trace is None else trace.summary()}"
+
+
+def generate_latents(
+    transformer: Any,
+    prompt_embeds: Tensor,
+    *,
+    num_frames: int = 21,
+    height: int = 60,
+    width: int = 104,
+    drafter: Any = None,
+    chunk: int = 3,
+    steps: tuple[float, ...] = (1000, 750, 500, 250),
+    shift: float = 5.0,
+    **options: Any,
+) -> Tensor:
+    """Draw latents with an accelerated transformer.
+
+    Args:
+        prompt_embeds: [B, T, E], on the device where the clip is drawn.
+        num_frames, height, width: in latent frames and pixels.
+        drafter: an accelerated Wan of the same latents, smaller; with `reward` and `threshold`.
+        chunk, steps, shift: as `visual_spec.samplers.core.chunk_rollout.ChunkSchedule`.
+        options: generator, context, reward, threshold, callback, as `roll_out`.
+
+    Returns:
+        float [B, C, num_frames, height, width].
+
+    Raises:
+        TypeError: a drafter that is not accelerated.
+        ValueError: as `roll_out`.
+    """
+    helper = None
+    if drafter is not None:
+        inner = _transformer_of(drafter)
+        if inner is None or PLAIN not in inner.__dict__:
+            raise TypeError(
+                f"drafter is a {type(drafter).__name__} that is not accelerated; pass a smaller Wan, made causal by "
+                "visual_spec.accelerate(drafter, policy)."
+            )
+        helper = inner.causal
+    latents, transformer.__dict__["last_trace"] = roll_out(
+        transformer.causal,
+        prompt_embeds,
+        num_frames=num_frames,
+        height=height,
+        width=width,
+        schedule=ChunkSchedule(chunk, tuple(steps), shift),
+        drafter=helper,
+        **options,
+    )
+    return latents
+
+
+@torch.no_grad()
+def generate_video(
+    pipe: Any,
+    prompt: str | list[str] | None = None,
+    *,
+    num_frames: int = 81,
+    height: int = 480,
+    width: int = 832,
+    num_videos_per_prompt: int = 1,
+    prompt_embeds: Tensor | None = None,
+    max_sequence_length: int = 512,
+    output_type: str = "np",
+    **options: Any,
+) -> Any:
+    """Draw clips with an accelerated `WanPipeline`. There is no guidance: causal students are distilled with it.
+
+    Args:
+        prompt: texts; or their embeddings, `prompt_embeds` [B, T, E].
+        num_frames, height, width: of the clip, in frames and pixels. Of frames, one more than a multiple of what a
+            latent frame stands for, so that latent frames come in whole chunks: 9, 21, 33 ... 81 of Wan 2.1.
+        num_videos_per_prompt, max_sequence_length: as the pipeline's own call.
+        output_type: "np", "pt", "pil", or "latent".
+        options: as `generate_latents`.
+
+    Returns:
+        A `WanPipelineOutput` with `frames`.
+
+    Raises:
+        ValueError: a size that the pipeline cannot draw; and as `generate_latents`.
+    """
+    in_time, in_space = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
+    chunk = options.get("chunk", 3)
+    latent_frames, rest = divmod(num_frames - 1, in_time)
+    latent_frames += 1
+    if num_frames < 1 or rest or latent_frames % chunk:
+        first, step = in_time * (chunk - 1) + 1, in_time * chunk
+        raise ValueError(
+            f"num_frames={num_frames} gives no whole chunks of {chunk} latent frames; pass {first}, {first + step}, "
+            f"{first + 2 * step} ..., {step} more each."
+        )
+    for name, size in {"height": height, "width": width}.items():
+        if size < 1 or size % in_space:
+            raise ValueError(f"{name}={size} pixels; pass a multiple of {in_space}.")
+    pipe.check_inputs(prompt, None, 16, 16, prompt_embeds)
+    pipe.transformer.causal.check_size(height // in_space, width // in_space, chunk)
+    if prompt_embeds is not None:
+        prompt_embeds = prompt_embeds.repeat_interleave(num_videos_per_prompt, 0)
+    prompt_embeds, _ = pipe.encode_prompt(
+        prompt,
+        do_classifier_free_guidance=False,
+        num_videos_per_prompt=num_videos_per_prompt,
+        prompt_embeds=prompt_embeds,
+        max_sequence_length=max_sequence_length,
+        device=pipe._execution_device,
+    )
+    latents = pipe.transformer.generate_latents(
+        prompt_embeds,
+        num_frames=latent_frames,
+        height=height // in_space,
+        width=width // in_space,
+        **options,
+    )
+    frames = latents if output_type == "latent" else _pixels(pipe, latents, output_type)
+    pipe.maybe_free_model_hooks()
+    from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
+
+    return WanPipelineOutput(frames=frames)
+
+
+def _pixels(pipe: Any, latents: Tensor, output_type: str) -> Any:
+    """Clips of the pipeline's own decoder, which takes latents of another mean and scale."""
+    config = pipe.vae.config
+    latents = latents.to(pipe.vae.dtype)
+    mean, std = (
+        torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
+        for values in (config.latents_mean, config.latents_std)
+    )
+    video = pipe.vae.decode(latents * std + mean, return_dict=False)[0]
+    return pipe.video_processor.postprocess_video(video, output_type=output_type)
+
+
+def _transformer_of(thing: Any) -> Any:
+    """The `WanTransformer3DModel` that a thing is or a `WanPipeline` holds, or None."""
+    thing = unwrapped(thing)
+    if _is_a(thing, "WanPipeline"):
+        thing = unwrapped(thing.transformer)
+    return thing if _is_a(thing, "WanTransformer3DModel") else None
+
+
+def _is_a(thing: Any, name: str) -> bool:
+    """Whether it is of that class of diffusers, by its name: other pipelines then need not import Wan's."""
+    return any(
+        kind.__name__ == name and kind.__module__.startswith("diffusers.") for kind in type(thing).__mro__
+    )

@@ -1,0 +1,135 @@
+"""Pictures of nothing in particular by MAGE (Li et al., CVPR 2023), which draws without a condition."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
+from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
+from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.inputs import check_generator
+from visual_spec.pipelines.masked_image import given_parts, masked_facts
+from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.repaint import Pictures, check_repainting
+from visual_spec.pipelines.steps import StepCallback
+from visual_spec.pipelines.token_image import TokenImagePipeline
+from visual_spec.samplers.core.masked_presets import PRESETS
+from visual_spec.samplers.masked import MaskedSampler
+
+
+class MageImagePipeline(TokenImagePipeline):
+    """Draws pictures by MAGE, whole or into a picture that is given.
+
+    Args:
+        transformer, vq_model: MAGE and its tokenizer.
+        sampler: a `MaskedSampler`, or a `SpeculativeMaskedSampler` for the law of one token a call.
+        default_top_k: that of `__call__` where it is given none; saved with the pipeline.
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: tokenizer and transformer that do not fit.
+
+    Example:
+        >>> pipe = MageImagePipeline.from_official("mage-vitb-1600.pth")
+        >>> pipe(num_images=4, generator=torch.Generator().manual_seed(0)).images[0].save("picture.png")
+    """
+
+    model_cpu_offload_seq = "transformer->vq_model"
+
+    def __init__(
+        self,
+        transformer: MageTransformer,
+        vq_model: MageVQModel,
+        sampler: SchedulerMixin,
+        default_top_k: int = 0,
+        default_guidance_scale: float = 1.0,
+    ):
+        super().__init__()
+        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler)
+        self._finish_init(default_guidance_scale, default_top_k)
+
+    @classmethod
+    def from_official(
+        cls,
+        transformer: Source,
+        vq_model: Source | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        sampler: SchedulerMixin | None = None,
+        **options: Any,
+    ) -> Self:
+        """A pipeline around official files.
+
+        Args:
+            transformer: e.g. `mage-vitb-1600.pth`, which holds the tokenizer too.
+            vq_model: a file of the tokenizer alone; None: that of `transformer`.
+            dtype: of all weights; None keeps that of each file.
+            sampler: default: `PRESETS["mage"]`, 20 calls.
+            options: of `load_mage_checkpoint`, for models of no official size; `norm_groups` of the tokenizer.
+
+        Raises:
+            ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.core.checkpoints`).
+        """
+        groups = {"norm_groups": options.pop("norm_groups")} if "norm_groups" in options else {}
+        checkpoint = transformer if isinstance(transformer, Checkpoint) else read_checkpoint(transformer)
+        model = load_mage_checkpoint(checkpoint, dtype=dtype, **options)
+        tokenizer = load_mage_tokenizer(checkpoint if vq_model is None else vq_model, dtype=dtype, **groups)
+        tokenizer.register_to_config(image_size=model.grid.width * tokenizer.patch_size)
+        return cls(model, tokenizer, sampler or MaskedSampler(**PRESETS["mage"].settings))
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`."""
+        return masked_facts(cls, settings, sampler)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        *,
+        num_images: int = 1,
+        image: Pictures | None = None,
+        mask: Pictures | None = None,
+        strength: float | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+    ) -> ImagePipelineOutput:
+        """Draw `num_images` pictures; all else is as in `MaskedImagePipeline.__call__`, but there is no guidance.
+
+        Raises:
+            ValueError, TypeError: names what was given, what is allowed, and what to do.
+        """
+        law = self.make_law(None, top_k, temperature=temperature, top_p=top_p)
+        self._check_drawing(
+            height=height,
+            width=width,
+            pictures_each=num_images,
+            pictures_each_name="num_images",
+            output_type=output_type,
+            callback=callback_on_step_end,
+            callback_tensors=callback_on_step_end_tensor_inputs,
+        )
+        check_generator(generator, num_images)
+        check_repainting(self.image_size, image, mask, strength, 1)
+        given = given_parts(self, image, mask, strength, count=1, each=num_images, generator=generator)
+        return self._draw(
+            None,
+            num_images,
+            law=law,
+            generator=generator,
+            output_type=output_type,
+            return_dict=return_dict,
+            callback=callback_on_step_end,
+            callback_tensors=callback_on_step_end_tensor_inputs,
+            **given,
+        )
