@@ -78,6 +78,7 @@ def row(name: str, dim: int, count: int) -> dict[str, Any]:
         parts = {"drafter": models[1]}
     generator = torch.Generator().manual_seed(2)
     found = sampler(models[0], None, law=TokenLaw(), generator=generator, batch_size=count, **parts)
+    trace: Any = found.trace
     shift, ends = torch.zeros(4 * count, dim, dtype=torch.float64), []
     for model in models:
         ends.append(mixtures.straight_chain(model, 1, shift, torch.Generator().manual_seed(3), **settings))
@@ -85,7 +86,7 @@ def row(name: str, dim: int, count: int) -> dict[str, Any]:
     far = [max(map(mixtures.kolmogorov, one, axes[1])) for one in (axes[0], axes[2])]
     limit = mixtures.critical(count, 4 * count, 0.01 / len(axes[0]))
     facts = dict(rule=name, dim=dim, draws=count, distance=far[0], critical=limit, draft_distance=far[1])
-    return facts | dict(acceptance=found.trace.acceptance, bound=bound(dim, settings["final_noise"]))
+    return facts | dict(acceptance=trace.acceptance, bound=bound(dim, settings["final_noise"]))
 
 
 if __name__ == "__main__":

@@ -75,16 +75,16 @@ class HeadLoop:
         guidance = scales.flatten().to(dtype) if self.guided else None
         drawn = self._noise(noise, places, levels, stream, dtype)  # [T + 1, B N, d]
         x = drawn[-1] * self.temperature if schedule.deterministic else drawn[-1]
-        weights: Any = head.step_weights() if hasattr(head, "step_weights") else None
-        fused = weights is not None and takes(x, len(flat), weights)
+        weights = head.step_weights() if hasattr(head, "step_weights") else None
+        kept = weights if weights is not None and takes(x, len(flat), weights) else None
         top = levels
         while top:
             first = max(0, top - self._at_once(flat))
             modulations = head.modulations(flat, schedule.times[first:top])  # [levels, R N, M]
             for level in reversed(range(first, top)):
                 here = modulations[level - first]
-                if fused:
-                    x, _, _ = head_step(x, here, weights, guidance, laws[level], drawn[level])
+                if kept is not None:
+                    x, _, _ = head_step(x, here, kept, guidance, laws[level], drawn[level])
                     continue
                 points = x.to(here.dtype)
                 output = head.denoise(torch.cat([points, points]) if self.guided else points, here)
