@@ -24,6 +24,7 @@ where v is what the head says of the variance. A head that says nothing of it ha
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,7 +173,7 @@ def _check(
 def _head_step_op(
     x: Tensor,
     modulations: Tensor,
-    weights: list[Tensor],
+    weights: typing.Sequence[Tensor],  # torch 2.6 knows no other spelling of a list
     scales: Tensor | None,
     law: Tensor,
     noise: Tensor | None,
