@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from visual_spec.eval.speed import continuous_sizes, gpu_stages, gpu_tables, gpu_tiny, measure
+from visual_spec.eval.speed import bench, continuous_sizes, gpu_stages, gpu_tables, gpu_tiny, measure
 from visual_spec.eval.speed.continuous_sizes import SomeCalls, costs, mar
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
@@ -71,6 +73,50 @@ def test_costs_are_those_of_a_count_by_hand(model):
     attention = sum(4 * 16 * width**2 for width in (2 + number, 2 + 16))
     products = sum(2 * layers / 2 * width for width in (2 + number, 2 + 16))
     assert found["trunk"] == (layers * 4, rows * (products + attention))
+
+
+def bench_of(capsys, *arguments: str) -> tuple[dict, str]:
+    assert bench.main(["--random-weights", "--device", "cpu", *arguments, "--json"]) == 0
+    out = capsys.readouterr().out.strip()
+    return json.loads(out.splitlines()[-1]), out
+
+
+def test_the_bench_counts_official_sizes_without_running_them(capsys):
+    document, text = bench_of(
+        capsys, "--model", "mar-h", "--dtype", "bfloat16", "--batch-sizes", "1", "--count-only"
+    )
+    assert document["kind"] == "latent-count"
+    assert document["environment"]["transformer_parameters"] == 942_403_104
+    assert [row["name"] for row in document["rows"]] == ["256 x 100", "64 x 100", "64 x 25"]
+    long, short = document["rows"][1:]
+    # Fewer levels read the head fewer times, of 151 million weights less what the modulations have.
+    assert long["weight_bytes"] > short["weight_bytes"] > 2 * 0.7 * 942_403_104
+    assert "| 64 x 25 | 1 | 64 |" in " ".join(text.split())
+
+
+def test_the_bench_times_them_with_the_floor(capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "B", {**gpu_tiny.MAR, "grid_size": 4})
+    monkeypatch.setattr(continuous_sizes, "SCHEDULES", ((6, 3),))
+    document, text = bench_of(capsys, "--model", "mar-b", "--batch-sizes", "1", "2", "--warmup", "0")
+    assert document["kind"] == "latent-random-weights" and document["architecture"] == "mar-b"
+    assert [row["batch_size"] for row in document["rows"]] == [1, 2]
+    for row in document["rows"]:
+        assert row["ms_per_image"]["p50"] == pytest.approx(row["ms_per_call"]["p50"] * 6 / row["batch_size"])
+        assert row["floor_share"] == pytest.approx(row["floor_ms_per_call"] / row["ms_per_call"]["p50"])
+    assert text.count("| 6 x 3, operators |") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "mar-xl"], "--model mar-xl; of MAR pass one of mar-b, mar-l, mar-h"),
+        (["--model", "mar-b", "--windows", "4"], "--windows given; MAR of official size is measured by the schedules"),
+        (["--model", "mar-b", "--fuse-projections"], "--fuse-projections is for next-token models"),
+    ],
+)  # fmt: skip
+def test_what_the_rows_do_not_have_is_refused(arguments, told):
+    with pytest.raises(ValueError, match=told):
+        bench.main(["--random-weights", "--device", "cpu", *arguments])
 
 
 def test_the_stage_runs_dry_and_its_table_is_written():

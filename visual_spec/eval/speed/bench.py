@@ -21,7 +21,12 @@ from typing import Any
 
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
-_HOME = {"tokens": "token_bench", "columns": "music_bench", "scales": "scale_bench"}
+_HOME = {
+    "tokens": "token_bench",
+    "columns": "music_bench",
+    "scales": "scale_bench",
+    "vectors": "continuous_sizes",
+}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -96,10 +101,12 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--random-weights",
         action="store_true",
         help="--model names a size, such as llamagen-xxl, llamagen-xl-t2i, janus-pro-7b, lumina-mgpt-7b or emu3-8b, "
-        "whose acceptance is stated, not measured; or var-d16, or var-d30+var-d16 for CoDe",
+        "whose acceptance is stated, not measured; or var-d16, or var-d30+var-d16 for CoDe; or mar-b, mar-l, mar-h",
     )
     sizes.add_argument(
-        "--count-only", action="store_true", help="next-scale models: count arithmetic and bytes, run nothing"
+        "--count-only",
+        action="store_true",
+        help="next-scale models and MAR: count arithmetic and bytes, run nothing",
     )
     sizes.add_argument(
         "--accept-probability",
@@ -166,7 +173,8 @@ def run(args: argparse.Namespace) -> int:
         refuse_plot(args.plot)  # where there is no matplotlib
 
     known = None
-    unit = "scales" if args.model.startswith("var-") else "tokens"  # of a size that is named
+    kinds = {"var": "scales", "mar": "vectors"}
+    unit = kinds.get(args.model.partition("-")[0], "tokens")  # of a size that is named
     if not args.random_weights:
         from visual_spec.eval.defaults import settings_of_model
 
@@ -229,9 +237,9 @@ def _refuse_options(args: argparse.Namespace, unit: str) -> None:
         )
     if args.plot is not None and (unit != "tokens" or args.curve):
         raise ValueError("--plot draws timed rows of next-token models; leave it out")
-    if args.count_only and unit != "scales":
+    if args.count_only and unit not in ("scales", "vectors"):
         raise ValueError(
-            "--count-only is for next-scale models; pass --model var-d16 or the like, or leave it out"
+            "--count-only is for next-scale models and MAR; pass --model var-d16 or the like, or leave it out"
         )
     if args.fuse_projections and unit != "tokens":
         raise ValueError("--fuse-projections is for next-token models; leave it out")

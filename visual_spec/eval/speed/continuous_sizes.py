@@ -7,17 +7,21 @@ whether the calls are recorded as graphs, and in whether the head's levels run a
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from visual_spec.eval.defaults import ModelSettings
+from visual_spec.eval.machine import choose_device, environment
 from visual_spec.eval.settings import Setting, sampler_settings
 from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.official_bench import time_sampler
 from visual_spec.eval.speed.official_sizes import fill_at_random
 from visual_spec.eval.speed.timing import Report
+from visual_spec.eval.tables import markdown
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 from visual_spec.samplers.continuous import ContinuousSampler, PlainState
@@ -31,6 +35,96 @@ from visual_spec.samplers.core.law import TokenLaw
 SCHEDULES = ((256, 100), (64, 100), (64, 25))
 GUIDANCE = 3.0  # Li et al. 2024, appendix B: 2.9 to 3.2
 CALLS = 8  # that are timed
+SIZES = {f"mar-{size.lower()}": size for size in PRESETS}
+# Options of `visual-spec bench` that these rows do not have.
+_OTHERS = ("samplers", "windows", "guidance_scales", "temperature", "top_k", "top_p", "image_size")
+
+
+def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -> tuple[dict[str, Any], str]:
+    """Document and table of `visual-spec bench --random-weights` for MAR.
+
+    Args:
+        known: None; the rows are those of `SCHEDULES`.
+
+    Raises:
+        ValueError: a size that is unknown or does not fit the device, or options that do not apply; before any work.
+    """
+    if args.model not in SIZES:
+        raise ValueError(
+            f"--random-weights with --model {args.model}; of MAR pass one of {', '.join(SIZES)}."
+        )
+    given = [name for name in _OTHERS if getattr(args, name) is not None]
+    if given:
+        raise ValueError(
+            f"--{given[0].replace('_', '-')} given; MAR of official size is measured by the schedules "
+            f"{', '.join(f'{calls} x {levels}' for calls, levels in SCHEDULES)} with guidance {GUIDANCE:g}. Leave it "
+            "out."
+        )
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device, dtype, size = choose_device(args.device), getattr(torch, args.dtype), PRESETS[SIZES[args.model]]
+    with torch.device("meta"):
+        counted: MARTransformer = MARTransformer(**size).to(dtype)  # pyright: ignore[reportArgumentType]
+    facts = environment(device, dtype)
+    facts["transformer_parameters"] = sum(parameter.numel() for parameter in counted.parameters())
+    rows: list[dict[str, Any]] = []
+    if args.count_only:
+        for batch_size in args.batch_sizes:
+            for steps, levels in SCHEDULES:
+                sampler = SomeCalls(CALLS, steps, head_steps=levels)
+                rows.append(counted_row(counted, sampler, batch_size, f"{steps} x {levels}"))
+    else:
+        weights = facts["transformer_parameters"] * dtype.itemsize
+        measure.refuse_what_does_not_fit({"weights": weights}, device)
+        model = mar(size, dtype=dtype, device=device)
+        for batch_size in args.batch_sizes:
+            rows += measure_calls(
+                model, SCHEDULES, batch_size=batch_size, runs=args.runs, warmup=args.warmup, report=report
+            )
+    kind = "latent-count" if args.count_only else "latent-random-weights"
+    return {"kind": kind, "environment": facts, "architecture": args.model, "rows": rows}, size_table(rows)
+
+
+def size_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown; calls are of the whole batch."""
+    header = [
+        "sampler",
+        "batch",
+        "calls",
+        "MB/call",
+        "GFLOP/call",
+        "ms/call",
+        "floor",
+        "of floor",
+        "ms/picture",
+    ]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        found = [row["name"], str(row["batch_size"]), str(row["calls_per_image"])]
+        found += [f"{row['weight_bytes'] / 1e6:.0f}", f"{row['flops_per_call'] / 1e9:.1f}"]
+        if "ms_per_call" not in row:
+            return found + ["-"] * 4
+        found += [f"{row['ms_per_call']['p50']:.2f}", f"{row['floor_ms_per_call']:.2f}"]
+        return [*found, f"{100 * row['floor_share']:.0f} %", f"{row['ms_per_image']['p50']:.0f}"]
+
+    return markdown(header, [cells(row) for row in rows])
+
+
+def counted_row(model: MARTransformer, sampler: SomeCalls, batch_size: int, name: str) -> dict[str, Any]:
+    """What is known of a row without running it; see `measure_calls`."""
+    parts, steps = costs(model, sampler, batch_size), sampler.num_steps(model)
+    return dict(
+        name=name,
+        window=None,
+        batch_size=batch_size,
+        sampler=sampler_settings(sampler),
+        guidance_scale=GUIDANCE,
+        weight_bytes=round(sum(size for size, _ in parts.values())),
+        cache_bytes=0,
+        flops_per_call=round(sum(flops for _, flops in parts.values())),
+        tokens_per_call=model.grid.num_tokens / steps,
+        calls_per_image=steps,
+    )
 
 
 def mar(size: str | dict[str, int], *, dtype: torch.dtype, device: torch.device) -> MARTransformer:
@@ -128,16 +222,10 @@ def measure_calls(
             forget(model)  # its memory would count for the next row
             parts = costs(model, sampler, batch_size)
             floor = 1000 * sum(max(size / bandwidth, flops / peak) for size, flops in parts.values())
-            found |= {
-                **dict(name=f"{steps} x {levels}, {name}", window=None, batch_size=batch_size),
-                **dict(sampler=sampler_settings(sampler), guidance_scale=GUIDANCE),
-                **dict(weight_bytes=round(sum(size for size, _ in parts.values())), cache_bytes=0),
-                **dict(flops_per_call=round(sum(flops for _, flops in parts.values()))),
-                **dict(floor_ms_per_call=floor, floor_share=floor / found["ms_per_call"]["p50"]),
-                **dict(tokens_per_call=model.grid.num_tokens / steps, calls_per_image=steps),
-                "ms_per_image": {
-                    key: value * steps / batch_size for key, value in found["ms_per_call"].items()
-                },
+            found |= counted_row(model, sampler, batch_size, f"{steps} x {levels}, {name}")
+            found |= dict(floor_ms_per_call=floor, floor_share=floor / found["ms_per_call"]["p50"])
+            found["ms_per_image"] = {
+                key: value * steps / batch_size for key, value in found["ms_per_call"].items()
             }
             rows.append(found)
             report(f"batch {batch_size}, {found['name']}: {found['ms_per_call']['p50']:.2f} ms per call")
