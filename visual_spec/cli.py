@@ -32,7 +32,10 @@ _OWN_ARGUMENTS = {
         "visual_spec.eval.quality.score_command",
         "FID, KID, IS, precision, recall, CLIP, FAD of such a set",
     ),
-    "report": ("visual_spec.eval.report.frontier", "a page of the results of eval, or of sampled sets"),
+    "report": (
+        "visual_spec.eval.quality.report_command",
+        "a page of the results of eval, or of sampled sets",
+    ),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 

@@ -7,6 +7,7 @@ are written out (`straight_chain`): slot by slot, and neighbour by neighbour. Th
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -157,8 +158,14 @@ def with_noise_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CounterNoise, "uniform", tied)
 
 
-@pytest.mark.parametrize("head", ["diffusion", "flow, Euler"])
-@pytest.mark.parametrize("bug", ["stale label", "old points", "noise of the draft"])
+# The steps of the Euler head are not drawn, so noise of the draft breaks the test of its first points only: too little.
+@pytest.mark.parametrize(
+    ("bug", "head"),
+    [
+        *product(("stale label", "old points"), ("diffusion", "flow, Euler")),
+        ("noise of the draft", "diffusion"),
+    ],
+)
 def test_broken_samplers_fail_the_same_test(bug, head, monkeypatch):
     of_head, settings = HEADS[head]
     model = MixtureModel(LINE, slope=SLOPE, **of_head)

@@ -40,8 +40,10 @@ def test_the_changed_settings_are_all_there_and_changed(entry):
     defaults, settings = defaults_of(sampler_class(entry)), CHANGED[entry.class_name]
     assert set(settings) == set(defaults)
     same = {name for name in settings if settings[name] == defaults[name]}
-    # "k-seq" is not for acceptance "identical", "exact_width" for no other; steps and order not for causal models.
-    assert same <= {"sibling_rule", "exact_width", *(("steps", "order") if entry.calls == CONTINUOUS else ())}
+    # "k-seq" is not for acceptance "identical", "exact_width" for no other; steps and order not for causal models;
+    # reuse not with an entropy bound.
+    alone = {"sibling_rule", "exact_width", "reuse"}
+    assert same <= alone | ({"steps", "order"} if entry.calls == CONTINUOUS else set())
 
 
 @EVERY

@@ -230,7 +230,7 @@ def test_what_is_measured_where_nothing_is_named(models, capsys):
         (["--samplers", "masked"], "masked: sampler is MaskedSampler, which does not decode several"),
         (["--count-only"], "--count-only is for next-scale"),
         (["--windows", "0"], "window=0; pass an integer of at least 1"),
-        (["--masked", "MODEL"], "it takes a masked model of music, beside one of columns"),
+        (["--masked", "MODEL"], "it takes a masked model beside one of the same tokens"),
         (["--curve", "--masked", "MASKED"], "a masked model takes as many as its steps"),
     ],
 )

@@ -413,8 +413,13 @@ def write_page(
     return write_atomically(path, page, overwrite=overwrite)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, of_folders: Callable[[argparse.Namespace], int] | None = None
+) -> int:
     """Parse arguments and draw; returns the exit status.
+
+    Args:
+        of_folders: draws the page of folders of samples; None: they are refused.
 
     Raises:
         ValueError, OSError: bad input; names it.
@@ -441,8 +446,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
     args = parser.parse_args(argv)
     ready_folder(refuse_existing(args.out, args.overwrite).parent)
-    if any(path.is_dir() for path in args.results):
-        return _sets_page(args)
+    if of_folders is not None and any(path.is_dir() for path in args.results):
+        return of_folders(args)
     if args.chart is not None:
         if args.chart.suffix not in (".png", ".svg"):
             raise ValueError(f"--chart {args.chart} given; the name must end in .png or .svg")
@@ -456,19 +461,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         models = [document["settings"]["model"] for document in documents]
         print(json.dumps({"page": str(args.out), "chart": args.chart and str(args.chart), "models": models}))
-    return 0
-
-
-def _sets_page(args: argparse.Namespace) -> int:
-    from visual_spec.eval.report.sets_page import write_sets_page
-
-    if files := [path for path in args.results if not path.is_dir()]:
-        raise ValueError(f"{files[0]} beside folders of samples; pass results of eval, or folders, not both")
-    if args.chart is not None or args.pictures < 0:
-        raise ValueError("of folders of samples: --chart is in the page, and --pictures takes 0 or more")
-    title = args.title or "Samples and scores"
-    write_sets_page(args.results, args.out, title, shown=args.pictures, overwrite=args.overwrite)
-    print(f"wrote {args.out}")
-    if args.json:
-        print(json.dumps({"page": str(args.out), "sets": [str(path) for path in args.results]}))
     return 0

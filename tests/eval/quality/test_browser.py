@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from tests.eval.quality.test_sample_set import Prompts
+from tests.eval.quality.test_sets_page import scored
 from tests.eval.report.test_pages import row as comparison_row
-from tests.eval.report.test_sets_page import scored
 from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.sets_page import write_sets_page
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.report.pages import write_html
-from visual_spec.eval.report.sets_page import write_sets_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
