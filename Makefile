@@ -13,6 +13,7 @@ DEMO_PROMPTS = "a large red circle on a plain sky background" \
 DEMO_CLASSES = "red circle" "yellow triangle" "purple diamond" "white star"
 
 DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
+DEMO_CLIPS = "a small red star moves right quickly and bounces on a plain sky background, camera still"
              "a fast happy guitar melody in D major, arching in dotted rhythm over a bass line"
 
 .PHONY: demo test test-all lint bench clean
@@ -27,6 +28,7 @@ demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
 	$(BIN)/visual-spec generate $(DEMO_CLASSES) --model shapes_var --compare --out demo/scales --overwrite
 	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --masked tunes_masked --sampler masked:steps=10/5/5/5,clock=magnet,temperature=falling --compare --out demo/music --overwrite
+	$(BIN)/visual-spec generate --video $(DEMO_CLIPS) --compare --out demo/video --overwrite
 
 test: $(STAMP)
 	$(PYTEST)
