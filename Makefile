@@ -12,8 +12,9 @@ DEMO_PROMPTS = "a large red circle on a plain sky background" \
 
 DEMO_CLASSES = "red circle" "yellow triangle" "purple diamond" "white star"
 
-DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
 DEMO_CLIPS = "a small red star moves right quickly and bounces on a plain sky background, camera still"
+
+DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
              "a fast happy guitar melody in D major, arching in dotted rhythm over a bass line"
 
 .PHONY: demo test test-all lint bench clean
