@@ -55,9 +55,8 @@ def works(ground: Ground) -> dict[str, Work]:
 
     def draw(folder: Path) -> None:
         prompts = ["a blue square", "a circle", "a red square", "red"]
-        command = generate(
-            "pictures", ground.folder / "pictures", folder / "out", *prompts, "--num-images", "3"
-        )
+        command = generate("pictures", ground.folder / "pictures", folder / "out", "--num-images", "3")
+        command[2:2] = prompts  # beside the first one: argparse takes them from one place only
         assert cli.main([*command, "--batch-size", "2", "--overwrite"]) == 0
 
     def change(folder: Path) -> None:
