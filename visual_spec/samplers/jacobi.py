@@ -195,7 +195,8 @@ class SpeculativeJacobiSampler(ChainSampler):
         draft = redrafted(run, state, slots, carried, self.config.redrafts, source)
         if self.redraws:  # `settle` leaves kept drafts where they are
             state.tokens.scatter_(1, slots, draft.tokens)
-        run.lap("draft")
+        if self.needs_drafter:
+            run.lap("draft")
         return draft
 
     def _start_drafter(self, run: Run, state: JacobiState, window: int) -> None:
