@@ -211,8 +211,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
 
     config_name = "sampler_config.json"
     config: Any
-    takes: ClassVar[tuple[str, ...]] = ()
-    needs_drafter: ClassVar[bool] = False
+    takes: tuple[str, ...] = ()
+    needs_drafter: bool = False
     promise: ClassVar[str | None] = None
     counts_prefill: ClassVar[bool] = True
 
