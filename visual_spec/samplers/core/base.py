@@ -39,6 +39,7 @@ from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.core.window import AUTO, WindowPolicy, adaptive
 
 Callback = Callable[[int, Tensor], Any]
+_AHEAD = 32  # slots behind the window whose noise is drawn with it on the host
 STOP = "stop"  # what a callback returns to end the decode
 
 
@@ -339,7 +340,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         watch.lap("prefill", device)
         checked = CheckedLaw(law, self.num_slots(model, parts), deferred=device.type == "cuda")
         rule = self.rule(model, parts, device)
-        noise = CounterNoise(keys, device)
+        keep = self.window_of(model) + _AHEAD if device.type == "cpu" else 0
+        noise = CounterNoise(keys, device, keep=keep)
         run = Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
         run.fixed_width = self.fixed_width
         if (
