@@ -62,7 +62,7 @@ def test_plain_decoding_takes_few_operators_more():
         with Operators() as operators:
             decode(model, condition, law=TokenLaw(guidance_scale=1.5), generator=seeded(0), batch_size=1)
         counts.append(operators.count)
-    assert counts[0] < 1.25 * counts[1]
+    assert counts[0] < 1.5 * counts[1]  # twice as many, before calls were made lean
 
 
 def test_it_is_for_pictures_of_llamagen():
