@@ -193,6 +193,7 @@ class State:
             near: bool [B, N], the near-ties among the slots, where they are counted.
         """
         if near is not None:
+            assert self.near_ties is not None
             taken = torch.arange(near.shape[1], device=near.device) < count[:, None]
             self.near_ties = self.near_ties + (near & taken & (slots < num_tokens)).sum(1)
         self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
