@@ -47,7 +47,7 @@ def operations_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Sampler]], 
         operations, real_step = Operations(), sampler.step
 
         def step(self: Sampler, run: Run, state: Any) -> None:
-            run.law.deferred = True
+            run.law.deferred, run.noise.keep = True, 0
             with operations:
                 real_step(self, run, state)
 

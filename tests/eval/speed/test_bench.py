@@ -17,6 +17,7 @@ from visual_spec.eval.intervals import quantiles, ratio_with_error
 from visual_spec.eval.settings import parse_setting
 from visual_spec.eval.speed import bench, measure, timing, token_bench
 from visual_spec.eval.speed.official_sizes import described
+from visual_spec.eval.speed.straight_loop import NAME
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.drafters.eagle import EagleDrafter
@@ -84,9 +85,8 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     rows = document["rows"]
     settings = {"window": 4, "coupling": "gumbel", "acceptance": "identical", "initial_draft": "left"}
     assert {"class": "SpeculativeJacobiSampler", **settings}.items() <= rows[2]["sampler"].items()
-    assert (
-        len(rows) == len(table) == 2 * 3 + 1
-    )  # plain and two methods; without a cache at the first batch size
+    # Plain, two methods and the straight loop; without a cache at the first batch size.
+    assert len(rows) == len(table) == 2 * 4 + 1
     for row, shown in zip(rows, table, strict=True):
         group = [
             r
@@ -116,6 +116,7 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     assert [shown["same as plain"] for shown in table if shown["sampler"] == token_bench.NO_CACHE] == [
         "1 of 1"
     ]
+    assert [shown["same as plain"] for shown in table if shown["sampler"] == NAME] == ["5 of 5", "10 of 10"]
     assert all(shown["same as plain"] == "-" for shown in table if "exact" in shown["sampler"])
 
 
@@ -125,6 +126,7 @@ def test_a_round_decodes_its_own_prompts_and_seeds_with_every_sampler():
     rows = token_bench.time_settings(
         tiny_pipeline(), settings, PROMPTS, batch_size=2, runs=5, warmup=0, no_cache=False
     )
+    assert rows.pop()["name"] == NAME
     for row, setting in zip(rows, settings, strict=True):
         expected = [decode_alone(setting.sampler, PROMPTS[i % 3], 70 + i, law)[1] for i in range(10)]
         assert [count for counts in row["calls_per_sample"] for count in counts] == expected
@@ -180,7 +182,7 @@ def test_fused_projections_draw_the_same_in_fewer_products(model, capsys, monkey
         rows = ["--samplers", IDENTICAL, "--windows", "4", "--batch-sizes", "1", "--warmup", "0"]
         document, _ = run(capsys, model, *rows, "--dtype", "float64", "--without-no-cache", *flag)
         assert document["settings"]["fuse_projections"] is bool(flag)
-        assert [row["identical_samples"] for row in document["rows"]] == [None, 5]
+        assert [row["identical_samples"] for row in document["rows"]] == [None, 5, 5]
         counts.append(len(products))
     # A call of 2 layers: wqkv, wo, w1, w3, w2 each, and the head; fused one less a layer.
     assert counts[1] / counts[0] == pytest.approx(9 / 11, abs=0.01)
@@ -302,11 +304,11 @@ def test_any_registered_sampler_can_be_named(model, capsys, tmp_path):
     document, table = run(capsys, model, *arguments)
     rows = document["rows"]
     # `--windows` is for samplers that are not told one.
-    assert [row["window"] for row in rows] == [None, 2, None, 5]
-    assert [row["name"] for row in rows] == ["autoregressive", "zipar", asked[1], "speculative-jacobi"]
+    assert [row["window"] for row in rows] == [None, 2, None, 5, None]
+    assert [row["name"] for row in rows] == ["autoregressive", "zipar", asked[1], "speculative-jacobi", NAME]
     assert rows[1]["calls"] < 16 and not rows[1]["lossless"] and rows[2]["lossless"]
     assert [line["sampler"] for line in table] == [row["name"] for row in rows]
-    for row, text in zip(rows[1:], [*asked[:2], "speculative-jacobi:window=5"], strict=True):
+    for row, text in zip(rows[1:-1], [*asked[:2], "speculative-jacobi:window=5"], strict=True):
         drawn = draws.draw(shared_pipeline(), parse_setting(text, LAW, 0), PROMPTS[:2], 0)
         assert row["calls_per_sample"][0] == drawn["calls"].tolist()
 

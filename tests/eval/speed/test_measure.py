@@ -12,7 +12,7 @@ from tests.tiny import tiny_pipeline
 from visual_spec.eval import machine
 from visual_spec.eval.defaults import with_setting
 from visual_spec.eval.settings import parse_setting
-from visual_spec.eval.speed import bench, measure, official_bench, token_bench
+from visual_spec.eval.speed import bench, measure, official_bench, straight_loop, token_bench
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw
@@ -209,6 +209,7 @@ def test_phases_of_embedded_rows_are_those_of_their_decodes(monkeypatch):
     rows = token_bench.time_settings(
         tiny_pipeline(), SETTINGS, ["a red circle"], batch_size=2, runs=5, warmup=1, no_cache=False
     )
+    assert rows.pop()["name"] == straight_loop.NAME  # it has no phases
     for row in rows:
         seconds, phases, calls = row["given"]
         assert len(seconds) == len(phases) == 5
@@ -240,10 +241,11 @@ def test_the_rows_of_a_gpu_are_measured_twice_where_its_model_can_be_recorded(mo
         "autoregressive:graph=true",
         "speculative-jacobi:graph=false",
         "speculative-jacobi:graph=true",
+        straight_loop.NAME,
     ]
     plain = [rows[0]["seconds"], rows[2]["seconds"]]
     best = min(plain, key=lambda seconds: sorted(seconds)[2])
     for row in (rows[0], *rows[2:]):
         ratios = sorted(b / s for b, s in zip(best, row["seconds"], strict=True))
         assert row["speed_up"]["p50"] == pytest.approx(ratios[2])
-    assert [row["identical_samples"] for row in rows[2:]] == [5, 5, 5]
+    assert [row["identical_samples"] for row in rows[2:]] == [5, 5, 5, 5]

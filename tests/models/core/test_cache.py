@@ -20,6 +20,7 @@ from visual_spec.models.core.cache import (
     KeyValues,
     StaticCache,
     WindowCache,
+    common_run,
     largest,
     seen_in_order,
     seen_in_tree,
@@ -107,6 +108,28 @@ def test_rows_at_their_own_pace_with_rejected_drafts_equal_full_attention(name, 
         frontier += torch.randint(0, width + 1, (ROWS,), generator=generator) if width > 1 else 1
     assert frontier.min() > 8
     assert cache.nbytes == size and [buffer.data_ptr() for buffer in cache.buffers()] == where
+
+
+def test_a_run_is_found_where_all_rows_write_the_same_consecutive_places():
+    assert common_run(torch.tensor([[4, 5, 6]] * 2)) == slice(4, 7)
+    assert common_run(torch.tensor([[0]])) == slice(0, 1)
+    others = [[4, 5, 6], [5, 6, 7]], [[4, 6, 7]] * 2, [[6, 5, 4]], [[3, 3]]
+    assert [common_run(torch.tensor(slots)) for slots in others] == [None] * 4
+    assert common_run(torch.zeros(2, 0, dtype=torch.long)) is None
+
+
+@pytest.mark.parametrize("slots", [[[3, 4], [3, 4]], [[3, 4], [4, 5]], [[4, 3], [4, 3]]])
+def test_a_run_is_written_as_single_places_are(slots):
+    cache = StaticCache.allocate(LIKE, (1, 2, HEADS, 6, DIM))
+    keys, values = random(2, 2, HEADS, DIM, seed=1), random(2, 2, HEADS, DIM, seed=2)
+    cache.causal(torch.tensor(slots))
+    cache.update(0, keys, values)
+    for row in range(2):
+        for place in range(6):
+            for held, new in ((cache.keys, keys), (cache.values, values)):
+                fed = slots[row].index(place) if place in slots[row] else None
+                expected = torch.zeros(HEADS, DIM, dtype=LIKE.dtype) if fed is None else new[row, fed]
+                assert torch.equal(held[0, row, :, place], expected)
 
 
 def test_llamagen_takes_a_windowed_cache():

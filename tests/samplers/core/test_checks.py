@@ -19,6 +19,12 @@ def test_passes_the_law_through(deferred):
     checked.finish()
 
 
+def test_finite_logits_whose_sum_overflows_are_no_error():
+    logits = torch.full((2, 3, 4), 3e38)
+    law = CheckedLaw(TokenLaw(), 5)(logits, torch.arange(3).expand(2, -1), guided=False)
+    torch.testing.assert_close(law.exp(), torch.full((2, 3, 4), 0.25))
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_ignores_slots_past_the_grid(deferred, value):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from visual_spec.samplers.core import noise as noise_module
 from visual_spec.samplers.core.noise import (
     ACCEPT,
     CHAIN,
@@ -334,3 +335,47 @@ def test_draw_keys_refuses(generator, batch_size, error, message):
 def test_noise_refuses_other_keys(keys):
     with pytest.raises(ValueError, match=r"pass int64 \[B\], as from draw_keys"):
         CounterNoise(keys, "cpu")
+
+
+# -- kept noise -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kept_noise_draws_the_same_tokens(monkeypatch, dtype):
+    """Windows that run ahead, go back and differ from row to row, and rows that leave."""
+    counted = []
+    draw = noise_module.philox_log_exponential
+
+    def counting(keys, slots, *rest):
+        counted.append(slots.numel())
+        return draw(keys, slots, *rest)
+
+    noise, keys = make_noise(3), draw_keys(seeded(0), 3)
+    kept = CounterNoise(keys, "cpu", keep=9)
+    monkeypatch.setattr(noise_module, "philox_log_exponential", counting)
+    slots = laws = torch.empty(0)
+    for first in ([0, 0, 0], [2, 0, 5], [7, 1, 5], [3, 40, 9], [0, 70, 33], [2**31, 5, 4]):
+        slots = torch.tensor(first)[:, None] + torch.tensor([0, 3, 1, 2])
+        laws = torch.randn(3, 4, 50, generator=seeded(first[1]), dtype=dtype).log_softmax(-1)
+        before = laws.clone()
+        for stream, round in ((TOKEN, 0), (TOKEN, 0), (TOKEN, 2), (DRAFT, 0), (TOKEN, torch.tensor(0))):
+            expected = noise.categorical(laws, slots, stream, round)
+            assert torch.equal(kept.categorical(laws, slots, stream, round), expected)
+        assert torch.equal(laws, before)
+    counted.clear()
+    rows = torch.tensor([2, 0])
+    noise.select(rows)
+    kept.select(rows)
+    assert torch.equal(
+        kept.categorical(laws[rows], slots[rows], TOKEN), noise.categorical(laws[rows], slots[rows], TOKEN)
+    )
+    assert counted == [2 * 4]  # by the noise that keeps nothing
+
+
+def test_slots_too_far_apart_to_keep_are_drawn_for_each_call():
+    noise, kept = make_noise(2), CounterNoise(draw_keys(seeded(0), 2), "cpu", keep=8)
+    for slots in ([0, 1, 2], [0, 7, 8], list(range(9)), [0, 7, 2**40], [5, 4, 6]):
+        asked = torch.tensor([slots, slots])
+        laws = torch.randn(2, len(slots), 30, generator=seeded(len(slots))).log_softmax(-1)
+        assert torch.equal(kept.categorical(laws, asked, TOKEN), noise.categorical(laws, asked, TOKEN))
+        assert kept._kept is not None and kept._kept[1].shape == (2, 8, 30)

@@ -22,6 +22,7 @@ from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.curve import curve
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import described
+from visual_spec.eval.speed.straight_loop import NAME, fits, straight_loop
 from visual_spec.eval.speed.tables import bench_table, curve_table
 from visual_spec.eval.speed.timing import (
     Decoded,
@@ -153,7 +154,8 @@ def time_settings(
         One dict per setting, on CUDA two (see `with_graphs`): `facts_of`; what `summarise_row` gives, with speed-ups
         over the fastest plain one; `phase_ms_per_call` and `gap_ms_per_call`, see `measure.phase_figures`; what
         `call_costs` gives; `identical_samples`: how many of `samples` have the tokens of plain decoding, None where not
-        promised; `peak_memory_bytes`.
+        promised; `peak_memory_bytes`. A model that a straight loop decodes has one row more, at the end: plain decoding
+        by that loop, without phases.
     """
     plain_class = type(settings[0].sampler)
     with torch.no_grad():
@@ -163,10 +165,17 @@ def time_settings(
     settings = with_graphs(settings, pipe.device, recordable=can_record(state))
     decoder = _Decoder(pipe, prompts, batch_size)
     where = f"batch {batch_size}, guidance {settings[0].law.guidance_scale:g}"
+    straight = fits(pipe.transformer)
+
+    def decode(index: int, condition: Any, first: int) -> tuple[Decoded, float]:
+        if index == len(settings):
+            return decoder.decode_straight(settings[0], condition, first)
+        return decoder.decode(settings[index], condition, first)
+
     rounds = time_rounds(
-        len(settings),
+        len(settings) + straight,
         decoder.condition,
-        lambda index, condition, first: decoder.decode(settings[index], condition, first),
+        decode,
         device=pipe.device,
         batch_size=batch_size,
         runs=runs,
@@ -175,13 +184,15 @@ def time_settings(
     )
     plain = [
         seconds
-        for seconds, one in zip(rounds.seconds, settings, strict=True)
+        for seconds, one in zip(rounds.seconds, settings, strict=False)  # behind them the straight loop
         if type(one.sampler) is plain_class and promises_plain(one, settings[0])
     ]
     best = min(plain, key=lambda seconds: quantiles(seconds)["p50"])
     rows = [
         _row(decoder, setting, settings[0], rounds, index, best) for index, setting in enumerate(settings)
     ]
+    if straight:
+        rows.append(_straight_row(decoder, settings[0], rounds, best))
     if no_cache:
         rows.insert(1, decoder.without_cache(settings[0]))
         report(f"{where}: decoded once without a cache")
@@ -216,6 +227,21 @@ class _Decoder:
 
         with setting.on(self.pipe):
             return measure.timed(work, self.pipe.device)
+
+    def decode_straight(self, plain: Setting, condition: Any, first: int) -> tuple[Decoded, float]:
+        """As `decode`, by the straight loop."""
+
+        def work() -> Decoded:
+            tokens = straight_loop(
+                self.pipe.transformer,
+                condition,
+                law=plain.law,
+                generator=self.generators(plain.seed + first),
+                batch_size=self.batch_size,
+            )
+            return Decoded(tokens.cpu(), torch.full((self.batch_size,), self.length))
+
+        return measure.timed(work, self.pipe.device)
 
     def call(self, setting: Setting, condition: Any, seed: int, **options: Any) -> Any:
         """Call the sampler, which the pipeline must have."""
@@ -291,6 +317,22 @@ def _row(
         "identical_samples": rounds.identical[index] if promised else None,
         "samples": len(seconds) * size,
         "peak_memory_bytes": rounds.peak[index],
+    }
+
+
+def _straight_row(decoder: _Decoder, plain: Setting, rounds: Rounds, best: list[float]) -> dict[str, Any]:
+    """The row of the straight loop, the last setting of the rounds."""
+    seconds, size = rounds.seconds[-1], decoder.batch_size
+    return {
+        **facts_of(plain),
+        **dict(name=NAME, window=None, sampler=None, lossless=True),
+        **dict(batch_size=size, tokens=decoder.length, samples=len(seconds) * size),
+        **call_costs(decoder.pipe.transformer, plain, size),
+        **summarise_row(seconds, rounds.calls[-1], best, decoder.length),
+        "identical_samples": rounds.identical[-1],
+        "peak_memory_bytes": rounds.peak[-1],
+        "phase_ms_per_call": {},
+        "gap_ms_per_call": None,
     }
 
 

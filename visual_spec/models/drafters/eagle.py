@@ -27,7 +27,7 @@ from visual_spec.models.next_token.llamagen import (
     TransformerBlock,
     feed_forward_width,
     rotary_table,
-    rotate,
+    turns_of,
 )
 
 
@@ -178,8 +178,8 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             parent = (before * nodes).amax(-1).clamp_(max=state.tree.shape[1] - 1)
             features = torch.where(before.any(-1, keepdim=True), state.tree[rows, parent], features)
         hidden = self._mix(state.target, tokens, features)
-        table = state.rotary[slots.clamp_max(num_tokens - 1)]
-        q, k, v = self._project(hidden, table)
+        turns = turns_of(state.rotary[slots.clamp_max(num_tokens - 1)])
+        q, k, v = self.block.attention.project(self.block.attention_norm(hidden), turns)
         keys, values = state.cache.update(0, k, v)
         hidden = hidden + self.block.attention.attend(q, keys, values, seen[:, None])
         predicted = self._finish(state.target, hidden)
@@ -198,10 +198,6 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     def _mix(self, target: LlamaGenTransformer, tokens: Tensor, features: Tensor) -> Tensor:
         return self.fc(torch.cat([self.embedding_norm(target.tok_embeddings(tokens)), features], -1))
-
-    def _project(self, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.block.attention.project(self.block.attention_norm(hidden))
-        return rotate(q, table), rotate(k, table), v
 
     def _finish(self, target: LlamaGenTransformer, hidden: Tensor) -> Tensor:
         return target.norm(hidden + self.block.feed_forward(self.block.ffn_norm(hidden)))
@@ -226,7 +222,7 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             One [R, N, dim] for each step: features of slots 1 to N. In step t the first t - 1 have no meaning.
         """
         length = tokens.shape[1]
-        table = self.rotary_table()[None, :length].to(tokens.device)
+        turns = turns_of(self.rotary_table()[None, :length].to(tokens.device))
         distance = torch.arange(length, device=tokens.device)
         distance = distance[:, None] - distance  # [N, N], query slot minus key slot
         outputs: list[Tensor] = []
@@ -235,7 +231,8 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             if step:
                 features = shift(outputs[-1], 1)
             hidden = self._mix(target, tokens, features)
-            q, k, v = (part.transpose(1, 2) for part in self._project(hidden, table))
+            projected = self.block.attention.project(self.block.attention_norm(hidden), turns)
+            q, k, v = (part.transpose(1, 2) for part in projected)
             cached.append((k, v))
             mixed = attend_unrolled(q, cached, distance)
             hidden = hidden + self.block.attention.wo(mixed.transpose(1, 2).flatten(2))

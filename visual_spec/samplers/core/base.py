@@ -39,6 +39,7 @@ from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.core.window import AUTO, WindowPolicy, adaptive
 
 Callback = Callable[[int, Tensor], Any]
+_AHEAD = 32  # slots behind the window whose noise is drawn with it on the host
 STOP = "stop"  # what a callback returns to end the decode
 
 
@@ -192,6 +193,7 @@ class State:
             near: bool [B, N], the near-ties among the slots, where they are counted.
         """
         if near is not None:
+            assert self.near_ties is not None
             taken = torch.arange(near.shape[1], device=near.device) < count[:, None]
             self.near_ties = self.near_ties + (near & taken & (slots < num_tokens)).sum(1)
         self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
@@ -339,7 +341,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         watch.lap("prefill", device)
         checked = CheckedLaw(law, self.num_slots(model, parts), deferred=device.type == "cuda")
         rule = self.rule(model, parts, device)
-        noise = CounterNoise(keys, device)
+        keep = self.window_of(model) + _AHEAD if device.type == "cpu" else 0
+        noise = CounterNoise(keys, device, keep=keep)
         run = Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
         run.fixed_width = self.fixed_width
         if (

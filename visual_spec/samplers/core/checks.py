@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -163,6 +164,9 @@ class CheckedLaw:
         """
         allowed = self.law.allowed
         inside = logits if allowed is None else logits[..., slice(*allowed)]
+        # One number for all: a row that defines no law has a largest logit of nan, +inf or -inf.
+        if not self.deferred and math.isfinite(float(inside.amax(-1).sum())):
+            return self.law(logits, guided, slots)
         repeats = logits.shape[0] // slots.shape[0]
         bad = non_finite(inside) & (slots < self.num_tokens).repeat(repeats, 1)  # [R, W]
         if self.deferred:

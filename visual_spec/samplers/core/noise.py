@@ -13,7 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.draw import categorical_reference, race_reference
+from visual_spec.kernels.draw import race_reference
+from visual_spec.kernels.launch import on_host
 from visual_spec.kernels.philox import SCALAR_BLOCK, philox_log_exponential, philox_normal, philox_uniform
 
 # Purposes of draws. Two draws of one sample and slot are independent when their stream or round differs.
@@ -98,21 +99,31 @@ class CounterNoise:
     Args:
         keys: int64 [B], one key a sample (`draw_keys`).
         device: where the noise is made; must be the device of the `slots` given later.
+        keep: slots of a row whose own noise (stream `TOKEN`, round 0) is drawn at once and kept, for calls that ask for
+            some of them again, or for the next ones. Only on the host: there a draw for a few slots costs nearly as
+            much as one for many. 0: none.
 
     `slots` are grid slots, int64 [B, W], at least 0 (the low 32 bits count). `stream` is the purpose of the draw.
     `round` gives fresh numbers to repeated draws for one slot: an int, or an int64 tensor [], [B], or [B, W].
     """
 
-    def __init__(self, keys: Tensor, device: torch.device | str) -> None:
+    def __init__(self, keys: Tensor, device: torch.device | str, *, keep: int = 0) -> None:
         if keys.dim() != 1 or keys.dtype != torch.int64:
             raise ValueError(
                 f"keys are {keys.dtype} of shape {tuple(keys.shape)}; pass int64 [B], as from draw_keys."
             )
         self.keys = keys.to(device)
+        self.keep = keep
+        self._kept: tuple[Tensor, Tensor] | None = (
+            None  # the first slot [B, 1], and minus Gumbel noise [B, keep, V]
+        )
 
     def select(self, samples: Tensor) -> None:
         """Continue with the samples long [N] only."""
         self.keys = self.keys[samples]
+        if self._kept is not None:
+            first, times = self._kept
+            self._kept = first[samples], times[samples]
 
     def uniform(
         self, slots: Tensor, stream: int, round: int | Tensor = 0, dtype: torch.dtype = torch.float32
@@ -153,7 +164,32 @@ class CounterNoise:
             log_probs: [B, W, V] float32 or float64, -inf outside the support; need not be normalised. The
                 noise of the two types agrees up to rounding.
         """
-        return categorical_reference(log_probs, self.keys, slots, stream, round)
+        own = stream == TOKEN and isinstance(round, int) and round == 0
+        times = self._own_times(log_probs, slots) if own else None
+        if times is None:
+            vocab_size, dtype = log_probs.shape[-1], log_probs.dtype
+            times = philox_log_exponential(self.keys, slots, vocab_size, stream, round, dtype)
+        # A race: each token has an exponential time, divided by its probability, and the least time wins.
+        return times.sub_(log_probs).argmin(-1)
+
+    def _own_times(self, log_probs: Tensor, slots: Tensor) -> Tensor | None:
+        """A copy of the kept noise of `slots`, as minus a Gumbel [B, W, V]; None where they are too many to keep."""
+        if not 0 < slots.shape[1] <= self.keep or not on_host(slots):
+            return None
+        vocab_size, dtype = log_probs.shape[-1], log_probs.dtype
+        if self._kept is not None and (self._kept[1].shape[-1], self._kept[1].dtype) == (vocab_size, dtype):
+            first, times = self._kept
+            places = slots - first
+            if int(places.min()) >= 0 and int(places.max()) < self.keep:
+                return times[torch.arange(len(slots))[:, None], places]
+        first = slots.amin(1, keepdim=True)
+        places = slots - first
+        if int(places.max()) >= self.keep:
+            return None
+        drawn = first + torch.arange(self.keep)
+        times = philox_log_exponential(self.keys, drawn, vocab_size, TOKEN, 0, dtype)
+        self._kept = first, times
+        return times[torch.arange(len(slots))[:, None], places]
 
     def race(
         self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0
