@@ -566,6 +566,14 @@ class MaskedModel(Protocol):
         ...
 
 
+class TimedMaskedModel(MaskedModel, Protocol):
+    """A masked model that is told how far the decode is."""
+
+    def set_time(self, state: Any, past: float) -> None:
+        """Hold the share of a codebook's steps that are over, from 0 at its first step, for the calls that follow."""
+        ...
+
+
 class ReusingMaskedModel(MaskedModel, Protocol):
     """A masked model whose calls can go on from what an earlier one computed."""
 
