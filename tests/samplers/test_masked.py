@@ -109,6 +109,23 @@ def test_under_an_entropy_bound_rows_end_at_their_own_call():
     ).trace.target_calls.tolist() == [1, 2]
 
 
+def test_every_schedule_has_its_published_values():
+    """By hand: cos(30 degrees), and powers of a quarter or a half. A few tokens round alike under different powers."""
+    values = {
+        ("cosine", 1 / 3): 0.8660254037844386,
+        ("arccos", 1 / 2): 2 / 3,
+        ("linear", 1 / 4): 0.75,
+        ("square", 1 / 2): 0.75,
+        ("cubic", 1 / 2): 0.875,
+        ("root", 1 / 4): 0.5,
+        ("power_2.5", 1 / 4): 1 - 1 / 32,
+    }
+    assert {name for name, _ in values} == set(masking.SCHEDULES)
+    for (name, u), share in values.items():
+        assert masking.SCHEDULES[name](u) == pytest.approx(share, abs=1e-12)
+        assert masking.SCHEDULES[name](0) == pytest.approx(1) and abs(masking.SCHEDULES[name](1)) < 1e-12
+
+
 def test_counts_that_should_be_whole_are():
     assert counts("linear", "magnet", 11, 10) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1]
     assert counts("linear", "maskgit", 10, 10) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
