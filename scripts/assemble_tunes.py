@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE
@@ -81,8 +82,20 @@ def main() -> None:
         if folder is not None:
             record = json.loads((folder / "training.json").read_text())
             write_json(arguments.out / part / "training.json", record)
+    if masked:
+        round_matrices(arguments.out / "transformer")
     if arguments.shared_with is not None:
         share_equal_parts(arguments.out, arguments.shared_with)
+
+
+def round_matrices(folder: Path) -> None:
+    """Round the matrices of a stored model of transformers to 8 bits (e4m3), and say so in its config.json."""
+    path, weights = folder / "model.safetensors", {}
+    for name, value in load_file(path).items():
+        weights[name] = value.to(torch.float8_e4m3fn) if value.ndim == 2 else value
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | {"stored_as": "float8_e4m3fn"})
 
 
 def share_equal_parts(out: Path, other: Path) -> None:

@@ -10,6 +10,7 @@ build of torch about 6 GB.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -22,19 +23,21 @@ ROOT = Path(__file__).parent.parent
 PROMPTS = {
     "image": "a large red circle on a plain sky background",
     "audio": "a slow sad organ melody in A minor",
+    "video": "a large red circle moves left on a plain sky background",
 }
 DRAW = """
-import sys, visual_spec
+import json, sys, visual_spec
 from importlib.metadata import version
 from visual_spec.pipelines.embedded import embedded_models
 from visual_spec.pipelines.loading import load_pipeline
-print({name: version(name) for name in sys.argv[3:]})
+print({name: version(name) for name in sys.argv[2:]})
 for name in visual_spec.__all__:
     getattr(visual_spec, name)
+prompts = json.loads(sys.argv[1])
 for name in embedded_models():
     pipe = load_pipeline(name)
     pipe.set_progress_bar_config(disable=True)
-    asked = 0 if hasattr(pipe, "label_ids") else sys.argv[1 if pipe.medium == "image" else 2]
+    asked = 0 if hasattr(pipe, "label_ids") else prompts[pipe.medium]
     pipe(asked)
     print(name, pipe.last_trace.summary())
 """
@@ -71,7 +74,7 @@ def main() -> None:
         if subprocess.run(install, cwd=folder).returncode:
             sys.exit("these versions cannot be installed together; raise the bounds that pip names")
         # Not from the repository, whose folder would hide the installed package.
-        draw = [python, "-c", DRAW, *PROMPTS.values(), *wanted]
+        draw = [python, "-c", DRAW, json.dumps(PROMPTS), *wanted]
         if subprocess.run(draw, cwd=folder).returncode:
             sys.exit("the package does not work with these versions")
 

@@ -222,6 +222,8 @@ def test_bad_input_is_one_line_and_writes_nothing(model, tmp_path, capsys, argum
 def test_unusable_device_is_refused(model, tmp_path, capsys):
     assert cli.main(["generate", PROMPT, "--model", model, "--out", str(tmp_path), "--device", "abacus"]) == 2
     assert "--device abacus is no device" in capsys.readouterr().err
+    assert cli.main(["generate", PROMPT, "--model", model, "--out", str(tmp_path), "--device", ""]) == 2
+    assert "--device '' is no device" in capsys.readouterr().err
     assert cli.main(["generate", PROMPT, "--model", model, "--out", str(tmp_path), "--device", "meta"]) == 2
     assert "--device meta holds no numbers" in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 import warnings
 import zipfile
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import safe_open
+from tqdm import tqdm
 
 from tests.attack.ground import Ground, generate
 from tests.eval.quality import test_evaluate
@@ -117,6 +119,8 @@ def run(work: Work, folder: Path, after: float | None) -> float | None:
     if child == 0:
         status = 1
         try:
+            # tqdm's own lock is shared by all children, and one that dies with it would stop all others.
+            tqdm.set_lock(threading.RLock())
             with open(folder / "log.txt", "w") as log, contextlib.redirect_stdout(log):
                 with contextlib.redirect_stderr(log), warnings.catch_warnings():
                     warnings.simplefilter("ignore")

@@ -26,7 +26,7 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages, published_code_stages
+from visual_spec.samplers.scales import CODE_LAW, ScaleWiseSampler, Stage, code_stages
 
 ROOT = Path(__file__).parents[2]
 SIDES = (1, 2, 3, 4)
@@ -381,7 +381,10 @@ def test_official_files(tmp_path, monkeypatch):
     one = ScaleImagePipeline.from_official(*paths[:2])
     assert one(0, generator=seeded(1)).tokens.equal(make()(0, generator=seeded(1)).tokens)
     two = ScaleImagePipeline.from_official(*paths[:2], refiner=paths[2], num_draft_scales=3)
-    published = published_code_stages(two.transformer, two.refiner, 3)
+    published = [
+        Stage(two.transformer if k < 3 else two.refiner, range(k, k + 1), CODE_LAW, 1.1 if k < 7 else 1.0)
+        for k in range(len(SIDES))
+    ]
     assert two([3, 1, 0], generator=seeded(1, 2, 3)).tokens.equal(
         straight(published, [3, 1, 0], [1, 2, 3]).tokens
     )

@@ -15,13 +15,11 @@ from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
 from visual_spec.samplers.scales import (
-    CODE_LAW,
     ScaleTrace,
     ScaleWiseSampler,
     Stage,
     code_stages,
     law_at_scale,
-    published_code_stages,
 )
 
 SIDES = (1, 2, 3, 4)
@@ -162,22 +160,6 @@ def test_guidance_ramps_as_published():
         assert (law(logits if law.guided else logits[:3], law.guided) - want).abs().max() < 1e-12
     unguided = TokenLaw(guidance_scale=0.5)
     assert law_at_scale(unguided, 0.5) is unguided
-
-
-def test_the_published_schedule_of_collaborative_decoding():
-    sides = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
-    large, small = TableScaleModel(sides[:1], 2), TableScaleModel(sides[:1], 2)
-    large.scales = small.scales = sides
-    for split in (6, 7, 8, 9):
-        stages = published_code_stages(large, small, split)
-        found = [(stage.model is large, k, stage.late_temperature) for stage in stages for k in stage.scales]
-        assert found == [(k < split, k, 1.1 if k < 7 else 1.0) for k in range(10)]
-        assert all(stage.law is CODE_LAW for stage in stages)
-    assert [stage.scales for stage in published_code_stages(large, small)] == [
-        range(7),
-        range(7, 8),
-        range(8, 10),
-    ]
 
 
 def test_smooth_tokens_are_mixtures_of_codes():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -88,6 +90,31 @@ def test_saved_weights_are_those_trained(readers, tmp_path: Path):
     loaded = MaskedImageTransformer.from_pretrained(tmp_path)
     for name, value in model.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+def test_a_run_that_starts_from_another_goes_on_with_its_weights_and_says_so(
+    readers, tmp_path: Path, monkeypatch
+):
+    for part, name in zip(readers, ("text_encoder", "vq_model"), strict=True):
+        part.save_pretrained(tmp_path / "shapes" / name)
+
+    def run(name: str, *more: str) -> dict:
+        command = (
+            f"x --shapes {tmp_path / 'shapes'} --out {tmp_path / name} --steps 3 --batch-size 8 --scenes 16"
+        )
+        command += " --dim 16 --num-layers 2 --num-heads 2 --judged-prompts 0"
+        monkeypatch.setattr(sys, "argv", [*command.split(), *more])
+        masked_image.main()
+        return json.loads((tmp_path / name / "training.json").read_text())
+
+    first = run("first", "--learning-rate", "0.01")
+    second = run("second", "--learning-rate", "0", "--start-from", str(tmp_path / "first"))
+    assert (
+        second["held_out_loss"]
+        == first["held_out_loss"]
+        != run("fresh", "--learning-rate", "0")["held_out_loss"]
+    )
+    assert second["started_from"] == {key: value for key, value in first.items() if key != "loss"}
 
 
 def test_hidden_shares_follow_the_arccos_law():

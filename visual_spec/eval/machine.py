@@ -51,9 +51,11 @@ def choose_device(name: str | None) -> torch.device:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        device = torch.device(name or ("cuda" if count else "cpu"))
+        device = torch.device(("cuda" if count else "cpu") if name is None else name)
     except RuntimeError as error:
-        raise ValueError(f"--device {name} is no device; pass cpu, cuda, or cuda:1 and the like.") from error
+        raise ValueError(
+            f"--device {name or repr(name)} is no device; pass cpu, cuda, or cuda:1 and the like."
+        ) from error
     if device.type == "meta":
         raise ValueError("--device meta holds no numbers; pass --device cpu, or leave it out.")
     if device.type == "cuda" and (device.index or 0) >= count:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise, takewhile
+from itertools import accumulate, groupby, takewhile
 from typing import Any
 
 import torch
@@ -83,25 +83,6 @@ def code_stages(
     return [
         Stage(large, range(num_draft_scales), law),
         Stage(small, range(num_draft_scales, count), small_law),
-    ]
-
-
-def published_code_stages(large: ScaleModel, small: ScaleModel, num_draft_scales: int = 8) -> list[Stage]:
-    """Return `code_stages` with the settings of the published figures: `CODE_LAW`, with the first seven scales warmer.
-
-    Raises:
-        ValueError: as in `code_stages`.
-    """
-    count = _check_split(large, num_draft_scales)
-    bounds = sorted({0, min(CODE_WARM_SCALES, count), num_draft_scales, count})
-    return [
-        Stage(
-            large if first < num_draft_scales else small,
-            range(first, stop),
-            CODE_LAW,
-            CODE_WARM_TEMPERATURE if first < CODE_WARM_SCALES else 1.0,
-        )
-        for first, stop in pairwise(bounds)
     ]
 
 

@@ -12,6 +12,7 @@ Weights change the law that is learned, so later all tokens weigh the same.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -248,6 +249,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=HELP)
     parser.add_argument("--shapes", type=Path, required=True, help="folder with vq_model/ and text_encoder/")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights and training.json")
+    parser.add_argument(
+        "--start-from", type=Path, help="folder of an earlier run to go on with, at a new rate"
+    )
     for name in ("steps", "batch_size", "scenes", "learning_rate", "seed"):
         value = getattr(defaults, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
@@ -267,11 +271,18 @@ def main() -> None:
     vq_model: Any = VQModel.from_pretrained(given.shapes / "vq_model", torch_dtype=torch.float32)
     encoder: Any = CaptionEncoder.from_pretrained(given.shapes / "text_encoder", torch_dtype=torch.float32)
     vq_model, encoder = vq_model.eval().to(given.device), encoder.eval().to(given.device)
-    size = {name: getattr(given, name) for name in ("dim", "num_layers", "num_heads")}
-    model: Any = new_model(vq_model, encoder, **size).to(given.device)
+    if given.start_from is None:
+        size = {name: getattr(given, name) for name in ("dim", "num_layers", "num_heads")}
+        model: Any = new_model(vq_model, encoder, **size)
+    else:
+        model = MaskedImageTransformer.from_pretrained(given.start_from, torch_dtype=torch.float32)
+    model = model.to(given.device)
     names = ("steps", "batch_size", "scenes", "learning_rate", "bfloat16", "compile", "seed")
     settings = MaskedImageTraining(**{name: getattr(given, name) for name in names})
     record = train_masked_image(model, encoder, vq_model, settings, given.out, workers=given.workers)
+    if given.start_from is not None:
+        earlier = json.loads((given.start_from / "training.json").read_text())
+        record["started_from"] = {key: value for key, value in earlier.items() if key != "loss"}
     if given.eight_bits:
         round_matrices(model, given.out)
     prompts, accuracy = held_out_prompts(given.judged_prompts), {}

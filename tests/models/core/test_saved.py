@@ -158,3 +158,20 @@ def test_models_of_transformers_are_compared_with_their_files(codec_folder, tmp_
         model = EncodecModel.from_pretrained(changed(folder, change))
         with pytest.raises(ValueError, match=f"{folder}.*{message}"):
             check_transformers_model(folder, model)
+
+
+def test_models_of_transformers_are_read_in_eight_bits_where_their_configuration_says_so(
+    codec_folder, tmp_path
+):
+    folder, key = tmp_path / "codec", "quantizer.layers.0.codebook.embed"
+    shutil.copytree(codec_folder, folder)
+    changed(folder, lambda w: w.update({key: w[key].to(torch.float8_e4m3fn)}))
+    model = EncodecModel.from_pretrained(folder, dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"{key} is of torch.float8_e4m3fn"):
+        check_transformers_model(folder, model)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "stored_as": "float8_e4m3fn"}))
+    model = EncodecModel.from_pretrained(folder, dtype=torch.float32)
+    check_transformers_model(folder, model)
+    whole = EncodecModel.from_pretrained(codec_folder).state_dict()[key]
+    assert torch.equal(model.state_dict()[key], whole.to(torch.float8_e4m3fn).float())

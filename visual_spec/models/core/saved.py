@@ -188,7 +188,8 @@ def _counts_parts(name: str) -> bool:
 def check_transformers_model(folder: Path, model: Any, variant: str | None = None) -> None:
     """Refuse a model of transformers that was loaded from a folder whose weights do not match it.
 
-    transformers fills in missing weights at random, and casts any dtype, at most with a warning.
+    transformers fills in missing weights at random, and casts any dtype, at most with a warning. Matrices in 8 bits
+    (e4m3) are accepted where config.json says `"stored_as": "float8_e4m3fn"`.
 
     Args:
         folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
@@ -211,7 +212,8 @@ def check_transformers_model(folder: Path, model: Any, variant: str | None = Non
             f"{folder} does not hold the {type(model).__name__} of its config.json: {difference}; copy or download it "
             "again."
         )
-    _check_dtypes(folder, weights, expected, FLOATING)
+    eight_bits = getattr(model.config, "stored_as", None) == "float8_e4m3fn"
+    _check_dtypes(folder, weights, expected, (*FLOATING, *[torch.float8_e4m3fn] * eight_bits))
     check_finite({key: expected[key] for key in weights if expected[key].dtype in FLOATING}, str(folder))
 
 

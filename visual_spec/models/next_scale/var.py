@@ -179,7 +179,7 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
     _repeated_blocks = ["VARBlock"]
     _no_split_modules = ["VARBlock"]
 
-    stored_as = (torch.float8_e4m3fn,)  # the feed-forward matrices of the embedded one
+    stored_as = (torch.float8_e4m3fn,)  # the matrices of the blocks of the embedded one
 
     @register_to_config
     def __init__(
