@@ -28,6 +28,7 @@ from visual_spec.samplers.core import masked_reuse
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_choice, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.graph import check_graph, wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import (
     at_least_one,
@@ -36,6 +37,7 @@ from visual_spec.samplers.core.masked_checks import (
     check_rescorer,
     check_reuse,
 )
+from visual_spec.samplers.core.masked_graph import RecordedCalls
 from visual_spec.samplers.core.masked_reuse import (
     full_calls,
     group_width,
@@ -104,6 +106,8 @@ class MaskedSampler(Sampler):
         reuse_from: share of the calls of a codebook that are full before any reuse.
         reuse_by: "recap" (keys and values: calls of the tokens that they may keep) or "shortcut" (features: a small
             network in place of the model).
+        graph: replay the model's calls as CUDA graphs (`core.masked_graph`). "auto": wherever possible. Not with the
+            shortcut.
         measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
             `_measured`. The trace reports it; its time does not count as decoding.
 
@@ -126,6 +130,7 @@ class MaskedSampler(Sampler):
     takes = ("given", "rescorer", "rescorer_condition", "shortcut")
     promise = "lossy"
     counts_prefill = False
+    records_steps = False
 
     @register_to_config
     def __init__(
@@ -151,8 +156,12 @@ class MaskedSampler(Sampler):
         reuse_by: str = "recap",
         falls: str = "after",
         score_temperature: float | None = None,
+        graph: bool | str = False,
     ) -> None:
         check_flag("measure", measure)
+        check_graph(graph)
+        if graph is True and reuse and reuse_by == "shortcut":
+            raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
         for name, value, known in [
             ("schedule", schedule, SCHEDULES),
             ("clock", clock, CLOCKS),
@@ -218,8 +227,11 @@ class MaskedSampler(Sampler):
         if given is not None:
             tokens.copy_(given.reshape(shape))
         steps = self._steps(run.model, given)
+        by_shortcut = self.config.reuse and self.config.reuse_by == "shortcut"
+        recording = wants_graph(self.config.graph, run.model) and not by_shortcut
         return MaskedState(
             cache=run.cache,
+            calls=RecordedCalls(run.model, run.cache) if recording else run.model,
             tokens=tokens,
             entry_call=torch.full_like(tokens, -1),
             target_calls=torch.zeros_like(tokens[:, 0, 0]),
@@ -313,15 +325,12 @@ class MaskedSampler(Sampler):
                 return self._by_shortcut(run, state, stage, codebook, step)
             assert stage.places is not None
             state.whole_calls += min(stage.places.shape[1] / length, 1.0)
-            return run.model(cache, tokens, codebook, places=stage.places)
+            return state.calls(cache, tokens, codebook, places=stage.places)
         state.whole_calls += 1
         last = last_of_group(stage.full, step)
         if last == step:
-            return run.model(cache, tokens, codebook)
-        width = group_width(stage.shares, stage.hidden.shape[1], self.config.span, step, last)
-        return run.model(
-            cache, tokens, codebook, keep=min(width, length) if self.config.reuse_by == "recap" else 0
-        )
+            return state.calls(cache, tokens, codebook)
+        return state.calls(cache, tokens, codebook, keep=stage.room if self.config.reuse_by == "recap" else 0)
 
     def _by_shortcut(self, run: Run, state: MaskedState, stage: Stage, codebook: int, step: int) -> Tensor:
         """Logits `[R, L, V]` of the features that the shortcut makes of those of the call before."""
@@ -342,8 +351,10 @@ class MaskedSampler(Sampler):
         length = run.model.grid.num_tokens
         group = stage.hidden & ~least_sure(score, stage.hidden, stage.counts[last + 1])
         group = stage.unknown & Spans(length, self.config.span).spread(group)
-        width = group_width(stage.shares, stage.hidden.shape[1], self.config.span, step, last)
-        stage.score, stage.places = score, places_of(group, min(width, length))
+        stage.score, stage.places = (
+            score,
+            places_of(group, self._group_width(stage.shares, length, step, last)),
+        )
 
     def _measured(
         self, run: Run, state: MaskedState, codebook: int, step: int, logits: Tensor, kept: Tensor
@@ -369,7 +380,7 @@ class MaskedSampler(Sampler):
         left = kept & (rank >= shown[:, None])
         tested = state.tokens.clone()
         tested[..., codebook] = tokens.masked_fill(left, run.model.mask_id)
-        chained = run.model(state.cache, tested, codebook)
+        chained = state.calls(state.cache, tested, codebook)
         ignored = torch.where(left, slots, run.num_tokens)
         guided = run.law.law.guided
         used, wanted = (
@@ -396,7 +407,18 @@ class MaskedSampler(Sampler):
         order = fixed_order(score, grid, spans, run.noise, units) if score in FIXED_ORDERS else None
         entries = _counters(grid.num_tokens, *counters)
         full = full_calls(state.steps[codebook], self.config.reuse, self.config.reuse_from)
-        return Stage(unknown, hidden, shares, counts, entries, units, order, full)
+        groups = [(step, last_of_group(full, step)) for step in range(len(full)) if full[step]]
+        widths = [
+            self._group_width(shares, grid.num_tokens, *group) for group in groups if group[0] < group[1]
+        ]
+        return Stage(
+            unknown, hidden, shares, counts, entries, units, order, full, room=max(widths, default=0)
+        )
+
+    def _group_width(self, shares: Sequence[float], length: int, first: int, last: int) -> int:
+        """Places of the calls of the group that steps `first` to `last` keep."""
+        units = Spans(length, self.config.span).count
+        return min(group_width(shares, units, self.config.span, first, last), length)
 
     def _unit_scores(
         self,
@@ -497,6 +519,7 @@ class MaskedSampler(Sampler):
                 "entropy_bound=None: the bound is for models of one."
             )
         check_reuse(model, self.config, parts)
+        wants_graph(self.config.graph, model)  # refuses what cannot be recorded
         if parts.get("given") is not None:
             check_given(model, parts["given"], batch_size)
         if parts.get("rescorer") is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -506,10 +506,12 @@ class MaskedState:
     Attributes:
         guided: whether there are unconditional rows.
         device: device of tokens and logits.
+        fixed: whether what calls keep stays at its address from call to call, if all keep as much.
     """
 
     guided: bool
     device: torch.device
+    fixed: ClassVar[bool] = False
 
     def rows(self, samples: Tensor, count: int) -> Tensor:
         """Return the rows, out of `count`, of some samples, long [N]; when guided, both rows of each."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,8 @@ class MageState(MaskedState):
             and scratch places.
         features: [B, L, decoder_dim], what that call had before the head.
     """
+
+    fixed: ClassVar[bool] = True
 
     held: tuple[StaticCache, StaticCache] | None = None
     features: Tensor | None = None
@@ -182,7 +184,9 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
             return self.scores(state, self._features(ids, at))
         if places is None:
             assert keep is not None
-            state.held = self._room(len(ids), ids.shape[1] + keep)
+            size = ids.shape[1] + keep
+            if state.held is None or state.held[0].num_slots != size:
+                state.held = self._room(len(ids), size)
             written = at
         else:
             if state.held is None:

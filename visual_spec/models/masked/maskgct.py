@@ -331,6 +331,11 @@ class _SpeechDecoder(nn.Module):
         self.grid = TokenGrid(1, num_frames, codebooks=codebooks)
         self.vocab_size = self.mask_id = vocab_size
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
     def given(self, lengths: Sequence[int], device: torch.device | None = None) -> Tensor:
         """Return the sampler's `given`, long [B, L, K]: what is behind the end of a sample is not decoded."""
         ends = torch.tensor(lengths, device=device)[:, None]
