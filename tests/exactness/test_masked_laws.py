@@ -93,7 +93,7 @@ def law_of_sampler(
     **options,
 ) -> dict[Tokens, float]:
     rows = len(noise.weight)
-    monkeypatch.setattr(base, "CounterNoise", lambda keys, device: noise)
+    monkeypatch.setattr(base, "CounterNoise", lambda keys, device, **kept: noise)
     monkeypatch.setattr(base, "draw_keys", lambda generator, batch_size: torch.zeros(batch_size))
     given = options.pop("given", None)
     if given is not None:

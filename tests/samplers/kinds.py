@@ -145,7 +145,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         steps=3, schedule="arccos", clock="magnet", score="probability", choice_temperature=0.5, span=2,
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
         rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
-        reuse=0, reuse_from=0.25, reuse_by="shortcut",
+        reuse=0, reuse_from=0.25, reuse_by="shortcut", falls="before", score_temperature=0.8, graph="auto",
     ),
     "ContinuousSampler": dict(
         steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,

@@ -70,7 +70,7 @@ def output_law(run: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch, size:
     choices: list[int] = []
     while True:
         script = Script(choices)
-        monkeypatch.setattr(base, "CounterNoise", lambda keys, device: script)  # noqa: B023
+        monkeypatch.setattr(base, "CounterNoise", lambda keys, device, **kept: script)  # noqa: B023
         total[run()] += script.probability
         # The next leaf in depth-first order: advance the last choice that has an alternative left.
         while script.made:

@@ -196,7 +196,7 @@ def test_the_law_of_whole_pictures_by_enumeration(monkeypatch, law):
     model, tokenizer = tiny_infinity(bits=2, scales=(1, 2)), tiny_bits(bits=2, scales=(1, 2))
     pictures = torch.tensor(list(itertools.product(range(2), repeat=10)))
     noise = ForcedNoise(pictures)
-    monkeypatch.setattr(base, "CounterNoise", lambda keys, device: noise)
+    monkeypatch.setattr(base, "CounterNoise", lambda keys, device, **kept: noise)
     one = some(captions(), torch.tensor([0]))
     condition = TextCondition(one.features.expand(1024, -1, -1), one.mask.expand(1024, -1))
     result = ScaleWiseSampler(ramp=False)(model, tokenizer, condition, law=law, batch_size=1024)

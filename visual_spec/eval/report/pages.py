@@ -191,8 +191,10 @@ def contact_sheet(rows: Sequence[ComparisonRow]) -> Image.Image:
             draw_text(draw, (margin, y), line, 18, INK)
             y += 24
         number, unit = row.headline
-        draw_text(draw, (margin, top + panel - 92), number, 44, INK, bold=True)
-        draw_text(draw, (margin + text_width(number, 44) + 9, top + panel - 66), unit, 16, MUTED)
+        room = side - text_width(unit, 16) - 9
+        size = next(size for size in range(44, 0, -2) if text_width(number, size) <= room or size < 16)
+        draw_text(draw, (margin, top + panel - 48 - size), number, size, INK, bold=True)
+        draw_text(draw, (margin + text_width(number, size) + 9, top + panel - 66), unit, 16, MUTED)
         verdict, colour = row.verdict, GOOD if row.identical else MUTED
         draw_text(draw, (margin, top + panel - 22), verdict, 16, colour)
         for x, picture in zip(columns, (row.plain_image, row.fast_image), strict=False):

@@ -34,7 +34,7 @@ from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
-from visual_spec.models.next_token.llamagen import rotate
+from visual_spec.models.next_token.llamagen import rotate, turns_of
 
 # Tokens per side of each map, by picture size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {
@@ -106,7 +106,8 @@ class Attention(nn.Module):
         scale = self.scale_mul_1H11.to(wide).clamp_max(_LARGEST_SCALE).exp()
         q, k = F.normalize(q.to(wide), dim=-1) * scale, F.normalize(k.to(wide), dim=-1)
         if rotation is not None:
-            q, k = (rotate(part.transpose(1, 2), rotation[None]).transpose(1, 2) for part in (q, k))
+            pairs = torch.stack([q, k], 1).permute(0, 3, 1, 2, 4)  # [R, W, 2, H, D]
+            q, k = rotate(pairs, turns_of(rotation[None])).permute(2, 0, 3, 1, 4)
         # Rounded back to the model's dtype: float32 keys would double the cache.
         return q.to(x.dtype), k.to(x.dtype), v
 
