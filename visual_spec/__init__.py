@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.pipelines.mage_image import MageImagePipeline
     from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
     from visual_spec.pipelines.masked_image import MaskedImagePipeline
+    from visual_spec.pipelines.maskgct import MaskgctPipeline
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
     from visual_spec.pipelines.video import VideoPipeline
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
@@ -57,6 +58,7 @@ _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "MageImagePipeline": "visual_spec.pipelines.mage_image",
     "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
     "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
+    "MaskgctPipeline": "visual_spec.pipelines.maskgct",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
     "Stage": "visual_spec.samplers.scales",
     "TokenGrid": "visual_spec.models.core.protocol",

@@ -131,6 +131,13 @@ class BranchingNoise(CounterNoise):
             found.append(torch.stack(tokens, 1))
         return torch.stack(found, 1) if found else slots.new_zeros(*slots.shape, count)
 
+    def race(
+        self, log_probs: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Margins have no law that could be asked for: all are infinite, which is one of the choices they lead to."""
+        tokens = self.categorical(log_probs, slots, stream, round)
+        return tokens, torch.full_like(log_probs[..., 0], torch.inf)
+
     def bernoulli(self, probability: Tensor, slots: Tensor, stream: int, round: int | Tensor = 0) -> Tensor:
         self._fresh("scalar", slots, stream, round)
         return self._each(torch.stack([1 - probability, probability], -1), slots) == 1

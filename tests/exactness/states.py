@@ -88,6 +88,7 @@ def _whole_key(value: Any) -> Iterator[Tensor]:
 # Read by no later call of the same width.
 _BOOKKEEPING = {"round", "target_calls", "commit_call", "meter", "width"}
 _CHAIN = {"cache", "drafter_cache", "tokens", "lengths", "label", "pending", "refused_law", "fed"}
+_OF_DRAFTS = {"given", "steady"}  # by slot: what a second source looks at
 
 
 def _scrub(values: Tensor, out: Tensor, absurd: int) -> Tensor:
@@ -106,13 +107,14 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     text was committed says nothing about the noise of the slots behind it. Of states with fields that are not known
     here, all noise is kept, and all that the fields hold tells states apart.
     """
-    others = [field.name for field in fields(state) if field.name not in _CHAIN | _BOOKKEEPING]
+    others = [field.name for field in fields(state) if field.name not in _CHAIN | _BOOKKEEPING | _OF_DRAFTS]
     books, length = (1 if run.pattern is None else run.pattern.codebooks), run.num_tokens
     held = widest(sampler.config.window) - 1 if hasattr(state, "label") else 0
     horizon, absurd = (state.lengths + held).clamp(max=length), run.model.vocab_size - 1
     state.tokens = _scrub(state.tokens, ~_before(horizon, state.tokens.shape[1]), absurd)
     state.commit_call = torch.zeros_like(state.commit_call)
-    fed = {"cache": state.lengths - 1, "drafter_cache": getattr(state, "fed", state.lengths)}
+    drafter_fed = getattr(state, "fed", None)
+    fed = {"cache": state.lengths - 1, "drafter_cache": drafter_fed}
     for cache, until in ((getattr(state, name, None), until) for name, until in fed.items()):
         if cache is not None:
             cache.tokens = _scrub(cache.tokens, ~_before(until, cache.tokens.shape[1]), absurd)
@@ -131,8 +133,14 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     if hasattr(state, "pending"):
         state.refused_law = state.refused_law.masked_fill(~state.pending[:, None, None], -torch.inf)
         parts += [state.pending, _laws_key(state.refused_law)]
-    if hasattr(state, "fed"):
-        parts += [state.fed, state.drafter_cache.tokens]
+    if drafter_fed is not None:
+        parts += [drafter_fed, state.drafter_cache.tokens]
+    for name in sorted(_OF_DRAFTS):
+        if getattr(state, name, None) is not None:
+            known = getattr(state, name)
+            out = ~_before(horizon, known.shape[1]) | _before(state.lengths - 1, known.shape[1])
+            setattr(state, name, known.masked_fill(out, 0))
+            parts.append(getattr(state, name))
     for name in others:
         parts += _whole_key(getattr(state, name))
     return regions, parts

@@ -15,8 +15,9 @@ from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted, tree
-from visual_spec.samplers.core import verification
-from visual_spec.samplers.core.acceptance import AcceptanceRule
+from visual_spec.samplers.core import block, verification
+from visual_spec.samplers.core.acceptance import AcceptanceRule, residual
+from visual_spec.samplers.core.block import verify_block
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT
 from visual_spec.samplers.drafted import DraftedSampler
@@ -63,7 +64,7 @@ def distance(found: Enumeration, model: TabularModel, law: TokenLaw) -> float:
 # --------------------------------------------------------------------------------------------------------- chain
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "identical"])
+@pytest.mark.parametrize("acceptance", ["exact", "identical", "block"])
 @pytest.mark.parametrize("stop_below", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
 def test_chain_is_lossless(num_drafts, stop_below, acceptance):
@@ -72,7 +73,7 @@ def test_chain_is_lossless(num_drafts, stop_below, acceptance):
     assert found.calls < 3.6
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "identical"])
+@pytest.mark.parametrize("acceptance", ["exact", "identical", "block"])
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 def test_chain_is_lossless_under_guidance_and_filters(law, acceptance):
     assert distance(chain(pair(1), law, 2, 0.4, acceptance), pair(1)[0], law) < 1e-10
@@ -84,11 +85,83 @@ def test_an_early_stop_gives_up_calls():
     assert calls[0] + 0.05 < calls[1] and calls[1] + 0.05 < calls[2]
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "identical"])
+@pytest.mark.parametrize("acceptance", ["exact", "identical", "block"])
 def test_a_drafter_equal_to_the_target_has_every_draft_accepted(acceptance):
     model, _ = pair(2)
     assert chain((model, model), PLAIN, 3, 0.0, acceptance).calls == pytest.approx(2)
     assert chain((model, model), PLAIN, 1, 0.0, acceptance).calls == pytest.approx(3)
+
+
+def test_a_block_saves_calls_where_there_are_two_drafts_or_more():
+    def calls(acceptance: str, num_drafts: int) -> float:
+        return chain(pair(), PLAIN, num_drafts, acceptance=acceptance).calls
+
+    assert calls("block", 1) == pytest.approx(calls("exact", 1), abs=1e-12)  # it is the same test
+    assert calls("block", 2) < calls("exact", 2) - 1e-3
+    assert calls("block", 3) < calls("exact", 3) - 1e-3
+
+
+def expected_block(target: Any, label: Any, drafts: list[int]) -> list[tuple[float, list[float]]]:
+    """The published algorithm in plain numbers: for tau = 0, 1, ..., h (1 for none) and the law of the next token."""
+    weight, found = 1.0, []
+    for place, (p, q) in enumerate(zip(target, label, strict=True)):
+        if place:
+            x = drafts[place - 1]
+            weight = min(1.0, weight * target[place - 1][x] / label[place - 1][x])
+        left = [max(weight * a - b, 0.0) for a, b in zip(p, q, strict=True)]
+        last = place == len(drafts)
+        h = weight if last else sum(left) / (sum(left) + 1 - weight)
+        law = (
+            p if last else [each / (sum(left) or 1.0) for each in left]
+        )  # never asked for where nothing is left
+        found.append((h if place else 1.0, law))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_is_tested_as_published(seed):
+    """Probability of every number of kept drafts, and the law behind each, against plain arithmetic."""
+    generator = torch.Generator().manual_seed(seed)
+    target, label = torch.rand(2, 4, 5, generator=generator, dtype=torch.float64).softmax(-1)
+    drafts = [1, 3, 0]
+
+    class Told:
+        """Lets `kept` drafts stand, and keeps what it is asked."""
+
+        def __init__(self, kept: int) -> None:
+            self.kept = kept
+
+        def bernoulli(self, probability, slots, stream, round):
+            self.probability = probability[0].tolist()
+            return torch.arange(1, 4)[None] == self.kept
+
+        def categorical(self, law, slots, stream, round):
+            self.law, self.slot = law[0, 0].exp().tolist(), int(slots)
+            return slots * 0
+
+    published = expected_block(target.tolist(), [*label[:3].tolist(), [0.0] * 5], drafts)
+    none = label.clone()
+    none[3] = 0
+    for kept, (_, law) in enumerate(published):
+        told: Any = Told(kept)
+        found, _ = verify_block(
+            target.log()[None],
+            none.log()[None],
+            torch.tensor([[*drafts, -1]]),
+            told,
+            torch.arange(7, 11)[None],
+            1,
+        )
+        assert found.tolist() == [kept] and told.slot == 7 + kept
+        assert told.probability == pytest.approx([h for h, _ in published[1:]], abs=1e-12)
+        if any(law):
+            assert told.law == pytest.approx(law, abs=1e-12)
+
+
+def test_catches_a_block_whose_residual_forgets_the_weight(monkeypatch):
+    assert distance(chain(pair(), PLAIN, 2, acceptance="block"), pair()[0], PLAIN) < 1e-10
+    monkeypatch.setattr(block, "residual", lambda weighted, label: residual(weighted.log_softmax(-1), label))
+    assert distance(chain(pair(), PLAIN, 2, acceptance="block"), pair()[0], PLAIN) > 1e-4
 
 
 def test_catches_a_label_from_unguided_logits(monkeypatch):

@@ -194,6 +194,10 @@ WARM = TokenLaw(guidance_scale=3.0, temperature=1.7, top_p=0.8)
         (dict(steps=1), WARM),
         (dict(steps=3, clock="halton", schedule="arccos", guidance="ramp", least_guidance=1.2), WARM),
         (dict(steps=3, schedule="power_2.5", temperature="root", last_temperature=0.5), WARM),
+        (
+            dict(steps=3, schedule="linear", temperature="root", last_temperature=0.3),
+            TokenLaw(temperature=1.3),
+        ),
         (dict(steps=3, entropy_bound=0.3), TokenLaw(temperature=0.6)),
         (dict(steps=3, score="entropy", entropy_bound=0.5), WARM),
         (dict(steps=2, score="probability", entropy_bound=0.0), TokenLaw(guidance_scale=2.0)),
@@ -272,6 +276,7 @@ class TableRescorer:
         self.logits = 1.5 * torch.randn(size, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
 
     def teacher_forced(self, codes: Tensor, condition: Any) -> Tensor:
+        assert (codes != self.vocab_size).all(), "what is hidden has this model's own id"
         context = torch.zeros_like(codes[:, 0, 0])
         for entry in codes.transpose(1, 2).flatten(1).unbind(1):
             entry = torch.where(entry == self.special_id, self.vocab_size, entry)

@@ -54,7 +54,7 @@ def test_every_combination_is_lossless(window, siblings, depth, coupling, accept
 )
 def test_one_sibling_is_jacobi(window, depth, coupling, acceptance, initial_draft):
     options = ProactiveJacobiSampler(window, 1, depth, coupling, acceptance, initial_draft)
-    jacobi = SpeculativeJacobiSampler(window, coupling, acceptance, initial_draft)
+    jacobi = SpeculativeJacobiSampler(window, coupling, acceptance, initial_draft, drafts="carried")
     found = check(model(seed=2), PLAIN, options)
     assert found.calls == pytest.approx(Enumerator(jacobi, model(seed=2)).run().calls, abs=1e-10)
 

@@ -27,6 +27,8 @@ from visual_spec.models.core.protocol import area_of
 from visual_spec.models.masked import mage, maskgit
 from visual_spec.models.masked.mage import MageTransformer
 from visual_spec.models.masked.mage_vq import MageVQModel
+from visual_spec.models.masked.maskgct import AcousticNetwork, SemanticNetwork
+from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_scale import infinity, var
 from visual_spec.models.next_scale.infinity import InfinityTransformer
@@ -78,7 +80,7 @@ def test_sizes_of_the_models_of_transformers():
             "Emu3-Gen": (Emu3TextModel(emu3), emu3, emu3.vocab_size),
             "GLM-Image, its token stage": (GlmImageTextModel(glm), glm, glm.vision_vocab_size),
         }
-    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MAR-", "MaskGIT", "MAGE")
+    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MAR-", "MaskGIT", "MAGE", "MaskGCT")
     others = {model.name: model for model in catalogue.MODELS if not model.name.startswith(own)}
     assert set(others) == set(found)
     for name, (module, config, head) in found.items():
@@ -167,6 +169,14 @@ def test_sizes_of_masked_models(model):
     assert model.calls == (catalogue.MASKED,) and model.cached == 0
 
 
+def test_sizes_of_maskgct():
+    (model,) = (model for model in catalogue.MODELS if model.name.startswith("MaskGCT"))
+    with torch.device("meta"):
+        networks = SemanticNetwork(), AcousticNetwork(codebooks=1), AcousticNetwork()
+    assert model.parameters == sum(map(parameters, networks))
+    assert (model.calls, model.tokens) == ((catalogue.MASKED,), 10 * 50)
+
+
 def test_sizes_of_what_comes_on_top(architectures):
     sizes: dict[str, Any] = dict(
         vocab_size=32128, d_model=2048, d_kv=64, d_ff=5120, num_layers=24, num_heads=32,
@@ -178,6 +188,7 @@ def test_sizes_of_what_comes_on_top(architectures):
     with torch.device("meta"):
         encoder, small = T5EncoderModel(T5Config(**sizes)), T5EncoderModel(T5Config(**base))
         vq, mage_vq, kl16 = MultiscaleVQModel(), MageVQModel(), AutoencoderKL(**KL16)
+        speech = AcousticCodec(), SemanticCodec()
     assert catalogue.EXTRAS == {
         "VQ-16 tokenizer": architectures["LlamaGen's tokenizer vq-16"],
         "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
@@ -186,6 +197,7 @@ def test_sizes_of_what_comes_on_top(architectures):
         "flan-t5-xl encoder": parameters(encoder),
         "t5-base encoder": parameters(small),
         "MAGE tokenizer": parameters(mage_vq),
+        "MaskGCT codecs": sum(map(parameters, speech)),
     }
 
 

@@ -119,7 +119,8 @@ _RELAXED = dict(acceptance="grouped", relaxation={"group_size": 3, "delta": 0.2,
 CHANGED: dict[str, dict[str, Any]] = {
     "AutoregressiveSampler": dict(graph=False, exact_width=True),
     "SpeculativeJacobiSampler": dict(
-        window=7, coupling="maximal", initial_draft="up", graph=False, exact_width=False, **_RELAXED
+        window=7, coupling="maximal", initial_draft="up", graph=False, exact_width=False,
+        drafts="repaired", redrafts=3, **_RELAXED
     ),
     "ProactiveJacobiSampler": dict(
         window=6, siblings=3, depth=1, coupling="gumbel", acceptance="identical", initial_draft="last_law",

@@ -364,7 +364,7 @@ def test_refuses_a_bound_that_is_no_probability(stop_below):
 
 def test_refuses_an_unknown_acceptance():
     with pytest.raises(
-        ValueError, match="acceptance=.best.; pass one of identical, exact, grouped, clustered"
+        ValueError, match="acceptance=.best.; pass one of identical, exact, block, grouped, clustered"
     ):
         DraftedSampler(acceptance="best")
 

@@ -240,10 +240,28 @@ def test_refuses_a_window_that_is_none(window: Any):
 CHOICES: dict[str, Any] = dict(window=4, coupling="gumbel", acceptance="exact", initial_draft="left")
 
 
-@pytest.mark.parametrize("name", ["coupling", "acceptance", "initial_draft"])
+@pytest.mark.parametrize("name", ["coupling", "acceptance", "initial_draft", "drafts"])
 def test_refuses_an_unknown_choice_and_lists_the_known(name):
     with pytest.raises(ValueError, match=f"{name}='best'; pass one of .*, "):
         SpeculativeJacobiSampler(**{**CHOICES, name: "best"})
+
+
+def test_stale_drafts_are_repaired_where_that_leaves_the_published_samplers_alone():
+    assert SpeculativeJacobiSampler().drafts == "repaired"
+    assert SpeculativeJacobiSampler(acceptance="exact").drafts == "carried"
+    assert (
+        not SpeculativeJacobiSampler().needs_drafter
+        and SpeculativeJacobiSampler(drafts="chosen").needs_drafter
+    )
+
+
+def test_refuses_to_draft_no_slot_anew_or_to_choose_without_a_drafter():
+    with pytest.raises(ValueError, match="redrafts=0; pass an integer of at least 1"):
+        SpeculativeJacobiSampler(redrafts=0)
+    with pytest.raises(ValueError, match="needs a drafter, and got none; pass drafter="):
+        decode(SpeculativeJacobiSampler(drafts="chosen"))
+    with pytest.raises(TypeError, match="was given drafter"):
+        decode(SpeculativeJacobiSampler(), drafter=MODEL)
 
 
 @pytest.mark.parametrize("coupling", ["independent", "maximal"])

@@ -109,6 +109,23 @@ def test_under_an_entropy_bound_rows_end_at_their_own_call():
     ).trace.target_calls.tolist() == [1, 2]
 
 
+def test_every_schedule_has_its_published_values():
+    """By hand: cos(30 degrees), and powers of a quarter or a half. A few tokens round alike under different powers."""
+    values = {
+        ("cosine", 1 / 3): 0.8660254037844386,
+        ("arccos", 1 / 2): 2 / 3,
+        ("linear", 1 / 4): 0.75,
+        ("square", 1 / 2): 0.75,
+        ("cubic", 1 / 2): 0.875,
+        ("root", 1 / 4): 0.5,
+        ("power_2.5", 1 / 4): 1 - 1 / 32,
+    }
+    assert {name for name, _ in values} == set(masking.SCHEDULES)
+    for (name, u), share in values.items():
+        assert masking.SCHEDULES[name](u) == pytest.approx(share, abs=1e-12)
+        assert masking.SCHEDULES[name](0) == pytest.approx(1) and abs(masking.SCHEDULES[name](1)) < 1e-12
+
+
 def test_counts_that_should_be_whole_are():
     assert counts("linear", "magnet", 11, 10) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1]
     assert counts("linear", "maskgit", 10, 10) == [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
@@ -327,6 +344,42 @@ def test_a_sample_does_not_depend_on_its_batch():
     one = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     first = sampler(model, text(), law=LAW, generator=one[0], batch_size=3).tokens[:1]
     assert torch.equal(first, sampler(model, text([0]), law=LAW, generator=one[1]).tokens)
+
+
+def test_rows_with_other_numbers_of_known_tokens_keep_as_many_as_alone():
+    model = TabularMaskedModel(TokenGrid(1, 12), 2, seed=1)
+    given = torch.full((4, 12), 2)
+    for row, count in enumerate((0, 3, 7, 11)):
+        given[row, :count] = 1
+    sampler = MaskedSampler(4, choice_temperature=1.0)
+    whole: Any = sampler(model, None, law=TokenLaw(), generator=seeded(0, 1, 2, 3), batch_size=4, given=given)
+    for row in range(4):
+        alone: Any = sampler(
+            model, None, law=TokenLaw(), generator=seeded(row), batch_size=1, given=given[row, None]
+        )
+        assert torch.equal(alone.trace.entry_call[0], whole.trace.entry_call[row])
+        assert torch.equal(alone.tokens[0], whole.tokens[row])
+
+
+def test_known_tokens_in_an_open_span_are_never_kept_by_a_call():
+    model = TabularMaskedModel(TokenGrid(1, 7), 2)
+    given = torch.tensor([[2, 1, 2, 2, 2, 0, 2]])
+    result: Any = MaskedSampler(3, span=3)(model, None, law=TokenLaw(), batch_size=1, given=given)
+    assert (result.trace.entry_call[0, :, 0] == -1).tolist() == (given[0] < 2).tolist()
+    assert result.tokens[0, [1, 5]].tolist() == [1, 0]
+
+
+def test_falling_temperatures_end_where_they_should():
+    """MAGNeT's code ends at 0.01; MaskGCT takes the likeliest tokens, but draws where there is one step."""
+    law = TokenLaw(temperature=2.0)
+    after, before = (MaskedSampler(temperature="falling", falls=falls) for falls in ("after", "before"))
+    assert [after._law(law, 0.5, step, 4).temperature for step in range(4)] == [1.5, 1.0, 0.5, 0.01]
+    assert [before._law(law, 0.5, step, 4).temperature for step in range(4)] == [2.0, 1.5, 1.0, 0.0]
+    assert before._law(law, 1.0, 0, 1).temperature == 0.2
+    root = MaskedSampler(temperature="root", last_temperature=0.5)
+    assert root._law(law, 0.5, 1, 5).temperature == pytest.approx(
+        2.0 * (1 - 0.5 * 0.5)
+    )  # the root of a quarter
 
 
 def test_the_trace_tells_when_tokens_were_kept():

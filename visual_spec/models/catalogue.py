@@ -244,6 +244,10 @@ MODELS = [
     _magnet("small", 30, 24, 1024, 420_371_456),
     _magnet("medium", 10, 48, 1536, 1_838_737_920),
     _magnet("medium", 30, 48, 1536, 1_838_737_920),
+    KnownModel(  # both stages; the length is the caller's
+        "MaskGCT 10 s", "amphion/MaskGCT", "MaskgctPipeline.from_official",
+        0, 500, 300, 1_430_188_032, 0, "official layout", (MASKED,),
+    ),
     _mar("B", 207_924_768),
     _mar("L", 478_326_304),
     _mar("H", 942_403_104),
@@ -261,6 +265,7 @@ EXTRAS = {
     "flan-t5-xl encoder": 1_223_527_424,
     "t5-base encoder": 109_628_544,
     "MAGE tokenizer": 54_515_587,
+    "MaskGCT codecs": 192_909_258,
 }
 
 # The calls that the models of a pipeline answer.
@@ -273,6 +278,7 @@ PIPELINES = {
     "MageImagePipeline": (MASKED,),
     "MaskedImagePipeline": (MASKED,),
     "MaskedClassImagePipeline": (MASKED,),
+    "MaskgctPipeline": (MASKED,),
     "ScaleImagePipeline": (SCALES,),
     "AudioPipeline": (COLUMNS, MASKED),
     "InfinityPipeline": (SCALES,),

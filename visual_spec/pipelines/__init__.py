@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.mage_image import MageImagePipeline
     from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline
     from visual_spec.pipelines.masked_image import MaskedImagePipeline
+    from visual_spec.pipelines.maskgct import MaskgctPipeline
     from visual_spec.pipelines.output import AudioPipelineOutput, ImagePipelineOutput, VideoPipelineOutput
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
     from visual_spec.pipelines.video import VideoPipeline
@@ -47,6 +48,7 @@ __all__ = [
     "MageImagePipeline",
     "MaskedClassImagePipeline",
     "MaskedImagePipeline",
+    "MaskgctPipeline",
     "ScaleImagePipeline",
     "VideoPipeline",
     "VideoPipelineOutput",

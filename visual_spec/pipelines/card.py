@@ -26,6 +26,7 @@ _TAGS = {
     "InfinityPipeline": "text-to-image",
     "MageImagePipeline": "unconditional-image-generation",
     "MaskedImagePipeline": "text-to-image",
+    "MaskgctPipeline": "text-to-speech",
     "VideoPipeline": "text-to-video",
 }
 

@@ -16,6 +16,8 @@ from visual_spec.samplers import registry
 
 _MODELS = "visual_spec.models"
 COMPONENTS = {  # beside the samplers, which their registry names
+    "AcousticCodec": f"{_MODELS}.masked.maskgct_codec",
+    "AcousticNetwork": f"{_MODELS}.masked.maskgct",
     "AmusedTransformer": f"{_MODELS}.masked.amused",
     "AmusedVQModel": f"{_MODELS}.masked.amused",
     "BitwiseVQModel": f"{_MODELS}.next_scale.infinity_vq",
@@ -32,6 +34,8 @@ COMPONENTS = {  # beside the samplers, which their registry names
     "MaskedImageTransformer": f"{_MODELS}.masked.maskgit",
     "MultiscaleDrafter": f"{_MODELS}.drafters.mulo",
     "MultiscaleVQModel": f"{_MODELS}.next_scale.var_vq",
+    "SemanticCodec": f"{_MODELS}.masked.maskgct_codec",
+    "SemanticNetwork": f"{_MODELS}.masked.maskgct",
     "T5Features": f"{_MODELS}.text.t5_features",
     "VARTransformer": f"{_MODELS}.next_scale.var",
     "VQModel": f"{_MODELS}.next_token.llamagen_vq",
@@ -47,6 +51,7 @@ PIPELINES = {
     "MageImagePipeline": "visual_spec.pipelines.mage_image",
     "MaskedClassImagePipeline": "visual_spec.pipelines.masked_class_image",
     "MaskedImagePipeline": "visual_spec.pipelines.masked_image",
+    "MaskgctPipeline": "visual_spec.pipelines.maskgct",
     "ScaleImagePipeline": "visual_spec.pipelines.scale_image",
     "VideoPipeline": "visual_spec.pipelines.video",
 }

@@ -51,9 +51,9 @@ def convert(
         files: a LlamaGen transformer, its tokenizer, or both in any order; or a VAR transformer, a smaller one that
             refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of Infinity (of the 8B
             the folder of its shards), its tokenizer, or both; or a Halton-MaskGIT and LlamaGen's tokenizer; or a MAGE,
-            which holds its tokenizer; or a MAR, a smaller one that drafts, and KL-16, or some; or Self-Forcing's
-            transformer alone; told apart by their keys. Or the folder of a MusicGen of audiocraft, which needs its text
-            encoder.
+            which holds its tokenizer; or the files of MaskGCT, or those of one of its models; or a MAR,
+            a smaller one that drafts, and KL-16, or some; or Self-Forcing's transformer alone; told apart by their
+            keys. Or the folder of a MusicGen of audiocraft, which needs its text encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).

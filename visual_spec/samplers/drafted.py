@@ -17,17 +17,20 @@ from torch import Tensor
 
 from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.protocol import DecodeState
+from visual_spec.samplers.core.acceptance import BLOCK, AcceptanceRule
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import check_count, check_exact_width
+from visual_spec.samplers.core.checks import check_choice, check_count, check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
-from visual_spec.samplers.core.drafters import check_drafter, draft_law, start_drafter
-from visual_spec.samplers.core.drafts import Draft, Label, rows_of
+from visual_spec.samplers.core.drafters import catch_up, check_drafter, draft_law, start_drafter
+from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.graph import AUTO, check_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.verification import Verdict
+
+BLOCK_RULE = "block"
 
 
 @dataclass
@@ -64,19 +67,6 @@ def begin_drafted(run: Run, most: int, window: int) -> DraftedState:
     return DraftedState.begin(run, scratch=most, drafter_cache=cache, fed=fed)
 
 
-def catch_up(drafter: Any, state: DraftedState, most: int) -> Tensor:
-    """Feed the drafter the newly committed tokens. Returns the logits [R, 1, V] after the newest token.
-
-    The call always has `most` positions. Those after the newest token hold scratch, at slots that are written again
-    before anything reads them.
-    """
-    slots = state.fed[:, None] + torch.arange(most, device=state.fed.device)  # [B, most]
-    logits = drafter(state.drafter_cache, state.tokens.gather(1, slots), slots)  # [R, most, V]
-    newest = (state.lengths - 1 - state.fed).clamp_(min=0)[:, None]  # [B, 1]; a complete row has nothing new
-    state.fed = state.lengths
-    return rows_of(logits, newest.repeat(logits.shape[0] // newest.shape[0], 1))
-
-
 class DraftedSampler(ChainSampler):
     """Speculative decoding: a drafter draws a chain of tokens, the target keeps a prefix of it and adds one.
 
@@ -94,7 +84,8 @@ class DraftedSampler(ChainSampler):
         num_drafts: the most drafts before a target call, at least 1. Each costs a drafter call.
         stop_below: a probability; 0 never stops early. Shapes stay fixed, so on a GPU a stop saves no time. On the CPU
             drafting ends as soon as all rows have stopped, and fewer positions are scored.
-        acceptance: "exact" (keep a draft with probability min(1, target / draft)), "identical" (draft and verify
+        acceptance: "exact" (keep a draft with probability min(1, target / draft)), "block" (as lossless, and keeps more
+            drafts: one test of the whole chain, see `visual_spec.samplers.core.block`), "identical" (draft and verify
             with each slot's own noise: the tokens of `AutoregressiveSampler` for the same generator), or a relaxed
             rule: "grouped", "clustered" or "lantern".
         relaxation: the numbers of a relaxed rule, by name, such as {"delta": 0.2}; see `Relaxation`. Each rule
@@ -123,9 +114,17 @@ class DraftedSampler(ChainSampler):
         check_count("num_drafts", num_drafts)
         if not 0 <= stop_below <= 1:
             raise ValueError(f"stop_below={stop_below!r}; pass a probability from 0 (never stop early) to 1.")
-        Relaxation.of(acceptance, relaxation)
+        check_choice("acceptance", acceptance, ("identical", "exact", BLOCK_RULE, *RELAXED))
+        _relaxation(acceptance, relaxation)
         check_graph(graph)
         check_exact_width(exact_width, acceptance, num_drafts + 1)
+
+    @property
+    def relaxation(self) -> Relaxation:
+        return _relaxation(self.config.acceptance, self.config.relaxation)
+
+    def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> AcceptanceRule:
+        return BLOCK if self.config.acceptance == BLOCK_RULE else super().rule(model, parts, device)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
@@ -176,3 +175,7 @@ class DraftedSampler(ChainSampler):
 def nobody(going: Tensor) -> bool:
     """Whether no row drafts any more. Checked only on the CPU: elsewhere the check would stall the device."""
     return going.device.type == "cpu" and not going.any()
+
+
+def _relaxation(acceptance: str, numbers: Mapping[str, Any] | None) -> Relaxation:
+    return Relaxation.of("exact" if acceptance == BLOCK_RULE else acceptance, numbers)

@@ -1,7 +1,8 @@
 """Speculative Jacobi decoding: one call scores a window of drafts, and the kept ones are committed at once.
 
 A slot that the last call scored is drafted from the result of that call. A slot that enters the window gets an initial
-draft. So drafts are refined from call to call until they are committed.
+draft. So drafts are refined from call to call until they are committed. A correction makes the drafts behind it stale;
+a second source (`second_source`) may draft these anew.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
+from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import check_choice, check_coupled, check_exact_width
+from visual_spec.samplers.core.checks import check_choice, check_count, check_coupled, check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafters import check_drafter, start_drafter
 from visual_spec.samplers.core.drafts import (
     INITIAL_DRAFTS,
     LAST_LAW,
@@ -30,8 +33,19 @@ from visual_spec.samplers.core.drafts import (
 )
 from visual_spec.samplers.core.graph import AUTO as AUTO_GRAPH
 from visual_spec.samplers.core.graph import check_graph
+from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.second_source import (
+    CARRIED,
+    CHOSEN,
+    DRAFTS,
+    REPAIRED,
+    UNKNOWN,
+    Chosen,
+    copies,
+    redrafted,
+)
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.core.window import check_window, widest
 
@@ -43,10 +57,20 @@ class JacobiState(State):
     Attributes:
         label: the laws that the drafts were drawn from; None under acceptance "identical".
         width: slots that the next call scores, at most the window; None: the whole window.
+        given: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any. Only with a
+            second source, as are the following. The last two: only with a drafter.
+        steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2. Only under
+            acceptance "identical".
+        drafter_cache: the drafter's own state.
+        fed: long [B], the number of leading slots that the drafter has been fed in final form.
     """
 
     label: Label | None = None
     width: int | None = None
+    given: Tensor | None = None
+    steady: Tensor | None = None
+    drafter_cache: DecodeState | None = None
+    fed: Tensor | None = None
 
 
 class SpeculativeJacobiSampler(ChainSampler):
@@ -77,6 +101,12 @@ class SpeculativeJacobiSampler(ChainSampler):
             positions, whatever the window, and completed samples stay in the batch, so that all calls run the same
             kernels. The tokens are those of `AutoregressiveSampler(exact_width=True)` for the same batch. A window
             below 32 saves nothing; "auto" is 32.
+        drafts: who drafts a slot behind a token that has changed since the slot's draft was drawn: "carried" (nobody:
+            the old draft stays, as published), "repaired" (a copy of the last token with the same two neighbours), or
+            "chosen" (a drafter, where it beats the old draft). The tokens are the same, or their law; see
+            `visual_spec.samplers.core.second_source`. None: "repaired" with acceptance "identical", else "carried".
+        redrafts: how many slots, from the first open one on, may be drafted anew; at least 1. With "chosen" each
+            costs a drafter call.
 
     Raises:
         ValueError: a setting has a value that is not listed here.
@@ -92,11 +122,23 @@ class SpeculativeJacobiSampler(ChainSampler):
         relaxation: Mapping[str, Any] | None = None,
         graph: bool | str = AUTO_GRAPH,
         exact_width: bool = False,
+        drafts: str | None = None,
+        redrafts: int = 12,
     ) -> None:
         Relaxation.of(acceptance, relaxation)
         check_window(window, acceptance)
         check_jacobi(coupling, acceptance, initial_draft, graph)
         check_exact_width(exact_width, acceptance, window)
+        if drafts is not None:
+            check_choice("drafts", drafts, DRAFTS)
+        check_count("redrafts", redrafts)
+        if drafts == CHOSEN:
+            self.takes, self.needs_drafter = ("codebook", "drafter", "drafter_condition"), True
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        super().check(model, law, batch_size, parts)
+        if self.needs_drafter:
+            check_drafter(self, model, parts.get("drafter"))
 
     def width(self, model: Any) -> int:
         """The most slots that a call drafts and scores: the window, or the grid if it is smaller."""
@@ -104,6 +146,12 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     def window_of(self, model: Any) -> int:
         return self.width(model)
+
+    @property
+    def drafts(self) -> str:
+        """Who drafts a slot whose draft is stale."""
+        given = self.config.get("drafts", CARRIED)  # a subclass may have no such setting
+        return given or (REPAIRED if self.identical else CARRIED)
 
     @property
     def redraws(self) -> bool:
@@ -126,6 +174,10 @@ class SpeculativeJacobiSampler(ChainSampler):
     def prepare(self, run: Run) -> JacobiState:
         window = self.width(run.model)
         state = JacobiState.begin(run, scratch=window)
+        if self.drafts != CARRIED:
+            state.given = torch.full_like(state.tokens, UNKNOWN)
+        if self.drafts == CHOSEN:
+            self._start_drafter(run, state, window)
         first = run.law(run.cache.logits[:, None], torch.zeros_like(state.tokens[:, :1]), run.guided)
         self.redraft(run, state, first.repeat(1, window, 1), torch.ones_like(state.lengths), width=1)
         return state
@@ -133,9 +185,37 @@ class SpeculativeJacobiSampler(ChainSampler):
     def propose(self, run: Run, state: JacobiState) -> Draft:
         window = self.width(run.model)
         slots = state.next_slots(min(state.width or window, window) - 1)
-        return Draft(state.tokens.gather(1, slots), state.label, "last call")
+        carried = Draft(state.tokens.gather(1, slots), state.label, "last call")
+        if self.drafts == CARRIED:
+            return carried
+        if self.drafts == REPAIRED:
+            source = copies(state.tokens, state.lengths, run.model.grid)
+        else:
+            source = Chosen(run, state, window, self.config.coupling == "gumbel", state.steady)
+        draft = redrafted(run, state, slots, carried, self.config.redrafts, source)
+        if self.redraws:  # `settle` leaves kept drafts where they are
+            state.tokens.scatter_(1, slots, draft.tokens)
+        if self.needs_drafter:
+            run.lap("draft")
+        return draft
+
+    def _start_drafter(self, run: Run, state: JacobiState, window: int) -> None:
+        condition = run.parts.get("drafter_condition")
+        condition = run.condition if condition is None else condition
+        batch_size = run.batch_size
+        state.drafter_cache = start_drafter(
+            run.drafter, run.model, run.cache, condition, batch_size=batch_size, window=window
+        )
+        state.fed = torch.zeros_like(state.lengths)
+        state.steady = torch.zeros_like(state.tokens) if self.identical else None
 
     def settle(self, run: Run, state: JacobiState, slots: Tensor, verdict: Verdict) -> None:
+        if hasattr(run.drafter, "observe"):
+            run.drafter.observe(state.drafter_cache, state.cache.features, slots - 1)
+        if state.steady is not None:
+            same = state.tokens.gather(1, slots) == verdict.tokens
+            age = (state.steady.gather(1, slots) + 1).clamp(max=2)
+            state.steady.scatter_(1, slots, torch.where(same, age, 0))
         if self.redraws:  # the drafts after the replacement are drawn below
             refused = verdict.kept[:, None]
             state.tokens.scatter_(1, slots.gather(1, refused), verdict.tokens.gather(1, refused))

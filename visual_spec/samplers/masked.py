@@ -28,6 +28,7 @@ from visual_spec.samplers.core import masked_reuse
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_choice, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.graph import check_graph, wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import (
     at_least_one,
@@ -36,6 +37,7 @@ from visual_spec.samplers.core.masked_checks import (
     check_rescorer,
     check_reuse,
 )
+from visual_spec.samplers.core.masked_graph import RecordedCalls
 from visual_spec.samplers.core.masked_reuse import (
     full_calls,
     group_width,
@@ -64,6 +66,8 @@ from visual_spec.samplers.core.trace import MEASURE, DivergenceMeter, SampleResu
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
+# That of a codebook which is drawn in one step, where temperatures fall before the steps (MaskGCT's code).
+_SINGLE_TEMPERATURE = 0.2
 
 
 class MaskedSampler(Sampler):
@@ -75,11 +79,15 @@ class MaskedSampler(Sampler):
         clock: "maskgit" ends the schedule after the last step, "magnet" at it; see `masking.CLOCKS`.
         score: what is kept first, one of `masking.SCORES`.
         choice_temperature: scale of the Gumbel noise on the score, times the share of steps that are left. 0: no noise.
+        falls: the share of steps by which noise and temperature fall is what is left "after" a step (MaskGIT, MAGNeT)
+            or "before" it (MaskGCT).
         span: slots that are kept or hidden together. More than 1 for sequences only.
         span_score: "max" is the score of a span's best token, "sum" the sum of its scores (with log-probabilities: the
             probability of the whole span).
         temperature: "constant" uses the law's; "falling" scales it by the share of steps that are left, down to 0.01
-            (MAGNeT); "root" lets it fall to the share `last_temperature` of itself, as the root of the steps (ReCAP).
+            (MAGNeT), or, if it falls "before" the steps, to the likeliest tokens in the last of them, but 0.2 in a
+            single one (MaskGCT); "root" lets it fall to the share `last_temperature` of itself, as the root of the
+            steps (ReCAP).
         last_temperature: see `temperature`.
         guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
             (MAGNeT); "rising" goes the other way (masked image models); "ramp" rises evenly from step to step.
@@ -89,6 +97,7 @@ class MaskedSampler(Sampler):
             `steps`, which keeps the rest. What changes from step to step follows `schedule` as without a bound. For
             models of one codebook.
         filtered_score: score draws by the law they were drawn from. False: by that law before top-k and top-p.
+        score_temperature: score draws by the law of this temperature, above 0. None: by that of the draw.
         rescorer_share: weight of the masked model in the probability of a draw, if another model rescores it.
         greedy: take the likeliest tokens, and score them by the law with its temperature, which decides about their
             order where it falls (MAGNeT's code with use_sampling=False). A law of temperature 0 takes the same tokens,
@@ -97,6 +106,8 @@ class MaskedSampler(Sampler):
         reuse_from: share of the calls of a codebook that are full before any reuse.
         reuse_by: "recap" (keys and values: calls of the tokens that they may keep) or "shortcut" (features: a small
             network in place of the model).
+        graph: replay the model's calls as CUDA graphs (`core.masked_graph`). "auto": wherever possible. Not with the
+            shortcut.
         measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
             `_measured`. The trace reports it; its time does not count as decoding.
 
@@ -119,6 +130,7 @@ class MaskedSampler(Sampler):
     takes = ("given", "rescorer", "rescorer_condition", "shortcut")
     promise = "lossy"
     counts_prefill = False
+    records_steps = False
 
     @register_to_config
     def __init__(
@@ -142,8 +154,14 @@ class MaskedSampler(Sampler):
         reuse: int = 0,
         reuse_from: float = 0.5,
         reuse_by: str = "recap",
+        falls: str = "after",
+        score_temperature: float | None = None,
+        graph: bool | str = False,
     ) -> None:
         check_flag("measure", measure)
+        check_graph(graph)
+        if graph is True and reuse and reuse_by == "shortcut":
+            raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
         for name, value, known in [
             ("schedule", schedule, SCHEDULES),
             ("clock", clock, CLOCKS),
@@ -152,6 +170,7 @@ class MaskedSampler(Sampler):
             ("temperature", temperature, ("constant", "falling", "root")),
             ("guidance", guidance, ("constant", "falling", "rising", "ramp")),
             ("reuse_by", reuse_by, masked_reuse.KINDS),
+            ("falls", falls, ("after", "before")),
         ]:
             check_choice(name, value, known)
         counts = steps if isinstance(steps, (list, tuple)) else [steps]
@@ -177,6 +196,10 @@ class MaskedSampler(Sampler):
             if not math.isfinite(number) or not least <= number <= most:
                 up_to = "" if most == math.inf else f" and at most {most:g}"
                 raise ValueError(f"{name}={number}; pass a finite number of at least {least:g}{up_to}.")
+        if score_temperature is not None:
+            if not score_temperature > 0:
+                raise ValueError(f"score_temperature={score_temperature}; pass a number above 0, or None.")
+            TokenLaw(temperature=score_temperature)  # refuses what no law can have
         if choice_temperature and score in FIXED_ORDERS:
             raise ValueError(
                 f"choice_temperature={choice_temperature} with score={score!r}, an order that no noise should change; "
@@ -204,8 +227,11 @@ class MaskedSampler(Sampler):
         if given is not None:
             tokens.copy_(given.reshape(shape))
         steps = self._steps(run.model, given)
+        by_shortcut = self.config.reuse and self.config.reuse_by == "shortcut"
+        recording = wants_graph(self.config.graph, run.model) and not by_shortcut
         return MaskedState(
             cache=run.cache,
+            calls=RecordedCalls(run.model, run.cache) if recording else run.model,
             tokens=tokens,
             entry_call=torch.full_like(tokens, -1),
             target_calls=torch.zeros_like(tokens[:, 0, 0]),
@@ -222,8 +248,10 @@ class MaskedSampler(Sampler):
         codebook, step = state.plan[min(state.round, len(state.plan) - 1)]
         stage = state.stage = self._begin_stage(run, state, codebook) if step == 0 else state.stage
         assert stage is not None
-        left = 1 - (step + 1) / state.steps[codebook]  # share of the steps
+        last = step + 1 == state.steps[codebook]
         run.law.law = self._law(run.law_given, stage.shares[step], step, state.steps[codebook])
+        if hasattr(run.model, "set_time"):
+            run.model.set_time(state.cache, step / state.steps[codebook])
         logits = self._logits(run, state, stage, codebook, step)  # [R, L, V], of a local call [R, n, V]
         run.lap("model")
         if not run.law.law.guided:
@@ -237,7 +265,7 @@ class MaskedSampler(Sampler):
             at = local.clamp(max=drawing.shape[1] - 1)
             entries, checked = entries.gather(1, at), drawing.gather(1, at) & inside
             drawing = scattered(checked, local, torch.zeros_like(drawing))
-        bound = self.config.entropy_bound if left else None
+        bound = None if last else self.config.entropy_bound
         drawn, score, entropy = draw_and_score(
             run.law,
             run.noise,
@@ -247,8 +275,9 @@ class MaskedSampler(Sampler):
             torch.where(checked, entries, run.num_tokens),
             step,
             # The last step keeps all draws, whatever their score, and a local one keeps its group in a known order.
-            score=self.config.score if stage.order is None and left and local is None else None,
+            score=self.config.score if stage.order is None and not last and local is None else None,
             filtered=self.config.filtered_score,
+            score_temperature=self.config.score_temperature,
             entropies=bound is not None,
             greedy=self.config.greedy,
         )
@@ -257,7 +286,7 @@ class MaskedSampler(Sampler):
             drawn = scattered(drawn, local, tokens)
         tokens.copy_(torch.where(drawing, drawn, tokens))
         if score is not None:
-            score = self._unit_scores(run, state, codebook, step, score, drawing, left)
+            score = self._unit_scores(run, state, codebook, step, score, drawing)
         elif stage.order is not None:
             score = stage.order
         else:
@@ -296,15 +325,12 @@ class MaskedSampler(Sampler):
                 return self._by_shortcut(run, state, stage, codebook, step)
             assert stage.places is not None
             state.whole_calls += min(stage.places.shape[1] / length, 1.0)
-            return run.model(cache, tokens, codebook, places=stage.places)
+            return state.calls(cache, tokens, codebook, places=stage.places)
         state.whole_calls += 1
         last = last_of_group(stage.full, step)
         if last == step:
-            return run.model(cache, tokens, codebook)
-        width = group_width(stage.shares, stage.hidden.shape[1], self.config.span, step, last)
-        return run.model(
-            cache, tokens, codebook, keep=min(width, length) if self.config.reuse_by == "recap" else 0
-        )
+            return state.calls(cache, tokens, codebook)
+        return state.calls(cache, tokens, codebook, keep=stage.room if self.config.reuse_by == "recap" else 0)
 
     def _by_shortcut(self, run: Run, state: MaskedState, stage: Stage, codebook: int, step: int) -> Tensor:
         """Logits `[R, L, V]` of the features that the shortcut makes of those of the call before."""
@@ -325,8 +351,10 @@ class MaskedSampler(Sampler):
         length = run.model.grid.num_tokens
         group = stage.hidden & ~least_sure(score, stage.hidden, stage.counts[last + 1])
         group = stage.unknown & Spans(length, self.config.span).spread(group)
-        width = group_width(stage.shares, stage.hidden.shape[1], self.config.span, step, last)
-        stage.score, stage.places = score, places_of(group, min(width, length))
+        stage.score, stage.places = (
+            score,
+            places_of(group, self._group_width(stage.shares, length, step, last)),
+        )
 
     def _measured(
         self, run: Run, state: MaskedState, codebook: int, step: int, logits: Tensor, kept: Tensor
@@ -352,7 +380,7 @@ class MaskedSampler(Sampler):
         left = kept & (rank >= shown[:, None])
         tested = state.tokens.clone()
         tested[..., codebook] = tokens.masked_fill(left, run.model.mask_id)
-        chained = run.model(state.cache, tested, codebook)
+        chained = state.calls(state.cache, tested, codebook)
         ignored = torch.where(left, slots, run.num_tokens)
         guided = run.law.law.guided
         used, wanted = (
@@ -379,7 +407,18 @@ class MaskedSampler(Sampler):
         order = fixed_order(score, grid, spans, run.noise, units) if score in FIXED_ORDERS else None
         entries = _counters(grid.num_tokens, *counters)
         full = full_calls(state.steps[codebook], self.config.reuse, self.config.reuse_from)
-        return Stage(unknown, hidden, shares, counts, entries, units, order, full)
+        groups = [(step, last_of_group(full, step)) for step in range(len(full)) if full[step]]
+        widths = [
+            self._group_width(shares, grid.num_tokens, *group) for group in groups if group[0] < group[1]
+        ]
+        return Stage(
+            unknown, hidden, shares, counts, entries, units, order, full, room=max(widths, default=0)
+        )
+
+    def _group_width(self, shares: Sequence[float], length: int, first: int, last: int) -> int:
+        """Places of the calls of the group that steps `first` to `last` keep."""
+        units = Spans(length, self.config.span).count
+        return min(group_width(shares, units, self.config.span, first, last), length)
 
     def _unit_scores(
         self,
@@ -389,7 +428,6 @@ class MaskedSampler(Sampler):
         step: int,
         score: Tensor,
         drawing: Tensor,
-        left: float,
     ) -> Tensor:
         """Scores [B, U] of the units of the draws in `state.tokens`, from scores [B, L] of single draws."""
         assert state.stage is not None
@@ -404,6 +442,7 @@ class MaskedSampler(Sampler):
         score = spans.score(score, drawing, self.config.span_score)
         if self.config.choice_temperature:
             gumbel = run.noise.gumbel(state.stage.units, 1, CHOICE, step, score.dtype)[..., 0]
+            left = self._left(step, state.steps[codebook])
             score = score + self.config.choice_temperature * left * gumbel
         return score
 
@@ -437,10 +476,16 @@ class MaskedSampler(Sampler):
             weight = {"falling": share, "rising": 1 - share, "ramp": past}[self.config["guidance"]]
             scale = weight * scale + (1 - weight) * self.config["least_guidance"]
         if self.config["temperature"] == "falling" and temperature:
-            temperature = max(temperature * (1 - (step + 1) / steps), _LEAST_TEMPERATURE)
+            temperature = max(temperature * self._left(step, steps), _LEAST_TEMPERATURE)
+            if self.config["falls"] == "before" and step + 1 == steps:
+                temperature = 0.0 if step else _SINGLE_TEMPERATURE
         if self.config["temperature"] == "root":
             temperature *= 1 - (1 - self.config["last_temperature"]) * past**0.5
         return replace(law, guidance_scale=scale, temperature=temperature)
+
+    def _left(self, step: int, steps: int) -> float:
+        """The share of the steps that is left, by which noise and temperature fall."""
+        return 1 - (step + (self.config["falls"] == "after")) / steps
 
     def _rescored(
         self, sure: Tensor, rescorer: Rescorer, condition: Any, tokens: Tensor, mask_id: int, stage: int
@@ -474,6 +519,7 @@ class MaskedSampler(Sampler):
                 "entropy_bound=None: the bound is for models of one."
             )
         check_reuse(model, self.config, parts)
+        wants_graph(self.config.graph, model)  # refuses what cannot be recorded
         if parts.get("given") is not None:
             check_given(model, parts["given"], batch_size)
         if parts.get("rescorer") is not None:

@@ -151,6 +151,11 @@ class SpeculativeMaskedSampler(ChainSampler):
             raise ValueError(
                 f"the model has {model.grid.codebooks} codebooks; this sampler decodes one. Use MaskedSampler."
             )
+        if hasattr(model, "set_time"):
+            raise ValueError(
+                f"a {type(model).__name__} is told how far the decode is, which no order of tokens says; use "
+                "MaskedSampler."
+            )
 
     def window_of(self, model: Any) -> int:
         return self.config.num_drafts + 1

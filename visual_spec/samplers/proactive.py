@@ -112,7 +112,7 @@ class HeadTree:
 class ProactiveJacobiSampler(SpeculativeJacobiSampler):
     """Speculative Jacobi decoding with K siblings for each of the first D slots of the window. Lossless.
 
-    With one sibling it returns the tokens of `SpeculativeJacobiSampler` with the same coupling and acceptance. A call
+    With one sibling it returns the tokens of `SpeculativeJacobiSampler` with carried drafts. A call
     scores `window` nodes of the main branch and K + K**2 + ... + K**D - D others; models that decode one picture at a
     time have room for them. The module docstring describes the method and proves that it is lossless.
 

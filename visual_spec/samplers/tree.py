@@ -22,7 +22,7 @@ from torch import Tensor
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_choice, check_count
 from visual_spec.samplers.core.configuration import register_to_config
-from visual_spec.samplers.core.drafters import check_drafter, draft_law
+from visual_spec.samplers.core.drafters import catch_up, check_drafter, draft_law
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.graph import AUTO, check_graph
 from visual_spec.samplers.core.law import TokenLaw
@@ -30,7 +30,7 @@ from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.relaxed import Relaxation
 from visual_spec.samplers.core.siblings import without
 from visual_spec.samplers.core.verification import draw_near, final_noise, verify_siblings
-from visual_spec.samplers.drafted import DraftedState, begin_drafted, catch_up
+from visual_spec.samplers.drafted import DraftedState, begin_drafted
 
 WITHOUT_REPLACEMENT = "without-replacement"
 TOP_K = "top-k"

@@ -286,7 +286,7 @@ def test_a_loop_of_calls_and_verify_window_is_the_sampler(law, window, turn):
 
     plain = AutoregressiveSampler()(MODEL, CONDITION, generator=generators(), **options)
     assert torch.equal(tokens, plain.tokens)
-    sampler = SpeculativeJacobiSampler(window, initial_draft="last_law")
+    sampler = SpeculativeJacobiSampler(window, initial_draft="last_law", drafts="carried")
     jacobi = sampler(MODEL, CONDITION, generator=generators(), **options)
     assert torch.equal(tokens, jacobi.tokens) and torch.equal(calls, jacobi.trace.target_calls)
     assert calls.unique().numel() > 1 or window == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -506,10 +506,12 @@ class MaskedState:
     Attributes:
         guided: whether there are unconditional rows.
         device: device of tokens and logits.
+        fixed: whether what calls keep stays at its address from call to call, if all keep as much.
     """
 
     guided: bool
     device: torch.device
+    fixed: ClassVar[bool] = False
 
     def rows(self, samples: Tensor, count: int) -> Tensor:
         """Return the rows, out of `count`, of some samples, long [N]; when guided, both rows of each."""
@@ -563,6 +565,14 @@ class MaskedModel(Protocol):
         Returns:
             logits [R, L, V]; R = B, or 2B when guided: the conditional rows, then the unconditional ones.
         """
+        ...
+
+
+class TimedMaskedModel(MaskedModel, Protocol):
+    """A masked model that is told how far the decode is."""
+
+    def set_time(self, state: Any, past: float) -> None:
+        """Hold the share of a codebook's steps that are over, from 0 at its first step, for the calls that follow."""
         ...
 
 

@@ -8,7 +8,8 @@ hidden token. In training the encoder also leaves out hidden tokens; generation 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.continuous.blocks import Block
+from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import MaskedState, TokenGrid
@@ -40,11 +42,26 @@ _UNUSED = (
 )
 
 
+@dataclass
 class MageState(MaskedState):
-    """Nothing: the model draws without a condition."""
+    """One batch; the model draws without a condition.
+
+    Attributes:
+        held: keys and values of the last call that kept them, in encoder and decoder: of the class place, of all slots,
+            and scratch places.
+        features: [B, L, decoder_dim], what that call had before the head.
+    """
+
+    fixed: ClassVar[bool] = True
+
+    held: tuple[StaticCache, StaticCache] | None = None
+    features: Tensor | None = None
 
     def select(self, samples: Tensor) -> None:
-        pass
+        for cache in self.held or ():
+            cache.select(samples)
+        if self.features is not None:
+            self.features = self.features[samples]
 
 
 class TokenEmbeddings(nn.Module):
@@ -56,8 +73,9 @@ class TokenEmbeddings(nn.Module):
         self.position_embeddings = nn.Embedding(places, dim)
         self.LayerNorm = nn.LayerNorm(dim, eps=1e-6)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.LayerNorm(self.word_embeddings(ids) + self.position_embeddings.weight)
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        """[B, W, dim] of ids at places, both long [B, W]."""
+        return self.LayerNorm(self.word_embeddings(ids) + self.position_embeddings(places))
 
 
 class TokenHead(nn.Module):
@@ -126,7 +144,7 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
         self.mlm_layer = TokenHead(decoder_dim, dim, rows)
 
-    def prepare(self, condition: None, *, batch_size: int, guided: bool) -> MaskedState:
+    def prepare(self, condition: None, *, batch_size: int, guided: bool) -> MageState:
         """See `MaskedModel`.
 
         Raises:
@@ -139,22 +157,91 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
             )
         return MageState(guided=False, device=self.token_emb.word_embeddings.weight.device)
 
+    @property
+    def feature_dim(self) -> int:
+        """Width of the features before the head, for a `FeatureShortcut`."""
+        return self.config["decoder_dim"]
+
     @loads_weights
     @torch.no_grad()
-    def forward(self, state: MaskedState, tokens: Tensor, stage: int = 0) -> Tensor:
-        """Logits `[B, L, V]` of every slot, given `tokens [B, L, 1]` with the mask id where they are hidden."""
+    def forward(
+        self,
+        state: MageState,
+        tokens: Tensor,
+        stage: int = 0,
+        *,
+        keep: int | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `[B, L, V]` of every slot, given `tokens [B, L, 1]` with the mask id where they are hidden.
+
+        `keep` and `places` are those of `ReusingMaskedModel`. The class place is computed in every call, because it
+        stands for the hidden tokens.
+        """
         ids = F.pad(tokens[..., 0], (1, 0), value=self.config["class_id"])  # [B, 1 + L]
-        hidden = self.token_emb(ids)
-        for block in self.blocks:
-            hidden = block(hidden)
+        at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        if places is None and keep is None:
+            return self.scores(state, self._features(ids, at))
+        if places is None:
+            assert keep is not None
+            size = ids.shape[1] + keep
+            if state.held is None or state.held[0].num_slots != size:
+                state.held = self._room(len(ids), size)
+            written = at
+        else:
+            if state.held is None:
+                raise ValueError("places given, but nothing is held; call the model with keep=n first.")
+            written = F.pad(places + 1, (1, 0))  # the class place is the first
+            at = written.clamp(max=ids.shape[1] - 1)
+        for cache in state.held:
+            cache.at(written, ids.shape[1])
+        features = self._features(ids.gather(1, at), at, state.held)
+        if places is None:
+            state.features = features
+        return self.scores(state, features)
+
+    @loads_weights
+    def scores(self, state: MageState, features: Tensor, stage: int = 0) -> Tensor:
+        """Logits `[B, W, V]` of features `[B, W, decoder_dim]`."""
+        table = self.token_emb.word_embeddings.weight[: self.vocab_size]
+        logits = self.mlm_layer(features, table)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _features(
+        self, ids: Tensor, at: Tensor, held: tuple[StaticCache, StaticCache] | None = None
+    ) -> Tensor:
+        """Features `[B, W, decoder_dim]` of ids at places, both long [B, 1 + W], of which the class comes first."""
+        encoding, decoding = (None, None) if held is None else held
+        hidden = _through(self.blocks, self.token_emb(ids, at), encoding)
         hidden = self.decoder_embed(self.norm(hidden))
         hidden = torch.where((ids == self.mask_id)[..., None], hidden[:, :1], hidden)
-        hidden = hidden + self.decoder_pos_embed_learned
-        for block in self.decoder_blocks:
+        hidden = hidden + self.decoder_pos_embed_learned[0, at]
+        return self.decoder_norm(_through(self.decoder_blocks, hidden, decoding)[:, 1:])
+
+    def _room(self, rows: int, size: int) -> tuple[StaticCache, StaticCache]:
+        """Empty caches of so many places, of the encoder and of the decoder."""
+        found = []
+        for blocks, dim, heads in (
+            (self.blocks, self.config["dim"], self.config["num_heads"]),
+            (self.decoder_blocks, self.config["decoder_dim"], self.config["decoder_heads"]),
+        ):
+            shape = (len(blocks), rows, heads, size, dim // heads)
+            found.append(StaticCache.allocate(self.decoder_pos_embed_learned, shape))
+        return found[0], found[1]
+
+
+def _through(blocks: nn.ModuleList, hidden: Tensor, cache: StaticCache | None) -> Tensor:
+    """`hidden [B, W, dim]` behind the layers; with a cache, places also see what it holds of the others."""
+    for index, block in enumerate(blocks):
+        assert isinstance(block, Block)
+        if cache is None:
             hidden = block(hidden)
-        table = self.token_emb.word_embeddings.weight[: self.vocab_size]
-        logits = self.mlm_layer(self.decoder_norm(hidden[:, 1:]), table)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+            continue
+        query, key, value = block.attn.project(block.norm1(hidden))
+        key, value = cache.update(index, key.transpose(1, 2), value.transpose(1, 2))
+        hidden = hidden + block.attn.attend(query, key, value, None)
+        hidden = hidden + block.mlp(block.norm2(hidden))
+    return hidden
 
 
 def load_mage_checkpoint(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,8 @@ class MaskedImageState(MaskedState):
         held: keys and values of the last call that kept them: of all places, of the registers, and scratch places.
         features: [R, L, dim], what that call had before the head.
     """
+
+    fixed: ClassVar[bool] = True
 
     modulations: Tensor
     head_modulation: Tensor

@@ -55,6 +55,7 @@ class AcceptanceRule:
             keeping this one, its target, its draft law, and the drafts (-1 where a slot has none).
         identical: keep a draft exactly when it is the token that the slot's own noise draws. The labels of drafts are
             not used.
+        block: test the drafts of a chain together (`visual_spec.samplers.core.block`).
     """
 
     probability: Callable[[Tensor, Tensor, Tensor], Tensor] = exact_acceptance
@@ -62,6 +63,7 @@ class AcceptanceRule:
     lossless: bool = True
     behind: Callable[[Tensor, Tensor, Tensor, Tensor], AcceptanceRule] | None = None
     identical: bool = False
+    block: bool = False
 
     def refused_target(self, target: Tensor, drafts: Tensor) -> Tensor:
         """Return the law whose `residual` replaces a refused draft. Arguments and result are those of `merge`."""
@@ -76,6 +78,7 @@ class AcceptanceRule:
 
 EXACT = AcceptanceRule()
 IDENTICAL = AcceptanceRule(identical=True)
+BLOCK = AcceptanceRule(block=True)
 
 
 def accepted_prefix(accept: Tensor) -> Tensor:

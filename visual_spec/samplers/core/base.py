@@ -209,14 +209,16 @@ class Sampler(SchedulerMixin, ConfigMixin):
         needs_drafter: whether the sampler drafts with a second model.
         promise: "identical", "lossless" or "lossy" for a sampler without a setting `acceptance`; else None.
         counts_prefill: whether the prefill predicts the first slots and therefore counts as call 0.
+        records_steps: whether the setting `graph` records whole steps; else the method records what it says.
     """
 
     config_name = "sampler_config.json"
     config: Any
-    takes: ClassVar[tuple[str, ...]] = ()
-    needs_drafter: ClassVar[bool] = False
+    takes: tuple[str, ...] = ()
+    needs_drafter: bool = False
     promise: ClassVar[str | None] = None
     counts_prefill: ClassVar[bool] = True
+    records_steps: ClassVar[bool] = True
 
     # -- what a method must write
 
@@ -395,7 +397,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         check_parts(self, parts)
         self.check(model, law, batch_size, parts)
         graph = self.config.get("graph", False)
-        recording = wants_graph(graph, model)
+        recording = self.records_steps and wants_graph(graph, model)
         keys = draw_keys(generator, batch_size)
         run = self.begin(model, condition, law, keys, Stopwatch(), **parts)
         state = self.prepare(run)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import DecodeState, NextTokenModel, TokenGrid
 from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.drafts import rows_of
 
 
 class FeatureDrafter(Protocol):
@@ -78,6 +80,24 @@ def start_drafter(
     if hasattr(drafter, "follow"):
         return drafter.follow(model, cache, window=window, **told)
     return drafter.prefill(condition, batch_size=batch_size, guided=cache.guided, window=window)
+
+
+def catch_up(drafter: Any, state: Any, most: int) -> Tensor:
+    """Feed the drafter the newly committed tokens. Returns the logits [R, 1, V] after the newest token.
+
+    Args:
+        state: has `tokens`, `lengths`, `drafter_cache`, and `fed`, long [B]: how many leading slots the drafter has
+            been fed in final form.
+        most: the most tokens that a target call commits.
+
+    The call always has `most` positions. Those after the newest token hold scratch, at slots that are written again
+    before anything reads them.
+    """
+    slots = state.fed[:, None] + torch.arange(most, device=state.fed.device)  # [B, most]
+    logits = drafter(state.drafter_cache, state.tokens.gather(1, slots), slots)  # [R, most, V]
+    newest = (state.lengths - 1 - state.fed).clamp_(min=0)[:, None]  # [B, 1]; a complete row has nothing new
+    state.fed = state.lengths
+    return rows_of(logits, newest.repeat(logits.shape[0] // newest.shape[0], 1))
 
 
 def draft_law(law: CheckedLaw, logits: Tensor, slots: Tensor, guided: bool) -> Tensor:

@@ -19,6 +19,14 @@ class MaskedPreset:
 _MAGNET = dict(
     clock="magnet", span=3, span_score="max", temperature="falling", guidance="falling", least_guidance=1.0
 )
+_MASKGCT = dict(
+    score="probability",
+    choice_temperature=1.0,
+    temperature="falling",
+    falls="before",
+    filtered_score=True,
+    score_temperature=1.0,
+)
 _MUSIC = TokenLaw(guidance_scale=10.0, temperature=3.0, top_p=0.9)
 _SOUND = TokenLaw(guidance_scale=20.0, temperature=3.5, top_p=0.8)
 
@@ -41,16 +49,11 @@ PRESETS = {
         TokenLaw(guidance_scale=1.1),
     ),
     "entropy-bound": MaskedPreset(dict(steps=256, score="entropy", entropy_bound=0.1), TokenLaw()),
-    # Text to semantic tokens of MaskGCT; the 2 % likeliest of 8192 codes. Its guidance acts on hidden states.
-    "maskgct": MaskedPreset(
-        dict(
-            steps=25,
-            score="probability",
-            choice_temperature=1.0,
-            temperature="falling",
-            filtered_score=True,
-        ),
-        TokenLaw(temperature=0.9, top_k=164),
+    # MaskGCT's two stages. Both draw from the likeliest 2 % of the codes: of 8192, and of 1024. The models guide their
+    # hidden states themselves (`visual_spec.models.masked.maskgct`).
+    "maskgct": MaskedPreset(dict(steps=25, **_MASKGCT), TokenLaw(temperature=0.9, top_k=164)),
+    "maskgct-acoustic": MaskedPreset(
+        dict(steps=(25, 10, *[1] * 10), **_MASKGCT), TokenLaw(temperature=1.5, top_k=21)
     ),
     # The audio models differ in clip length and in training data. The released interface decodes all of them with the
     # first one's settings; these are the settings of the training configurations.

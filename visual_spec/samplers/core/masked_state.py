@@ -55,6 +55,7 @@ class MaskedState:
 
     Attributes:
         cache: the model's own state.
+        calls: the model, or what records its calls.
         tokens: long [B, L, K], the mask id where a token is hidden.
         entry_call: long [B, L, K], the call at which each token was kept; -1 for tokens not yet kept, and given ones.
         target_calls: long [B].
@@ -67,6 +68,7 @@ class MaskedState:
     """
 
     cache: Any
+    calls: Any
     tokens: Tensor
     entry_call: Tensor
     target_calls: Tensor
@@ -100,6 +102,7 @@ class Stage:
         score: [B, U], of the last full call; local calls keep their group in its order.
         places: long [B, n], the slots of the group, see `places_of`.
         newest: bool [B, L], the tokens that the last step kept.
+        room: places of the widest group; full calls keep so many scratch places, whatever group follows.
     """
 
     unknown: Tensor
@@ -113,3 +116,4 @@ class Stage:
     score: Tensor | None = None
     places: Tensor | None = None
     newest: Tensor | None = None
+    room: int = 0

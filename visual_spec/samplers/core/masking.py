@@ -132,11 +132,12 @@ def draw_and_score(
     *,
     score: str | None,
     filtered: bool,
+    score_temperature: float | None = None,
     greedy: bool = False,
     entropies: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Draw a token at every position and score each draw. On a GPU one kernel does both, except where entropies count
-    and where `greedy` is set.
+    and where `greedy` or `score_temperature` is set.
 
     Args:
         logits: [R, L, V], R = 2B if the law is guided, else B.
@@ -146,6 +147,7 @@ def draw_and_score(
         score: one of `SCORES` that depends on the law; None for no scores.
         filtered: score by the law that the tokens are drawn from. False: by that law before top-k and top-p; greedy
             draws are scored by the law of temperature 1, because under their own law all have probability 1.
+        score_temperature: score by the law of this temperature; None: by that of the law.
         greedy: take the likeliest tokens, and score them by the law all the same.
         entropies: whether to return the entropies of the laws that the tokens are drawn from.
 
@@ -154,7 +156,8 @@ def draw_and_score(
     """
     guided = law.law.guided
     numbers = law.law.numbers(guided, logits.shape[-1])
-    if fits(logits) and score != "entropy" and not (greedy or entropies):
+    own_score = score is not None and score_temperature is not None
+    if fits(logits) and score != "entropy" and not (greedy or entropies or own_score):
         drawn, log_probs, log_kept, finite = masked_sample(
             logits, noise.keys, slots, numbers, stream=TOKEN, round=step
         )
@@ -170,7 +173,12 @@ def draw_and_score(
     spread = entropy_of(target) if entropies else None
     if score is None:
         return drawn, None, spread
-    scored = target if filtered else unfiltered_reference(logits, checked_slots, numbers, target)
+    scored = target
+    if own_score:
+        numbers = numbers._replace(temperature=score_temperature)
+        scored = law_reference(logits, checked_slots, numbers)
+    if not filtered:
+        scored = unfiltered_reference(logits, checked_slots, numbers, scored)
     return drawn, confidence(score, scored, drawn), spread
 
 

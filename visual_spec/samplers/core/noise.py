@@ -29,6 +29,7 @@ CHOICE: Final = 6  # which tokens of a masked decode are kept
 # is not a constant of a kernel. A second chain of the same slot, such as a draft's own, uses another stream.
 CHAIN: Final = 7
 ORDER: Final = 8  # in which order a sample's slots are decoded
+REDRAFT: Final = 9  # drafts of a second source, in place of drafts of the same call
 
 
 def draw_keys(generator: torch.Generator | Sequence[torch.Generator] | None, batch_size: int) -> Tensor:

@@ -3,6 +3,7 @@
     identical   keep a draft if it is the token that the slot's own noise draws from the target law.
     exact       keep a draft x with probability min(1, target(x) / draft(x)), and replace the first refused one from
                 (target - draft)+, normalised (Leviathan et al. 2023, algorithm 1).
+    block       as exact, with one test of the whole chain of a drafter (`block`).
     relaxed     as exact, with the probability of a relaxed rule (`relaxed`).
 
 Every sampler that tests chains of drafts calls `verify`: one chain a sample, several (rows of a picture), or chains of
@@ -28,6 +29,7 @@ from visual_spec.samplers.core.acceptance import (
     exact_acceptance,
     residual,
 )
+from visual_spec.samplers.core.block import verify_block
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Draft, rows_of
 from visual_spec.samplers.core.law import TokenLaw
@@ -81,7 +83,7 @@ def verify(
     Args:
         logits: [R, N, V], which predict `slots`, long [B, N].
         draft: a draft for each of these slots, except the last.
-        rule: `IDENTICAL`, `EXACT`, or a relaxed one.
+        rule: `IDENTICAL`, `EXACT`, `BLOCK`, or a relaxed one.
         round: round of the test and the replacement.
         coupled: also keep or replace the drafts after the refusal, for the next call (SCD / MC-SJD).
         redraw: stream and round of the noise with which the sampler will draw its next drafts from the laws. A kernel
@@ -146,6 +148,9 @@ def verify_laws(
     assert draft.label is not None
     there, at = drafts >= 0, drafts.clamp(min=0)
     label = draft.label.dense(drafts)  # [B, N, V], -inf where there is no draft
+    if rule.block:
+        kept, replacement = verify_block(target, label, drafts, noise, slots, round)
+        return Verdict(at.scatter(1, kept[:, None], replacement), kept, target)
     # The rule's value for a missing draft is undefined, perhaps nan.
     probability = rule.probability(target, label, at).masked_fill(~there, 0)
     accept = keep = noise.bernoulli(probability, slots, ACCEPT, round)
@@ -241,7 +246,7 @@ def verify_window(
     It takes and returns plain tensors and keeps nothing between calls: requests may join, leave, and move to other
     rows. Acceptance is "identical": a draft is kept if it is the token that its slot's own noise draws. So each request
     gets the tokens of `AutoregressiveSampler` for its key, whatever its drafts were, and drafts need no labels. The
-    drafts are those of `SpeculativeJacobiSampler(acceptance="identical", initial_draft="last_law")`.
+    drafts are those of `SpeculativeJacobiSampler(initial_draft="last_law", drafts="carried")`.
 
     A request that has committed n tokens feeds its newest token and its W - 1 drafts, at slots n - 1 to n + W - 2. The
     logits after them predict slots n to n + W - 1. It then commits the first `num_sampled` of `sampled`, and continues

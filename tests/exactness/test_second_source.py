@@ -1,0 +1,143 @@
+"""Drafts of a second source: lossless by enumeration, the plain tokens in identical mode, and labels that are not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
+from tests.exactness.regions import total_variation
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers import jacobi
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.drafts import Draft
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.second_source import Chosen
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+GUMBEL, INDEPENDENT, MAXIMAL = (
+    dict(coupling=name, acceptance="exact") for name in ("gumbel", "independent", "maximal")
+)
+IDENTICAL = dict(coupling="gumbel", acceptance="identical")
+WAYS = [IDENTICAL, GUMBEL, INDEPENDENT, MAXIMAL]
+EVERY_WAY = pytest.mark.parametrize("way", WAYS, ids=["identical", "gumbel", "independent", "maximal"])
+GUIDED = TokenLaw(guidance_scale=1.7, top_k=2)
+
+
+def pair(height: int = 2, vocab_size: int = 3, seed: int = 0) -> tuple[TabularModel, TabularModel]:
+    """A target of two columns, and a drafter that is about half right."""
+    grid = TokenGrid(height, 2)
+    model, other = (TabularModel(grid, vocab_size, seed=seed + shift) for shift in (0, 100))
+    other.logits = 0.6 * model.logits + 0.6 * other.logits
+    return model, other
+
+
+def enumerated(networks: Any, law: Any = PLAIN, **settings: Any) -> Enumeration:
+    model, drafter = networks
+    parts = {"drafter": drafter} if settings["drafts"] == "chosen" else {}
+    return Enumerator(SpeculativeJacobiSampler(**settings), model, law, **parts).run()
+
+
+def distance(found: Enumeration, model: TabularModel, law: TokenLaw = PLAIN) -> float:
+    assert found.law.sum().item() == pytest.approx(1, abs=1e-10)
+    return float(total_variation(found.law, model.law_of_sequences(law, guided=law.guided)))
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("redrafts", [1, 2])
+@pytest.mark.parametrize("drafts", ["repaired", "chosen"])
+def test_every_way_is_lossless(drafts, redrafts, way):
+    networks = pair()
+    found = enumerated(networks, window=3, drafts=drafts, redrafts=redrafts, **way)
+    assert distance(found, networks[0]) < 1e-10
+    assert found.calls < 3.3
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("drafts", ["repaired", "chosen"])
+def test_lossless_on_a_longer_sequence_of_two_tokens(drafts, way):
+    """Behind slot 2 copies are found, and a slot is drafted anew that was drafted anew before."""
+    networks = pair(3, 2, seed=1)
+    found = enumerated(networks, window=3, drafts=drafts, redrafts=2, **way)
+    assert distance(found, networks[0]) < 1e-10
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("drafts", ["repaired", "chosen"])
+def test_lossless_under_guidance_and_filters(drafts, way):
+    networks = pair(seed=1)
+    found = enumerated(networks, GUIDED, window=2, drafts=drafts, **way)
+    assert distance(found, networks[0], GUIDED) < 1e-10
+
+
+@EVERY_WAY
+def test_a_drafter_that_is_the_target_saves_calls(way):
+    model, _ = pair(seed=2)
+    calls = [
+        enumerated((model, model), window=3, drafts=drafts, **way).calls for drafts in ("carried", "chosen")
+    ]
+    assert calls[1] < calls[0] - 0.1, calls
+
+
+# ----------------------------------------------------------------------------------------------- planted mistakes
+
+
+@pytest.mark.parametrize("way", [GUMBEL, INDEPENDENT, MAXIMAL], ids=["gumbel", "independent", "maximal"])
+@pytest.mark.parametrize("drafts", ["repaired", "chosen"])
+def test_catches_a_new_draft_with_the_label_of_the_carried_one(monkeypatch, drafts, way):
+    def wrongly(*args: Any) -> Draft:
+        carried, found = args[3], real(*args)
+        assert carried.label is not None and found.label is not None
+        found.label.rows = carried.label.rows
+        return found
+
+    real = jacobi.redrafted
+    monkeypatch.setattr(jacobi, "redrafted", wrongly)
+    networks = pair(3, 2, seed=1)
+    found = enumerated(networks, window=3, drafts=drafts, redrafts=2, initial_draft="last_law", **way)
+    assert distance(found, networks[0]) > 1e-3
+
+
+def test_catches_a_choice_by_the_noise_of_the_slot(monkeypatch):
+    """What acceptance "identical" may do: take the drafter's token only if it is probable."""
+
+    def choosy(source: Chosen, slot: Any, before: Any) -> Any:
+        tokens, law, wanted = real(source, slot, before)
+        return tokens, law, wanted & (law.gather(-1, tokens[..., None])[..., 0].exp() > 0.4)
+
+    real = Chosen.__call__
+    monkeypatch.setattr(Chosen, "__call__", choosy)
+    networks = pair()
+    found = enumerated(networks, window=2, drafts="chosen", initial_draft="last_law", **INDEPENDENT)
+    assert distance(found, networks[0]) > 1e-3
+
+
+# -------------------------------------------------------------------------------------------------- token for token
+
+MODEL, NEAR = (TabularModel(TokenGrid(5, 6), 11, order=2, conditions=5, dependence=0.3) for _ in range(2))
+NEAR.logits = MODEL.logits + 0.7 * TabularModel(TokenGrid(5, 6), 11, order=2, conditions=5, seed=1).logits
+LAWS = {
+    "plain": TokenLaw(),
+    "guided": TokenLaw(guidance_scale=3.0, temperature=0.9, top_k=7, top_p=0.95),
+    "greedy": TokenLaw(temperature=0.0),
+}
+
+
+@pytest.mark.parametrize("redrafts", [1, 5, 99])
+@pytest.mark.parametrize("window", [1, 2, 8, 64])
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("drafts", ["repaired", "chosen"])
+def test_identical_mode_returns_the_autoregressive_tokens(drafts, law, window, redrafts):
+    sampler = SpeculativeJacobiSampler(window, drafts=drafts, redrafts=redrafts)
+    parts = {"drafter": NEAR} if drafts == "chosen" else {}
+    for rows in ([3], [0, 4, 1, 2, 3]):
+
+        def decode(sampler: Any, rows: Any = rows, **parts: Any) -> Any:
+            seeds = [torch.Generator().manual_seed(100 + row) for row in rows]
+            return sampler(MODEL, torch.tensor(rows), law=law, generator=seeds, batch_size=len(rows), **parts)
+
+        found = decode(sampler, **parts)
+        assert torch.equal(found.tokens, decode(AutoregressiveSampler()).tokens)
+        if window == 1:
+            assert (found.trace.target_calls == 30).all()

@@ -1,0 +1,545 @@
+"""Phones to speech by MaskGCT, in the voice of a clip (Wang et al., ICLR 2025).
+
+Phones become semantic codes, those become acoustic codes, and a codec makes waves of them. The program that turns text
+into phones stays outside: the caller gives phone ids.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import SeamlessM4TFeatureExtractor, Wav2Vec2BertModel
+
+from visual_spec.models.core.calls import MASKED
+from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.offload import at_hand
+from visual_spec.models.masked.maskgct import (
+    AcousticCondition,
+    AcousticDecoder,
+    AcousticNetwork,
+    SemanticCondition,
+    SemanticDecoder,
+    SemanticNetwork,
+    check_codes,
+    check_networks,
+)
+from visual_spec.models.masked.maskgct_checkpoint import (
+    load_acoustic_codec,
+    load_acoustic_network,
+    load_semantic_codec,
+    load_semantic_network,
+)
+from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
+from visual_spec.pipelines.audio_files import prepare_clip, write_audio
+from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, check_sampler
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.inputs import check_generator
+from visual_spec.pipelines.output import AudioPipelineOutput
+from visual_spec.pipelines.sampler_text import saved_sampler
+from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
+from visual_spec.samplers.core.base import Sampler
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masked_presets import PRESETS
+from visual_spec.samplers.core.trace import DecodeTrace
+from visual_spec.samplers.masked import MaskedSampler
+
+OUTPUT_TYPES = ("np", "pt", "latent")
+_LISTENER_RATE = 16_000  # Hz, of the speech model
+_LONGEST = 4096  # frames of a prompt and what follows, of which the networks know the positions
+
+
+@dataclass
+class SpeechPipelineOutput(AudioPipelineOutput):
+    """Spoken clips. As `AudioPipelineOutput`, whose trace is that of the semantic codes.
+
+    Args:
+        audios: float32 [B, 1, N], zero behind the end of a clip, or (`latent`) the codes.
+        codes: LongTensor [B, K, T], zero behind the end of a clip.
+        lengths: frames of each clip.
+        semantic_codes: LongTensor [B, S], zero behind the end of a clip; without the prompt's.
+        acoustic_trace: of the acoustic codes; None of a call that was ended before them.
+    """
+
+    lengths: list[int]
+    semantic_codes: Tensor
+    acoustic_trace: DecodeTrace | None
+
+    def save(self, path: str | os.PathLike, index: int = 0, *, overwrite: bool = False) -> Path:
+        """As `AudioPipelineOutput.save`, without what is behind the end of the clip."""
+        if self.audios is self.codes:
+            return super().save(path, index, overwrite=overwrite)
+        samples = self.audios.shape[-1] * self.lengths[index] // max(self.codes.shape[-1], 1)
+        return write_audio(path, self.audios[index][..., :samples], self.sampling_rate, overwrite=overwrite)
+
+
+class MaskgctPipeline(VisualPipeline):
+    """Speaks phones in the voice of a clip.
+
+    Args:
+        semantic: scores semantic codes.
+        acoustic_first, acoustic_rest: score the first acoustic codebook, and the others.
+        codec: of the acoustic codes.
+        sampler, acoustic_sampler: how the two kinds of codes are decoded, each a `MaskedSampler`.
+        speech_encoder: whose features become semantic codes, w2v-BERT 2.0 as transformers loads it. None here or for
+            `semantic_codec`: give prompts as codes.
+        semantic_codec: makes codes of the features.
+        default_guidance_scale, default_temperature, default_top_k: of semantic codes, where a call is given none.
+        default_acoustic_temperature, default_acoustic_top_k: of acoustic ones.
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: networks or codecs of other codes than the rest.
+
+    Example:
+        >>> pipe = MaskgctPipeline.from_official("MaskGCT", speech_encoder)
+        >>> pipe(phones, prompt_phones, prompt_audio=clip, sampling_rate=16000).save("speech.wav")
+    """
+
+    model_cpu_offload_seq = "speech_encoder->semantic_codec->semantic->acoustic_first->acoustic_rest->codec"
+    _optional_components = ["speech_encoder", "semantic_codec"]
+    _callback_tensor_inputs = ["lengths"]
+
+    semantic: Any
+    acoustic_first: Any
+    acoustic_rest: Any
+    codec: Any
+    acoustic_sampler: Any
+    speech_encoder: Any
+    semantic_codec: Any
+
+    def __init__(
+        self,
+        semantic: SemanticNetwork,
+        acoustic_first: AcousticNetwork,
+        acoustic_rest: AcousticNetwork,
+        codec: AcousticCodec,
+        sampler: SchedulerMixin,
+        acoustic_sampler: SchedulerMixin,
+        speech_encoder: Wav2Vec2BertModel | None = None,
+        semantic_codec: SemanticCodec | None = None,
+        default_guidance_scale: float = 3.5,
+        default_temperature: float = 0.9,
+        default_top_k: int = 164,
+        default_acoustic_temperature: float = 1.5,
+        default_acoustic_top_k: int = 21,
+    ):
+        super().__init__()
+        self.register_modules(
+            semantic=semantic,
+            acoustic_first=acoustic_first,
+            acoustic_rest=acoustic_rest,
+            codec=codec,
+            sampler=sampler,
+            acoustic_sampler=acoustic_sampler,
+            speech_encoder=speech_encoder,
+            semantic_codec=semantic_codec,
+        )
+        self.register_to_config(
+            default_guidance_scale=default_guidance_scale,
+            default_temperature=default_temperature,
+            default_top_k=default_top_k,
+            default_acoustic_temperature=default_acoustic_temperature,
+            default_acoustic_top_k=default_acoustic_top_k,
+        )
+        check_networks(acoustic_first, acoustic_rest)
+        for name, found, wanted in [
+            ("semantic codes", semantic.config["vocab_size"], acoustic_rest.config["semantic_codes"]),
+            ("codebooks", codec.config["codebooks"], acoustic_rest.config["codebooks"]),
+            ("acoustic codes", codec.config["vocab_size"], acoustic_rest.config["vocab_size"]),
+        ]:
+            if found != wanted:
+                raise ValueError(
+                    f"a component has {found} {name}, and acoustic_rest is made for {wanted}; load all of one model."
+                )
+        if (
+            semantic_codec is not None
+            and semantic_codec.config["vocab_size"] != semantic.config["vocab_size"]
+        ):
+            raise ValueError(
+                f"semantic_codec has {semantic_codec.config['vocab_size']} codes, and semantic "
+                f"{semantic.config['vocab_size']}; load both of one model."
+            )
+
+    @classmethod
+    def from_official(
+        cls,
+        folder: str | os.PathLike,
+        speech_encoder: Wav2Vec2BertModel | None = None,
+        *,
+        statistics: Source | None = None,
+        num_heads: int = 16,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> Self:
+        """A pipeline around official files.
+
+        Args:
+            folder: a copy of `amphion/MaskGCT`.
+            speech_encoder: `facebook/w2v-bert-2.0`, as transformers loads it; None: prompts are given as codes.
+            statistics: `wav2vec2bert_stats.pt`, which lies in the repository of the code; needed with a speech encoder.
+            num_heads: of all networks, which cannot be read off the weights.
+            dtype: of all weights; None keeps that of each file.
+            settings: of the class.
+
+        Raises:
+            ValueError, OSError: a file that is missing or none of these; says what it is.
+        """
+        at = Path(folder)
+        if (speech_encoder is None) != (statistics is None):
+            raise ValueError(
+                "one of speech_encoder and statistics given; pass both to read prompts from waves, or none."
+            )
+        semantic_codec = None
+        if statistics is not None:
+            source = at / "semantic_codec" / "model.safetensors"
+            semantic_codec = load_semantic_codec(source, statistics, dtype=dtype)
+        options: dict[str, Any] = {"num_heads": num_heads, "dtype": dtype}
+        acoustic = at / "s2a_model"
+        return cls(
+            load_semantic_network(at / "t2s_model" / "model.safetensors", **options),
+            load_acoustic_network(acoustic / "s2a_model_1layer" / "model.safetensors", **options),
+            load_acoustic_network(acoustic / "s2a_model_full" / "model.safetensors", **options),
+            load_acoustic_codec(
+                at / "acoustic_codec" / "model.safetensors",
+                at / "acoustic_codec" / "model_1.safetensors",
+                dtype=dtype,
+            ),
+            **published_samplers(),
+            speech_encoder=speech_encoder,
+            semantic_codec=semantic_codec,
+            **settings,
+        )
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`; these are the facts of the semantic codes."""
+        saved = saved_sampler("masked", sampler)
+        return PipelineFacts(
+            medium="audio",
+            unit="columns",
+            calls=(MASKED,),
+            plain_sampler=saved,
+            fast_sampler=saved,
+            default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k"),
+            comparable=False,
+        )
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples per second."""
+        return self.codec.config["sampling_rate"]
+
+    @property
+    def frame_rate(self) -> float:
+        """Frames of codes per second, semantic and acoustic ones."""
+        return self.codec.frame_rate
+
+    # -- input ---------------------------------------------------------------------------------------------------------
+
+    def check_inputs(self, phones: Any, *_: Any, **__: Any) -> list[Tensor]:
+        """Return phone ids, long [P] of each sample.
+
+        Raises:
+            ValueError: text, or no ids of this model.
+        """
+        rows = list(phones) if isinstance(phones, Sequence) and not isinstance(phones, str) else [phones]
+        if rows and all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
+            rows = [rows]
+        if any(isinstance(row, str) for row in rows):
+            raise ValueError(
+                "text given, but MaskGCT reads phone ids; turn the text into phones with the program that the model "
+                "was trained with (Amphion's g2p), and call the pipeline from Python."
+            )
+        most = self.semantic.config["phones"] - 1
+        found = []
+        for row in rows:
+            ids = torch.as_tensor(row)
+            bad = ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool
+            if bad or int(ids.min()) < 0 or int(ids.max()) >= most:
+                raise ValueError(
+                    f"phones {row!r} given; pass a list of ids from 0 to {most - 1} for each sample."
+                )
+            found.append(ids.long())
+        if not found:
+            raise ValueError("no phones given; pass a list of ids for each sample.")
+        return found
+
+    @torch.no_grad()
+    def encode_prompt(self, audio: Any, sampling_rate: int | None) -> tuple[Tensor, Tensor]:
+        """Return the semantic codes, long [Q], and the acoustic ones, long [P, K], of a clip.
+
+        Args:
+            audio: [N] or [C, N], array or tensor.
+            sampling_rate: of the clip, in Hz.
+
+        Raises:
+            ValueError, ImportError: as `prepare_clip`; or a pipeline without a speech encoder.
+        """
+        if self.speech_encoder is None or self.semantic_codec is None:
+            raise ValueError(
+                "this pipeline has no speech_encoder and semantic_codec; set them, or give prompt_semantic and "
+                "prompt_acoustic, the codes of the clip."
+            )
+        heard = prepare_clip(audio, sampling_rate, rate=_LISTENER_RATE, channels=1)
+        waves = prepare_clip(audio, sampling_rate, rate=self.sampling_rate, channels=1)
+        if len(heard) != 1:
+            raise ValueError(f"{len(heard)} clips given as one prompt; pass a list of clips.")
+        # The settings of w2v-BERT 2.0; the padding value reaches the last frame of a clip of odd length.
+        extract = SeamlessM4TFeatureExtractor(padding_value=1.0)
+        found = extract(heard[0, 0].numpy(), sampling_rate=_LISTENER_RATE, return_tensors="pt")
+        device = self._execution_device
+        with at_hand(self.speech_encoder):
+            features = self.speech_encoder(
+                input_features=found["input_features"].to(device, self.speech_encoder.dtype),
+                attention_mask=found["attention_mask"].to(device),
+                output_hidden_states=True,
+            ).hidden_states[self.semantic_codec.config["feature_layer"]]
+        semantic = self.semantic_codec.encode(features)[0]
+        return semantic, self.codec.encode(waves.to(device))[0].transpose(0, 1)
+
+    def _prompts(
+        self, count: int, audio: Any, sampling_rate: int | None, semantic: Any, acoustic: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Codes of the prompts, one a sample."""
+        if (audio is None) == (semantic is None) or (semantic is None) != (acoustic is None):
+            raise ValueError(
+                "pass the prompt as prompt_audio, or as both prompt_semantic and prompt_acoustic."
+            )
+        if audio is not None:
+            clips = list(audio) if isinstance(audio, list | tuple) else [audio]
+            pairs = [self.encode_prompt(clip, sampling_rate) for clip in clips]
+            told, heard = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        else:
+            told, heard = (
+                list(one) if isinstance(one, list | tuple) else [one] for one in (semantic, acoustic)
+            )
+        if not (len(told) == len(heard) and len(told) in (1, count)):
+            raise ValueError(
+                f"{len(told)} prompts for {count} samples; pass one for all, or one for each sample."
+            )
+        told, heard = told * (count // len(told)), heard * (count // len(heard))
+        books = self.acoustic_rest.config["codebooks"]
+        if any(codes.ndim != 1 for codes in told) or any(codes.shape[1:] != (books,) for codes in heard):
+            shapes = [
+                (tuple(codes.shape), tuple(other.shape)) for codes, other in zip(told, heard, strict=True)
+            ]
+            raise ValueError(
+                f"prompts of shapes {shapes} given; pass semantic codes [Q], and acoustic ones [P, {books}]."
+            )
+        check_codes("prompt_semantic", told, self.semantic.config["vocab_size"])
+        check_codes("prompt_acoustic", heard, self.acoustic_rest.config["vocab_size"])
+        device = self._execution_device
+        return [codes.to(device) for codes in told], [codes.to(device) for codes in heard]
+
+    def _lengths(
+        self,
+        seconds: float | Sequence[float] | None,
+        phones: list[Tensor],
+        prompt_phones: list[Tensor],
+        prompts: list[Tensor],
+        heard: list[Tensor],
+    ) -> list[int]:
+        """Semantic codes to decode, of each sample."""
+        if seconds is None:  # as many a phone as the prompt has
+            counts = [
+                len(codes) * len(own) // len(before)
+                for own, before, codes in zip(phones, prompt_phones, prompts, strict=True)
+            ]
+        else:
+            each = list(seconds) if isinstance(seconds, Sequence) else [seconds] * len(phones)
+            if len(each) != len(phones):
+                raise ValueError(
+                    f"{len(each)} lengths for {len(phones)} samples; pass one for all, or one for each."
+                )
+            counts = [int(one * self.frame_rate) for one in each]
+        for codes, frames, count in zip(prompts, heard, counts, strict=True):
+            # The two kinds of codes of a prompt may differ by a frame.
+            least, most = max(1, len(frames) - len(codes) + 1), _LONGEST - len(codes)
+            if not least <= count <= most:
+                raise ValueError(
+                    f"audio_length_in_s makes {count} frames behind a prompt of {len(codes)}; pass {least} to {most} "
+                    f"frames, of {1 / self.frame_rate:g} s."
+                )
+        return counts
+
+    # -- speaking ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        phones: Any,
+        prompt_phones: Any,
+        *,
+        prompt_audio: Any = None,
+        sampling_rate: int | None = None,
+        prompt_semantic: Any = None,
+        prompt_acoustic: Any = None,
+        audio_length_in_s: float | Sequence[float] | None = None,
+        guidance_scale: float | None = None,
+        guidance_rescale: float = 0.75,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        acoustic_temperature: float | None = None,
+        acoustic_top_k: int | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "np",
+        return_dict: bool = True,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+    ) -> SpeechPipelineOutput:
+        """Speak.
+
+        Args:
+            phones: phone ids of what is to be said: a list, or one for each sample.
+            prompt_phones: those of the words in the prompt; one list for all samples, or one for each.
+            prompt_audio, sampling_rate: the clip whose voice speaks, [N] or [C, N], and its rate in Hz; one for all
+                samples, or a list of one for each.
+            prompt_semantic, prompt_acoustic: its codes in place of the clip, long [Q] and [P, K], as `encode_prompt`
+                gives them; likewise one or a list.
+            audio_length_in_s: of what is said, without the prompt; one for all, or one for each. None: as long a phone
+                as in the prompt.
+            guidance_scale: of the features of all networks, see `SemanticCondition`; the published 2.5 is 3.5 here.
+            guidance_rescale: see `SemanticCondition`.
+            temperature, top_k, acoustic_temperature, acoustic_top_k: the laws of the codes. None: the defaults.
+            generator: one `torch.Generator` for the batch, or a list of one per sample. With a list, a clip depends on
+                its own generator only.
+            output_type, return_dict: "np", "pt", or "latent" for the codes [B, K, T]; False returns a tuple.
+            callback_on_step_end: called as (pipe, step, timestep, kwargs) after every target call of both stages, whose
+                steps are counted on; `timestep` is the number of codes that the slowest sample has in its stage. It
+                returns None, or `kwargs` unchanged. After `pipe._interrupt = True` the call ends, with clips of no
+                length.
+            callback_on_step_end_tensor_inputs: which tensors `kwargs` holds: "lengths", codes committed [B].
+
+        Raises:
+            ValueError, TypeError: bad input, before any decoding.
+            ImportError: a clip at another rate, and torchaudio is missing.
+            FloatingPointError: a network gave non-finite logits; names the slot.
+        """
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
+        asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
+        self.check_sampler()
+        check_sampler(self.acoustic_sampler, self.calls)
+        spoken, before = self.check_inputs(phones), self.check_inputs(prompt_phones)
+        count = len(spoken)
+        if len(before) not in (1, count):
+            raise ValueError(
+                f"{len(before)} prompt_phones for {count} samples; pass one list for all, or one for each."
+            )
+        before = before * (count // len(before))
+        check_generator(generator, count, "clip")
+        chosen = self._chosen(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k)
+        guidance = {"guidance_scale": chosen["guidance_scale"], "guidance_rescale": guidance_rescale}
+        law = TokenLaw(temperature=chosen["temperature"], top_k=chosen["top_k"])
+        own = [acoustic_temperature, acoustic_top_k]
+        usual = [self.config["default_acoustic_temperature"], self.config["default_acoustic_top_k"]]
+        warm, most = (value if value is not None else other for value, other in zip(own, usual, strict=True))
+        acoustic_law = TokenLaw(temperature=warm, top_k=most)
+        told, heard = self._prompts(count, prompt_audio, sampling_rate, prompt_semantic, prompt_acoustic)
+        lengths = self._lengths(audio_length_in_s, spoken, before, told, heard)
+
+        for sampler, network, laws in [
+            (self.sampler, SemanticDecoder(self.semantic, max(lengths)), law),
+            (
+                self.acoustic_sampler,
+                AcousticDecoder(self.acoustic_first, self.acoustic_rest, 1),
+                acoustic_law,
+            ),
+        ]:
+            if isinstance(sampler, Sampler):
+                sampler.check(network, laws, count, {})
+
+        self._guidance_scale, self._num_timesteps = chosen["guidance_scale"], max(lengths)
+        listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        condition = SemanticCondition(
+            [torch.cat(pair) for pair in zip(before, spoken, strict=True)], told, lengths, **guidance
+        )
+        decoder = SemanticDecoder(self.semantic, max(lengths))
+        result = self._decode(self.sampler, decoder, condition, law, generator, listener, 0)
+        trace, semantic = result.trace, result.tokens
+        codes = torch.zeros(
+            count, self.acoustic_rest.config["codebooks"], 0, dtype=torch.long, device=semantic.device
+        )
+        acoustic_trace, frames = None, [0] * count
+        if not trace.stopped:
+            whole = [
+                torch.cat([prompt, row[:length]])
+                for prompt, row, length in zip(told, semantic, lengths, strict=True)
+            ]
+            sounds = AcousticCondition(whole, heard, **guidance)
+            decoder = AcousticDecoder(self.acoustic_first, self.acoustic_rest, max(sounds.lengths))
+            first = int(trace.target_calls.max())
+            result = self._decode(
+                self.acoustic_sampler, decoder, sounds, acoustic_law, generator, listener, first
+            )
+            acoustic_trace = result.trace
+            if not acoustic_trace.stopped:
+                codes, frames = result.tokens.transpose(1, 2), sounds.lengths
+        self.last_trace = trace
+        audios: Any = codes
+        if output_type != "latent":
+            waves = [
+                self.codec.decode(row[None, :, :length])[0, 0].float().cpu() if length else torch.zeros(0)
+                for row, length in zip(codes, frames, strict=True)
+            ]
+            audios = pad_sequence(waves, batch_first=True)[:, None]
+            audios = audios if output_type == "pt" else audios.numpy()
+        self.maybe_free_model_hooks()
+        if not return_dict:
+            return audios, self.sampling_rate, codes, trace  # type: ignore[return-value]
+        return SpeechPipelineOutput(
+            audios=audios,
+            sampling_rate=self.sampling_rate,
+            codes=codes,
+            trace=trace,
+            lengths=frames,
+            semantic_codes=semantic,
+            acoustic_trace=acoustic_trace,
+        )
+
+    def _decode(
+        self,
+        sampler: Any,
+        decoder: SemanticDecoder | AcousticDecoder,
+        condition: SemanticCondition | AcousticCondition,
+        law: TokenLaw,
+        generator: Any,
+        listener: StepListener,
+        first: int,
+    ) -> Any:
+        """Run one stage, whose calls count on from `first`."""
+        frames, count = decoder.grid.width, len(condition.prompts)
+        given = decoder.given(condition.lengths, self._execution_device)
+
+        def listen(step: int, lengths: Tensor) -> Any:
+            return listener(first + step, lambda: int(lengths.min()), lengths=lengths)
+
+        with self.progress_bar(total=count * frames) as bar:  # type: ignore[call-arg]
+            progress = DecodeProgress(bar, frames, listen, unit="codes")
+            result = sampler(
+                decoder,
+                condition,
+                law=law,
+                batch_size=count,
+                generator=generator,
+                callback=progress,
+                given=given,
+            )
+            progress.finish()
+        return result
+
+
+def published_samplers() -> dict[str, Any]:
+    """The samplers of both stages, as published."""
+    return {
+        "sampler": MaskedSampler(**PRESETS["maskgct"].settings),
+        "acoustic_sampler": MaskedSampler(**PRESETS["maskgct-acoustic"].settings),
+    }

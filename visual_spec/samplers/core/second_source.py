@@ -1,0 +1,126 @@
+"""Second sources of drafts for Jacobi decoding: who drafts a slot whose carried draft was drawn for another text.
+
+The carried draft of a slot is what the target drew there in the last call, behind the token that was fed before the
+slot. If a correction has put another token there since, the carried draft is stale. So the first slots are walked in
+order, and a second source drafts those whose token before has changed:
+
+    repaired   the token that last stood behind the same two neighbours (`copies`); no weights, no second model.
+    chosen     the drafter's token. Under acceptance "identical" it must also win its race by the margin that the
+               carried draft deserves, by how long that has stayed the same (`NEEDED_MARGIN`).
+
+Under acceptance "identical" any draft is allowed. Under the others a draft carries its law: a copy is a function of
+earlier tokens (a point law), and a drafter's token is drawn from the drafter's law. Whether a slot is drafted anew
+depends there on earlier slots only, and never on the noise of the slot itself, so the labels stay true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from visual_spec.kernels.verify import POINT_LAW
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.samplers.core.base import Run
+from visual_spec.samplers.core.drafters import catch_up, draft_law
+from visual_spec.samplers.core.drafts import Draft, Label
+from visual_spec.samplers.core.noise import REDRAFT, TOKEN
+
+CARRIED: Final = "carried"
+REPAIRED: Final = "repaired"
+CHOSEN: Final = "chosen"
+DRAFTS = (CARRIED, REPAIRED, CHOSEN)
+
+UNKNOWN: Final = -1  # a slot that no call was fed, or that has no copy
+
+# How far the drafter's best token must lead, in nats under the slot's noise, to replace a carried draft that 0, 1, and
+# 2 or more calls in a row have left as it was. From a logistic regression on 24 prompts of `shapes`, without its small
+# terms.
+NEEDED_MARGIN = (0.0, 1.4, 2.0)
+
+# Drafts the slots long [B, 1] behind the tokens long [B, 1] that are now before them. Returns tokens long [B, 1], their
+# law [B, 1, V] (None: they are a function of earlier tokens), and bool [B, 1], where they are wanted.
+Source = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
+
+
+def redrafted(run: Run, state: Any, slots: Tensor, draft: Draft, count: int, source: Source) -> Draft:
+    """Return the draft with other tokens and labels where the source replaces a stale one, in the first `count` slots.
+
+    Notes in `state.given` what each slot is about to be fed.
+
+    Args:
+        slots: long [B, N], the slots of the draft.
+        draft: the carried drafts; without a label under acceptance "identical".
+    """
+    given, newest = state.given, slots[:, :1] - 1
+    tokens = torch.cat([state.tokens.gather(1, newest), draft.tokens], 1)  # [B, 1 + N]
+    rows = None if draft.label is None else draft.label.rows.clone()  # [B, N]
+    laws = [] if draft.label is None else [draft.label.laws]
+    for place in range(min(count, slots.shape[1])):
+        slot, before = slots[:, place, None], tokens[:, place, None]
+        token, law, wanted = source(slot, before)
+        replaced = wanted & (given.gather(1, slot - 1) != before)
+        tokens[:, place + 1, None] = torch.where(replaced, token, tokens[:, place + 1, None])
+        if rows is not None:
+            row = POINT_LAW if law is None else sum(part.shape[1] for part in laws)
+            rows[:, place, None] = torch.where(replaced, row, rows[:, place, None])
+            laws += [] if law is None else [law]
+    given.scatter_(1, torch.cat([newest, slots], 1), tokens)
+    label = None
+    if draft.label is not None and rows is not None:
+        label = Label(torch.cat(laws, 1), rows, draft.label.allowed)
+    return Draft(tokens[:, 1:], label, draft.provenance)
+
+
+def copies(tokens: Tensor, lengths: Tensor, grid: TokenGrid) -> Source:
+    """Return the source that copies the last committed token with the same two neighbours.
+
+    They are the token before, and the one above; in a video the one at the same place a frame earlier.
+
+    Args:
+        tokens: long [B, S], by slot.
+        lengths: long [B], committed slots.
+    """
+    back = grid.width if grid.frames == 1 else grid.height * grid.width
+    places = torch.arange(tokens.shape[1], device=tokens.device)  # [S]
+    committed = (places >= back) & (places < lengths[:, None])  # [B, S]
+    left, far = tokens.roll(1, 1), tokens.roll(back, 1)
+
+    def source(slot: Tensor, before: Tensor) -> tuple[Tensor, None, Tensor]:
+        alike = committed & (left == before) & (far == tokens.gather(1, (slot - back).clamp(min=0)))
+        last = torch.where(alike, places, UNKNOWN).amax(1, keepdim=True)  # [B, 1]
+        return tokens.gather(1, last.clamp(min=0)), None, (last >= 0) & (slot >= back)
+
+    return source
+
+
+class Chosen:
+    """The source that draws from the drafter's law, one drafter call a slot.
+
+    Args:
+        window: the most tokens that a target call commits.
+        own_noise: draw with the noise of the slot itself, as the target does under coupling "gumbel".
+        steady: long [B, S], by slot: how many calls in a row left the carried draft as it was. None, where that may not
+            count: every stale draft is replaced.
+    """
+
+    def __init__(self, run: Run, state: Any, window: int, own_noise: bool, steady: Tensor | None) -> None:
+        self.run, self.state, self.steady = run, state, steady
+        self.noise = (TOKEN, 0) if own_noise else (REDRAFT, state.round + 1)
+        self.ahead: Tensor | None = catch_up(run.drafter, state, window)  # [R, 1, V]
+
+    def __call__(self, slot: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        run, logits = self.run, self.ahead
+        if logits is None:
+            logits = run.drafter(self.state.drafter_cache, before, slot - 1)
+        self.ahead = None
+        law = draft_law(run.law, logits, slot, run.guided)  # [B, 1, V]
+        if self.steady is None:
+            return run.noise.categorical(law, slot, *self.noise), law, torch.ones_like(slot, dtype=torch.bool)
+        tokens, margin = run.noise.race(law, slot, *self.noise)
+        age = self.steady.gather(1, slot)
+        fresh, once, twice = NEEDED_MARGIN
+        needed = torch.where(age == 0, fresh, torch.where(age == 1, once, twice))
+        return tokens, law, margin >= needed
