@@ -414,6 +414,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         recording = recording and (graph is True or can_record(state))
         if recording:
             state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
+            run.noise.keep = 0  # later decodes write their keys over these
             # Only the prefill uses `drafter_condition`.
             others = [part for name, part in parts.items() if name != "drafter_condition"]
             key = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
