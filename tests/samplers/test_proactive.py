@@ -124,7 +124,9 @@ def test_siblings_differ_and_belong_to_slots(coupling, acceptance):
 def test_one_sibling_gives_the_tokens_of_jacobi(coupling, acceptance, initial_draft):
     if coupling == "maximal" or acceptance == "identical":  # the others redraw the token that is copied
         initial_draft = "left" if initial_draft == "uniform" else initial_draft
-    jacobi = decode(SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft, drafts="carried"), law=GUIDED)
+    jacobi = decode(
+        SpeculativeJacobiSampler(8, coupling, acceptance, initial_draft, drafts="carried"), law=GUIDED
+    )
     for depth in (1, 3, 7):
         found = decode(ProactiveJacobiSampler(8, 1, depth, coupling, acceptance, initial_draft), law=GUIDED)
         assert torch.equal(found.tokens, jacobi.tokens)

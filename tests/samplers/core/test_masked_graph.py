@@ -12,6 +12,7 @@ from tests.models.masked.maskgct_straight import DIM, HEADS, LAYERS, PHONES, SEM
 from tests.samplers.core.test_recorded_function import recordings  # noqa: F401
 from tests.samplers.test_masked_reuse import made
 from tests.tiny import seeded
+from visual_spec.models.core import cache
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.models.masked.maskgct import SemanticCondition, SemanticDecoder, SemanticNetwork
@@ -26,6 +27,7 @@ from visual_spec.samplers.masked import MaskedSampler
 def on_gpu(monkeypatch) -> None:
     """As if the models were where graphs are recorded."""
     monkeypatch.setattr(masked, "wants_graph", lambda graph, model: graph is not False)
+    monkeypatch.setattr(cache, "common_run", lambda slots: None)  # which looks at values on a CPU only
 
 
 def law_of(kind: str) -> TokenLaw:

@@ -39,7 +39,7 @@ from visual_spec.eval.speed import (
 )
 from visual_spec.eval.speed.call_profile import profile_calls
 from visual_spec.eval.speed.official_bench import Middle
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, RASTER, TREE
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, RASTER, TREE
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
@@ -128,6 +128,13 @@ def graphs(dry: bool) -> Parts:
             continue
         if entry.calls == CONTINUOUS:
             parts |= _latent_graphs(entry.name, dry)
+            continue
+        if entry.calls == MASKED:
+            texts = [
+                with_setting(entry.name, text)
+                for text in (["steps=2"] if dry else ["steps=16", "steps=16,reuse=2"])
+            ]
+            parts |= {text: partial(compare_graph, "shapes_masked", text, dry) for text in texts}
             continue
         assert entry.calls in (RASTER, TREE, COLUMNS), f"no embedded model for {entry.name}"
         model = "tunes" if entry.calls == COLUMNS else "shapes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from visual_spec.eval.speed import measure, official_sizes, scale_cost
+from visual_spec.models.core.calls import MASKED
 from visual_spec.models.next_scale import var
 from visual_spec.models.next_token import llamagen
 
@@ -31,9 +32,9 @@ _SIDE, _SECONDS = 3, 0.1
 def shorter(pipe: Any) -> Any:
     """An embedded pipeline with the same weights, whose pictures have 3 x 3 tokens, or whose clips take 0.1 s.
 
-    One of continuous tokens stays as it is: its weights know its grid.
+    One of continuous tokens, or a masked one, stays as it is: its weights know its grid.
     """
-    if pipe.stored_as == "canvas":
+    if pipe.stored_as == "canvas" or pipe.facts.calls == (MASKED,):
         return pipe
     if pipe.medium == "audio":
         pipe.register_to_config(max_audio_length_in_s=_SECONDS)
