@@ -28,6 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --compare --out demo --overwrite
 	$(BIN)/visual-spec generate $(DEMO_CLASSES) --model shapes_var --compare --out demo/scales --overwrite
+	$(BIN)/visual-spec generate $(DEMO_PROMPTS) --model shapes_masked --compare --out demo/masked --overwrite
 	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --masked tunes_masked --sampler masked:steps=10/5/5/5,clock=magnet,temperature=falling --compare --out demo/music --overwrite
 	$(BIN)/visual-spec generate --video $(DEMO_CLIPS) --compare --out demo/video --overwrite
 
