@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--windows", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument(
+        "--drafts", choices=("carried", "repaired", "chosen"), nargs="+", help="default: repaired"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
         "--exact-width", action="store_true", help="add plain and Jacobi decoding of one fixed width"
@@ -75,8 +79,9 @@ def main() -> None:
     pipe = ImagePipeline.from_pretrained("shapes", torch_dtype=getattr(torch, given.dtype))
     pipe.set_progress_bar_config(disable=True)
     samplers: dict[str, Any] = {"plain": AutoregressiveSampler()}
-    samplers |= {f"window {width}": SpeculativeJacobiSampler(width) for width in given.windows}
-    samplers["window auto"] = SpeculativeJacobiSampler("auto")
+    for drafts, width in product(given.drafts or [None], [*given.windows, "auto"]):
+        name = f"window {width}" + (f", {drafts}" if given.drafts else "")
+        samplers[name] = SpeculativeJacobiSampler(width, drafts=drafts)
     if given.exact_width:
         samplers = {
             "plain, exact width": AutoregressiveSampler(exact_width=True),
