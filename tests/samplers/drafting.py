@@ -12,7 +12,6 @@ from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
 
 MODEL = TabularModel(TokenGrid(6, 6), 12, order=2, conditions=3, dependence=0.3)
@@ -94,7 +93,10 @@ def law_behind(
     The target's features are those of a plain call over the known tokens.
     """
     cache = model.prefill(condition, batch_size=rows, guided=law.guided, window=40)
-    state = start_drafter(drafter, model, cache, condition, batch_size=rows, window=40)
+    if hasattr(drafter, "follow"):
+        state = drafter.follow(model, cache, window=40)
+    else:
+        state = drafter.prefill(condition, batch_size=rows, guided=law.guided, window=40)
     tokens = torch.tensor([text]).expand(rows, -1)
     slots = torch.arange(len(text)).expand(rows, -1)
     if hasattr(drafter, "observe") and known > 1:

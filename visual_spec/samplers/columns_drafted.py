@@ -115,16 +115,8 @@ class DraftedColumnSampler(ColumnChainSampler):
         return self.num_drafts(model) + 1
 
     def prepare(self, run: Run) -> DraftedColumnState:
-        window, condition = self.window_of(run.model), run.parts.get("drafter_condition")
-        cache = start_drafter(
-            run.drafter,
-            run.model,
-            run.cache,
-            run.condition if condition is None else condition,
-            batch_size=run.batch_size,
-            window=window,
-            guidance_scale=run.law.law.guidance_scale,
-        )
+        window = self.window_of(run.model)
+        cache = start_drafter(run, window=window, guidance_scale=run.law.law.guidance_scale)
         run.lap("prefill")
         fed = torch.zeros(run.batch_size, dtype=torch.long, device=run.device)
         return DraftedColumnState.begin(run, scratch=window, drafter_cache=cache, fed=fed)

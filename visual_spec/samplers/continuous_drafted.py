@@ -132,10 +132,9 @@ class SpeculativeContinuousSampler(LatentSampler):
         check_rule(self.rule_of_drafts, self.config.rule, self.chain_settings(model.chain), model, law)
 
     def prepare(self, run: Run) -> DraftedState:
-        condition = run.parts.get("drafter_condition")
         cache = trunks.begin(
             run.drafter,
-            run.condition if condition is None else condition,
+            run.drafter_condition,
             batch_size=run.batch_size,
             guided=run.guided,
             window=self.config.num_drafts + 1,

@@ -53,15 +53,7 @@ def begin_drafted(run: Run, most: int, window: int) -> DraftedState:
         most: the most tokens that one call commits.
         window: the most positions of a drafter call.
     """
-    condition = run.parts.get("drafter_condition")
-    cache = start_drafter(
-        run.drafter,
-        run.model,
-        run.cache,
-        run.condition if condition is None else condition,
-        batch_size=run.batch_size,
-        window=window,
-    )
+    cache = start_drafter(run, window=window)
     run.lap("prefill")
     fed = torch.zeros(run.batch_size, dtype=torch.long, device=run.device)
     return DraftedState.begin(run, scratch=most, drafter_cache=cache, fed=fed)

@@ -177,7 +177,9 @@ class SpeculativeJacobiSampler(ChainSampler):
         if self.drafts != CARRIED:
             state.given = torch.full_like(state.tokens, UNKNOWN)
         if self.drafts == CHOSEN:
-            self._start_drafter(run, state, window)
+            state.drafter_cache = start_drafter(run, window=window)
+            state.fed = torch.zeros_like(state.lengths)
+            state.steady = torch.zeros_like(state.tokens) if self.identical else None
         first = run.law(run.cache.logits[:, None], torch.zeros_like(state.tokens[:, :1]), run.guided)
         self.redraft(run, state, first.repeat(1, window, 1), torch.ones_like(state.lengths), width=1)
         return state
@@ -198,16 +200,6 @@ class SpeculativeJacobiSampler(ChainSampler):
         if self.needs_drafter:
             run.lap("draft")
         return draft
-
-    def _start_drafter(self, run: Run, state: JacobiState, window: int) -> None:
-        condition = run.parts.get("drafter_condition")
-        condition = run.condition if condition is None else condition
-        batch_size = run.batch_size
-        state.drafter_cache = start_drafter(
-            run.drafter, run.model, run.cache, condition, batch_size=batch_size, window=window
-        )
-        state.fed = torch.zeros_like(state.lengths)
-        state.steady = torch.zeros_like(state.tokens) if self.identical else None
 
     def settle(self, run: Run, state: JacobiState, slots: Tensor, verdict: Verdict) -> None:
         if hasattr(run.drafter, "observe"):

@@ -109,12 +109,31 @@ class HeadTree:
         return torch.tensor(levels, device=device), torch.tensor(numbers, device=device), visible.to(device)
 
 
+@dataclass(frozen=True)
+class Walk:
+    """Where the walks down a tree of D levels went.
+
+    Attributes:
+        nodes: D + 1 times long [B, 1], from the root on.
+        laws: D + 1 times [B, 1, V], the target's laws behind these nodes.
+        tokens: D times long [B, 1], the token of each slot.
+        kept: long [B], how many of them were drafts.
+        on_main: bool [B], whether the walk ended in the leaf of the main branch.
+    """
+
+    nodes: list[Tensor]
+    laws: list[Tensor]
+    tokens: list[Tensor]
+    kept: Tensor
+    on_main: Tensor
+
+
 class ProactiveJacobiSampler(SpeculativeJacobiSampler):
     """Speculative Jacobi decoding with K siblings for each of the first D slots of the window. Lossless.
 
-    With one sibling it returns the tokens of `SpeculativeJacobiSampler` with carried drafts. A call
-    scores `window` nodes of the main branch and K + K**2 + ... + K**D - D others; models that decode one picture at a
-    time have room for them. The module docstring describes the method and proves that it is lossless.
+    With one sibling it returns the tokens of `SpeculativeJacobiSampler` with carried drafts. A call scores `window`
+    nodes of the main branch and K + K**2 + ... + K**D - D others; models that decode one picture at a time have room
+    for them. The module docstring describes the method and proves that it is lossless.
 
     Args:
         window: slots of the main branch, at least 2.
@@ -223,11 +242,56 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
         run.lap("model")
         target = run.law(logits, node_slots + 1, run.guided)  # [B, N, V]
 
+        walk = self._walk(run, state, tree, target, siblings, labels, slots)
+        # After the head the main branch continues. At its first slot, a walk that ends in another leaf takes its last
+        # token.
+        laws = [*walk.laws, target[:, depth + 1 : window]]
+        chain = verify_laws(
+            torch.cat(laws[-2:], 1),
+            run.noise,
+            slots[:, depth:],
+            draft.behind(depth),
+            rule=run.rule,
+            round=state.round,
+            coupled=True,
+        )
+        kept = walk.kept + torch.where(walk.on_main, chain.kept, 0)
+
+        rest = torch.arange(depth + 1, window, device=run.device).expand(len(slots), -1)
+        along = torch.cat([*walk.nodes, rest], 1)  # [B, W]
+        run.model.keep(state.cache, along, slots - 1)
+        near = None
+        if run.unit is not None:
+            _, near = draw_near(run.law, run.noise, logits, node_slots + 1, run.guided, run.unit)
+            near = near.gather(1, along)
+        state.tokens.scatter_(1, slots, torch.cat([*walk.tokens, chain.tokens], 1))
+        state.commit(slots, kept + 1, run.num_tokens, near)
+        self.redraft(run, state, torch.cat(laws, 1), kept + 1, window)
+        run.lap("verify")
+
+    def _walk(
+        self,
+        run: Run,
+        state: JacobiState,
+        tree: HeadTree,
+        target: Tensor,
+        siblings: Tensor,
+        labels: list[Tensor],
+        slots: Tensor,
+    ) -> Walk:
+        """Walk down the tree of the first D slots, one verified token a level.
+
+        Args:
+            target: [B, N, V], the laws behind the nodes.
+            siblings, labels: as `_siblings` returns them.
+            slots: long [B, W].
+        """
+        count = self.config.siblings
         # A row whose walk has ended continues along the main branch: the outcome there is the slot's next draft.
         path, kept = torch.zeros_like(state.lengths), torch.zeros_like(state.lengths)
         walking = torch.ones_like(state.lengths, dtype=torch.bool)
-        nodes, laws, chosen = [], [], []
-        for level in range(depth):
+        nodes, laws, tokens = [], [], []
+        for level in range(self.config.depth):
             nodes.append(tree.node(level, path)[:, None])
             laws.append(rows_of(target, nodes[-1]))  # [B, 1, V]
             here, at = siblings[:, level], slots[:, level, None]
@@ -243,37 +307,13 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
             )
             replacement = run.noise.categorical(left[:, None], at, *final_noise(run.rule, state.round))
             found = here.gather(1, accepted[:, None].clamp(max=count - 1))
-            chosen.append(torch.where(accepted[:, None] < count, found, replacement))
+            tokens.append(torch.where(accepted[:, None] < count, found, replacement))
             walking = walking & (accepted < count)
             kept = kept + walking
             path = torch.where(walking, path * count + accepted, 0)
-
-        # After the head the main branch continues. At its first slot, a walk that ends in another leaf takes its last
-        # token.
-        nodes.append(tree.node(depth, path)[:, None])
-        laws += [rows_of(target, nodes[-1]), target[:, depth + 1 : window]]
-        chain = verify_laws(
-            torch.cat(laws[-2:], 1),
-            run.noise,
-            slots[:, depth:],
-            draft.behind(depth),
-            rule=run.rule,
-            round=state.round,
-            coupled=True,
-        )
-        kept = kept + torch.where(walking & (path == 0), chain.kept, 0)
-
-        rest = torch.arange(depth + 1, window, device=run.device).expand(len(slots), -1)
-        along = torch.cat([*nodes, rest], 1)  # [B, W]
-        run.model.keep(state.cache, along, slots - 1)
-        near = None
-        if run.unit is not None:
-            _, near = draw_near(run.law, run.noise, logits, node_slots + 1, run.guided, run.unit)
-            near = near.gather(1, along)
-        state.tokens.scatter_(1, slots, torch.cat([*chosen, chain.tokens], 1))
-        state.commit(slots, kept + 1, run.num_tokens, near)
-        self.redraft(run, state, torch.cat(laws, 1), kept + 1, window)
-        run.lap("verify")
+        nodes.append(tree.node(self.config.depth, path)[:, None])
+        laws.append(rows_of(target, nodes[-1]))
+        return Walk(nodes, laws, tokens, kept, walking & (path == 0))
 
     def _siblings(
         self, run: Run, state: JacobiState, draft: Draft, slots: Tensor

@@ -6,10 +6,10 @@ trained. Weights of the `shapes` transformer are a good start: frames look like 
 the same things.
 
 The first part of a run learns from the first frames of more clips: what words look like and where things go is decided
-there, and later frames mostly repeat them. As in `visual_spec.training.ar`, half of these have hidden input tokens. Places in
-and around an object of the frame before weigh more than the still background, and so does the first frame. The weight
-of a place depends on what the model has seen there, never on the token to predict, so the law that it learns is not
-biased. A tenth of the captions is dropped for guidance.
+there, and later frames mostly repeat them. As in `visual_spec.training.ar`, some of these have hidden input tokens.
+Places in and around an object of the frame before weigh more than the still background, and so does the first frame.
+The weight of a place depends on what the model has seen there, never on the token to predict, so the law that it learns
+is not biased. A tenth of the captions is dropped for guidance.
 """
 
 from __future__ import annotations
@@ -342,7 +342,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument("--short-share", type=float, default=defaults.short_share)
     parser.add_argument("--short-frames", type=int, default=defaults.short_frames)
-    parser.add_argument("--hidden-clips", type=float, default=defaults.hidden_clips, help="share of short clips")
+    parser.add_argument(
+        "--hidden-clips", type=float, default=defaults.hidden_clips, help="share of short clips"
+    )
     parser.add_argument("--near-weight", type=float, default=defaults.near_weight)
     parser.add_argument("--dim", type=int, default=192)
     parser.add_argument("--num-layers", type=int, default=6)
@@ -359,7 +361,15 @@ def main() -> None:
     model, encoder = new_model(vq_model, arguments.dim, arguments.num_layers, arguments.num_heads)
     if arguments.start_from is not None:
         start_from_shapes(model, encoder, arguments.start_from)
-    names = ("steps", "batch_size", "learning_rate", "short_share", "short_frames", "hidden_clips", "near_weight")
+    names = (
+        "steps",
+        "batch_size",
+        "learning_rate",
+        "short_share",
+        "short_frames",
+        "hidden_clips",
+        "near_weight",
+    )
     settings = MotionTraining(
         **{name: getattr(arguments, name) for name in (*names, "bfloat16", "seed")},
         compile=not arguments.no_compile,

@@ -118,6 +118,12 @@ class Run:
         return self.law.num_tokens
 
     @property
+    def drafter_condition(self) -> Any:
+        """The condition of a second model that is no feature drafter: its own, or else the target's."""
+        own = self.parts.get("drafter_condition")
+        return self.condition if own is None else own
+
+    @property
     def drafter(self) -> Any:
         """The second model, if the sampler takes one."""
         return self.parts.get("drafter")

@@ -29,12 +29,10 @@ def verify_block(
         round: round of the noise.
     """
     there, at = drafts >= 0, drafts.clamp(min=0)[..., None]
-    ratio = (
-        (target.gather(-1, at) - label.gather(-1, at)).squeeze(-1).exp()
-    )  # [B, N], target / draft of each draft
-    weight = torch.ones_like(
-        ratio
-    )  # [B, N], of the drafts before each position: the share of them that may stand
+    # [B, N], target / draft of each draft
+    ratio = (target.gather(-1, at) - label.gather(-1, at)).squeeze(-1).exp()
+    # [B, N], of the drafts before each position: the share of them that may stand
+    weight = torch.ones_like(ratio)
     for place in range(1, drafts.shape[1]):
         follows = torch.where(there[:, place - 1], weight[:, place - 1] * ratio[:, place - 1], 0.0)
         weight[:, place] = follows.clamp(max=1)
@@ -43,9 +41,8 @@ def verify_block(
     whole = mass + 1 - weight  # 0 only where nothing is left to draw and all is kept
     keep = torch.where(whole > 0, mass / whole, 1.0)[:, 1:]  # [B, N - 1], to stop behind each draft
     keep = noise.bernoulli(keep.masked_fill(~there[:, :-1], 0), slots[:, :-1], ACCEPT, round)
-    kept = (keep * torch.arange(1, drafts.shape[1], device=drafts.device)).amax(
-        1, keepdim=True
-    )  # the last, else 0
+    places = torch.arange(1, drafts.shape[1], device=drafts.device)
+    kept = (keep * places).amax(1, keepdim=True)  # the last, else 0
     weighted = rows_of(target, kept) + weight.gather(1, kept).log()[..., None]
     law = residual(weighted, rows_of(label, kept))  # [B, 1, V]
     return kept[:, 0], noise.categorical(law, slots.gather(1, kept), RESIDUAL, round)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import DecodeState, NextTokenModel, TokenGrid
+from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import rows_of
+
+if TYPE_CHECKING:
+    from visual_spec.samplers.core.base import Run
 
 
 class FeatureDrafter(Protocol):
@@ -67,19 +70,19 @@ def check_drafter(sampler: Any, model: NextTokenModel, drafter: Any) -> None:
         )
 
 
-def start_drafter(
-    drafter: Any, model: Any, cache: DecodeState, condition: Any, *, batch_size: int, window: int, **told: Any
-) -> Any:
+def start_drafter(run: Run, *, window: int, **told: Any) -> Any:
     """Return the drafter's own cache, beside a target that has just been prefilled.
 
+    A feature drafter needs no condition: the features already depend on it.
+
     Args:
-        condition: what the drafter's `prefill` takes. A feature drafter ignores it: the features already depend on it.
         window: the most positions of one drafter call.
         told: further arguments of a feature drafter's `follow`.
     """
-    if hasattr(drafter, "follow"):
-        return drafter.follow(model, cache, window=window, **told)
-    return drafter.prefill(condition, batch_size=batch_size, guided=cache.guided, window=window)
+    if hasattr(run.drafter, "follow"):
+        return run.drafter.follow(run.model, run.cache, window=window, **told)
+    batch_size, guided = run.batch_size, run.cache.guided
+    return run.drafter.prefill(run.drafter_condition, batch_size=batch_size, guided=guided, window=window)
 
 
 def catch_up(drafter: Any, state: Any, most: int) -> Tensor:

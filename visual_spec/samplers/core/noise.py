@@ -114,9 +114,8 @@ class CounterNoise:
             )
         self.keys = keys.to(device)
         self.keep = keep
-        self._kept: tuple[Tensor, Tensor] | None = (
-            None  # the first slot [B, 1], and minus Gumbel noise [B, keep, V]
-        )
+        # The first slot [B, 1], and minus Gumbel noise [B, keep, V].
+        self._kept: tuple[Tensor, Tensor] | None = None
 
     def select(self, samples: Tensor) -> None:
         """Continue with the samples long [N] only."""
