@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from tests.tiny import seeded
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
-from visual_spec.pipelines.embedded import embedded_folder, embedded_models, shared_parts
+from visual_spec.pipelines.embedded import embedded_folder, shared_parts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.samplers.masked import MaskedSampler
 
 NAME = "shapes_masked"
-pytestmark = pytest.mark.skipif(NAME not in embedded_models(), reason=f"{NAME} has no weights here")
 
 
 def load() -> Any:

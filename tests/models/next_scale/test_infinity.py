@@ -267,6 +267,9 @@ def test_positions_follow_the_official_grids():
     small, large = (tiny_infinity(scales=scales_for(size), num_levels=15) for size in (256, 512))
     rotations = small._rotations(torch.device("cpu"))
     assert rotations.shape == (521, 4, 2)
+    # Of a float64 model to the last bit: half the pairs turn by row. The last place is in row and column 60 of 64.
+    angles = 60 * 10000 ** -(torch.arange(2, dtype=torch.float64) / 2)
+    assert (rotations[-1, :2] - torch.stack([angles.cos(), angles.sin()], -1)).abs().max() < 1e-13
     assert torch.equal(large._rotations(torch.device("cpu"))[:521], rotations)
     assert not torch.equal(tiny_infinity(scales=scales_for(256), rope_grid=16, num_levels=15)._rotations(
         torch.device("cpu")

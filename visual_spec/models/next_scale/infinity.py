@@ -32,7 +32,7 @@ from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, modulated
-from visual_spec.models.next_token.llamagen import RMSNorm, TextCondition, rotary_table
+from visual_spec.models.next_token.llamagen import RMSNorm, TextCondition, Turns, rotary_table, turns_of
 
 # Released are 2b (with `infinity_vae_d32reg.pth`) and 8b (with `infinity_vae_d56_f8_14_patchify.pth`).
 PRESETS: dict[str, dict[str, Any]] = {
@@ -151,12 +151,12 @@ class InfinityBlock(nn.Module):
         self,
         x: Tensor,
         modulation: Tensor,
-        rotation: Tensor,
+        turns: Turns,
         text: tuple[Tensor, Tensor, Tensor],
         attend: Attend,
     ) -> Tensor:
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
-        q, k, v = self.sa.project(modulated(x, scale1, shift1), rotation)
+        q, k, v = self.sa.project(modulated(x, scale1, shift1), turns)
         seen = attend(q, k, v).transpose(1, 2).flatten(2)
         x = x + self.sa.proj(seen) * gain1[:, None]
         x = x + self.ca(self.ca_norm(x), *text)
@@ -321,7 +321,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         return self.cfg_uncond[(mask.cumsum(1) - 1).clamp(min=0)].masked_fill(~mask[..., None], 0)
 
     def _rotations(self, device: torch.device) -> Tensor:
-        """Return cosines and sines `[L, D / 2, 2]`, float32: half of the pairs rotate by row, half by column."""
+        """Return cosines and sines `[L, D / 2, 2]`, at least float32: half of the pairs rotate by row, half by column."""
         grid = self.config["rope_grid"]
         height, width = shape_of(rope_grid_of(self.scales) if grid is None else sides_of([grid])[0])
         side = max(height, width)
@@ -330,7 +330,8 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
             down = (torch.arange(rows) * (height / rows)).round().long()
             across = (torch.arange(columns) * (width / columns)).round().long()
             places.append((side * down[:, None] + across).flatten())
-        table = rotary_table(side, self.config["dim"] // self.config["num_heads"])
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        table = rotary_table(side, self.config["dim"] // self.config["num_heads"], dtype=dtype)
         return table[torch.cat(places)].to(device)
 
     def _check_map(self, map: Tensor, scale: int, batch_size: int) -> None:
@@ -456,11 +457,11 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     def _run(self, state: InfinityState, hidden: Tensor, scales: range) -> Tensor:
         """Run all layers on the inputs `[R, places, dim]` of some scales."""
-        rotation = state.rotations[self.offsets[scales.start] : self.offsets[scales.stop]]
+        turns = turns_of(state.rotations[None, self.offsets[scales.start] : self.offsets[scales.stop]])
         for index, block in enumerate(self._layers):
             text = (state.text_keys[index], state.text_values[index], state.text_mask)
             attend = partial(state.cache.attend, index, scales)
-            hidden = block(hidden, state.modulations[index], rotation, text, attend)
+            hidden = block(hidden, state.modulations[index], turns, text, attend)
         return hidden
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -477,10 +478,11 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         """
         pooled, words, mask = self.embed_condition(condition, dropped=dropped)
         hidden = self._embed(pooled, maps)
-        modulations, rotation = self._modulations(pooled), self._rotations(hidden.device)[: hidden.shape[1]]
+        modulations = self._modulations(pooled)
+        turns = turns_of(self._rotations(hidden.device)[None, : hidden.shape[1]])
         for block, modulation in zip(self._layers, modulations, strict=True):
             text = (*block.ca.read(words), mask[:, None, None])
-            hidden = block(hidden, modulation, rotation, text, self._block_causal)
+            hidden = block(hidden, modulation, turns, text, self._block_causal)
         return self._logits(hidden, self.head_nm.modulation(pooled))
 
     def _block_causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
-from visual_spec.models.next_token.llamagen import rotate, turns_of
+from visual_spec.models.next_token.llamagen import Turns, rotate
 
 # Tokens per side of each map, by picture size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {
@@ -93,10 +93,10 @@ class Attention(nn.Module):
         self.scale_mul_1H11 = nn.Parameter(torch.full((1, heads, 1, 1), math.log(4)))
         self.proj = nn.Linear(dim, dim)
 
-    def project(self, x: Tensor, rotation: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, turns: Turns | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return scaled queries, keys and values `[R, H, W, D]` of `x [R, W, dim]`.
 
-        `rotation [W, D / 2, 2]` rotates pairs of queries and keys (VAR: None).
+        `turns` (`turns_of` a table) rotate pairs of queries and keys (VAR: None).
         """
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         q, k, v = (
@@ -105,9 +105,9 @@ class Attention(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = self.scale_mul_1H11.to(wide).clamp_max(_LARGEST_SCALE).exp()
         q, k = F.normalize(q.to(wide), dim=-1) * scale, F.normalize(k.to(wide), dim=-1)
-        if rotation is not None:
+        if turns is not None:
             pairs = torch.stack([q, k], 1).permute(0, 3, 1, 2, 4)  # [R, W, 2, H, D]
-            q, k = rotate(pairs, turns_of(rotation[None])).permute(2, 0, 3, 1, 4)
+            q, k = rotate(pairs, turns).permute(2, 0, 3, 1, 4)
         # Rounded back to the model's dtype: float32 keys would double the cache.
         return q.to(x.dtype), k.to(x.dtype), v
 

@@ -64,7 +64,7 @@ class LlamaGenState(DecodeState):
     Attributes:
         cache: places of a row: the T positions of the prefix, the slots of the grid, and `window` more for slots past
             it. The nodes of a tree are written there until `keep` copies the accepted ones to their slots.
-        rotary: `[L, D / 2, 2]`, always float32: half precision is too coarse for angles.
+        rotary: `[L, D / 2, 2]`, at least float32: half precision is too coarse for angles.
         prefix_mask: bool `[R, T]`, the prefix positions that image tokens may attend to.
         features: `[R, W, dim]`, the head's input in the last call (prefill: W = 1), for drafters that read it.
     """
