@@ -370,6 +370,26 @@ class MaskgctPipeline(VisualPipeline):
                 )
         return counts
 
+    def _prompt_phones(self, phones: Any, count: int) -> list[Tensor]:
+        """Phone ids of the prompts, one a sample."""
+        found = self.check_inputs(phones)
+        if len(found) not in (1, count):
+            raise ValueError(
+                f"{len(found)} prompt_phones for {count} samples; pass one list for all, or one for each."
+            )
+        return found * (count // len(found))
+
+    def _acoustic_law(self, temperature: float | None, top_k: int | None) -> TokenLaw:
+        temperature = self.config["default_acoustic_temperature"] if temperature is None else temperature
+        return TokenLaw(
+            temperature=temperature, top_k=self.config["default_acoustic_top_k"] if top_k is None else top_k
+        )
+
+    @staticmethod
+    def _check_fit(sampler: Any, decoder: Any, law: TokenLaw, count: int) -> None:
+        if isinstance(sampler, Sampler):
+            sampler.check(decoder, law, count, {})
+
     # -- speaking ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -428,55 +448,36 @@ class MaskgctPipeline(VisualPipeline):
         asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         self.check_sampler()
         check_sampler(self.acoustic_sampler, self.calls)
-        spoken, before = self.check_inputs(phones), self.check_inputs(prompt_phones)
-        count = len(spoken)
-        if len(before) not in (1, count):
-            raise ValueError(
-                f"{len(before)} prompt_phones for {count} samples; pass one list for all, or one for each."
-            )
-        before = before * (count // len(before))
-        check_generator(generator, count, "clip")
+        phones = self.check_inputs(phones)
+        check_generator(generator, len(phones), "clip")
+        prompt_phones = self._prompt_phones(prompt_phones, len(phones))
         chosen = self._chosen(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k)
         guidance = {"guidance_scale": chosen["guidance_scale"], "guidance_rescale": guidance_rescale}
         law = TokenLaw(temperature=chosen["temperature"], top_k=chosen["top_k"])
-        own = [acoustic_temperature, acoustic_top_k]
-        usual = [self.config["default_acoustic_temperature"], self.config["default_acoustic_top_k"]]
-        warm, most = (value if value is not None else other for value, other in zip(own, usual, strict=True))
-        acoustic_law = TokenLaw(temperature=warm, top_k=most)
-        told, heard = self._prompts(count, prompt_audio, sampling_rate, prompt_semantic, prompt_acoustic)
-        lengths = self._lengths(audio_length_in_s, spoken, before, told, heard)
-
-        for sampler, network, laws in [
-            (self.sampler, SemanticDecoder(self.semantic, max(lengths)), law),
-            (
-                self.acoustic_sampler,
-                AcousticDecoder(self.acoustic_first, self.acoustic_rest, 1),
-                acoustic_law,
-            ),
-        ]:
-            if isinstance(sampler, Sampler):
-                sampler.check(network, laws, count, {})
+        acoustic_law = self._acoustic_law(acoustic_temperature, acoustic_top_k)
+        told, heard = self._prompts(
+            len(phones), prompt_audio, sampling_rate, prompt_semantic, prompt_acoustic
+        )
+        lengths = self._lengths(audio_length_in_s, phones, prompt_phones, told, heard)
+        decoder = SemanticDecoder(self.semantic, max(lengths))
+        self._check_fit(self.sampler, decoder, law, len(phones))
+        self._check_fit(self.acoustic_sampler, self._acoustic_decoder(1), acoustic_law, len(phones))
 
         self._guidance_scale, self._num_timesteps = chosen["guidance_scale"], max(lengths)
         listener = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
-        condition = SemanticCondition(
-            [torch.cat(pair) for pair in zip(before, spoken, strict=True)], told, lengths, **guidance
-        )
-        decoder = SemanticDecoder(self.semantic, max(lengths))
+        said = [torch.cat(pair) for pair in zip(prompt_phones, phones, strict=True)]
+        condition = SemanticCondition(said, told, lengths, **guidance)
         result = self._decode(self.sampler, decoder, condition, law, generator, listener, 0)
         trace, semantic = result.trace, result.tokens
-        codes = torch.zeros(
-            count, self.acoustic_rest.config["codebooks"], 0, dtype=torch.long, device=semantic.device
-        )
-        acoustic_trace, frames = None, [0] * count
+        books = self.acoustic_rest.config["codebooks"]
+        codes = torch.zeros(len(phones), books, 0, dtype=torch.long, device=semantic.device)
+        acoustic_trace, frames = None, [0] * len(phones)
         if not trace.stopped:
-            whole = [
-                torch.cat([prompt, row[:length]])
-                for prompt, row, length in zip(told, semantic, lengths, strict=True)
-            ]
-            sounds = AcousticCondition(whole, heard, **guidance)
-            decoder = AcousticDecoder(self.acoustic_first, self.acoustic_rest, max(sounds.lengths))
-            first = int(trace.target_calls.max())
+            rows = [row[:length] for row, length in zip(semantic, lengths, strict=True)]
+            sounds = AcousticCondition(
+                [torch.cat(pair) for pair in zip(told, rows, strict=True)], heard, **guidance
+            )
+            decoder, first = self._acoustic_decoder(max(sounds.lengths)), int(trace.target_calls.max())
             result = self._decode(
                 self.acoustic_sampler, decoder, sounds, acoustic_law, generator, listener, first
             )
@@ -484,14 +485,7 @@ class MaskgctPipeline(VisualPipeline):
             if not acoustic_trace.stopped:
                 codes, frames = result.tokens.transpose(1, 2), sounds.lengths
         self.last_trace = trace
-        audios: Any = codes
-        if output_type != "latent":
-            waves = [
-                self.codec.decode(row[None, :, :length])[0, 0].float().cpu() if length else torch.zeros(0)
-                for row, length in zip(codes, frames, strict=True)
-            ]
-            audios = pad_sequence(waves, batch_first=True)[:, None]
-            audios = audios if output_type == "pt" else audios.numpy()
+        audios = codes if output_type == "latent" else self._waves(codes, frames, output_type)
         self.maybe_free_model_hooks()
         if not return_dict:
             return audios, self.sampling_rate, codes, trace  # type: ignore[return-value]
@@ -504,6 +498,18 @@ class MaskgctPipeline(VisualPipeline):
             semantic_codes=semantic,
             acoustic_trace=acoustic_trace,
         )
+
+    def _acoustic_decoder(self, num_frames: int) -> AcousticDecoder:
+        return AcousticDecoder(self.acoustic_first, self.acoustic_rest, num_frames)
+
+    def _waves(self, codes: Tensor, frames: list[int], output_type: str) -> Any:
+        """Waves [B, 1, N] of codes [B, K, T], of each sample its `frames`."""
+        waves = [
+            self.codec.decode(row[None, :, :length])[0, 0].float().cpu() if length else torch.zeros(0)
+            for row, length in zip(codes, frames, strict=True)
+        ]
+        audios = pad_sequence(waves, batch_first=True)[:, None]
+        return audios if output_type == "pt" else audios.numpy()
 
     def _decode(
         self,

@@ -321,7 +321,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         return self.cfg_uncond[(mask.cumsum(1) - 1).clamp(min=0)].masked_fill(~mask[..., None], 0)
 
     def _rotations(self, device: torch.device) -> Tensor:
-        """Return cosines and sines `[L, D / 2, 2]`, at least float32: half of the pairs rotate by row, half by column."""
+        """Return cosines and sines `[L, D / 2, 2]`, float32 or float64: half of the pairs turn by row."""
         grid = self.config["rope_grid"]
         height, width = shape_of(rope_grid_of(self.scales) if grid is None else sides_of([grid])[0])
         side = max(height, width)
