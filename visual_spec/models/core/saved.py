@@ -11,9 +11,9 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from diffusers.configuration_utils import ConfigMixin
@@ -34,9 +34,16 @@ _OTHERS |= {
     "C64": torch.complex64,
 }
 
+_Method = TypeVar("_Method", bound=Callable)
+
 # Settings that count parts of a model; each part has weights.
 _COUNTS = ("num_layers", "num_blocks", "blocks_per_level")
 _MOST_BYTES = 2**26  # of a file of settings
+
+
+def _wraps(wrapped: Callable) -> Callable[[_Method], _Method]:
+    """As `functools.wraps`; type checkers keep seeing a method."""
+    return cast(Any, functools.wraps(wrapped))
 
 
 class SavedModel(ModelMixin, ConfigMixin):
@@ -67,7 +74,7 @@ class SavedModel(ModelMixin, ConfigMixin):
         check_finite(values, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
         return cast(Self, loaded)  # or a pair, with output_loading_info
 
-    @functools.wraps(ModelMixin.save_pretrained)  # diffusers looks at the arguments
+    @_wraps(ModelMixin.save_pretrained)  # diffusers looks at the arguments
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Save as diffusers does, so that a kill in between leaves no half-written file (`written_whole`)."""
         if kwargs.get("push_to_hub") or (args and not args[0]):
