@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import MaskedModel, Rescorer
+from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
 from visual_spec.samplers.core import masked_reuse
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_choice, check_flag

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import ClipModel, MaskedModel
+from visual_spec.models.core.masked_protocol import MaskedModel
+from visual_spec.models.core.protocol import ClipModel
 from visual_spec.samplers.core.base import STOP, Callback
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_state import MaskedTrace

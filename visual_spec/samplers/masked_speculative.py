@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.kernels.verify import NO_DRAFT
-from visual_spec.models.core.protocol import DecodeState, MaskedModel, MaskedState, TokenGrid
+from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.checks import check_choice

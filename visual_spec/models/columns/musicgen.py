@@ -22,8 +22,9 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, Padding
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.cache import seen_up_to
+from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_groups
-from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.transformers_cache import SlotCache
 from visual_spec.models.next_token.llamagen import TextCondition
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import seen_in_order
-from visual_spec.models.core.protocol import DecodeState, MaskedState, TokenGrid
+from visual_spec.models.core.masked_protocol import MaskedState
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
 
 _LARGEST_TABLE = 2**26
 

@@ -19,8 +19,9 @@ from diffusers.models.autoencoders.vq_model import VQModel
 from diffusers.models.unets.uvit_2d import UVit2DModel
 from torch import Tensor
 
+from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import MaskedState, TokenGrid
+from visual_spec.models.core.protocol import TokenGrid
 
 AESTHETIC_SCORE = 6.0
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from visual_spec.models.continuous.blocks import Block
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import MaskedState, TokenGrid
+from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 
 PRESETS: dict[str, dict[str, int]] = {

@@ -23,8 +23,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import MaskedState, TokenGrid
+from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 
 _EPSILON = 1e-6  # of every norm

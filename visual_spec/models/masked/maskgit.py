@@ -21,8 +21,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import MaskedState, TokenGrid
+from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import (
     CaptionProjection,

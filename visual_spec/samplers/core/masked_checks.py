@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.protocol import MaskedModel, Rescorer
+from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
 from visual_spec.samplers.core.checks import check_allowed, check_batch_size
 from visual_spec.samplers.core.law import TokenLaw
 
