@@ -426,12 +426,13 @@ class AudioPipeline(AudioParts):
         )
         given = self._given_codes(clip, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
+        self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
         stream = None
         if output_type != "latent" or callback_on_audio is not None:
             stream = WaveStream(
                 self._codec,
                 self.channels,
-                given.shape[-1] + sum(new for _, new in windows),
+                self._num_timesteps,
                 max(1, round(stretch_in_s * self.frame_rate)),
                 None if callback_on_audio is None else lambda *heard: callback_on_audio(self, *heard),
             )
@@ -441,13 +442,8 @@ class AudioPipeline(AudioParts):
             return told(step, lambda: int(lengths.min()), lengths=lengths)
 
         self._guidance_scale = law.guidance_scale
-        self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
-        models = (
-            self._model,
-            self._codec,
-            self.drafter if getattr(self.sampler, "needs_drafter", False) else None,
-        )
-        with at_hand(*models):
+        drafter = self.drafter if getattr(self.sampler, "needs_drafter", False) else None
+        with at_hand(self._model, self._codec, drafter):
             codes, trace = decode_windows(
                 self.sampler,
                 self._window_model,

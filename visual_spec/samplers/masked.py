@@ -259,32 +259,9 @@ class MaskedSampler(Sampler):
         spans = Spans(run.model.grid.num_tokens, self.config.span)
         drawing = stage.unknown & spans.spread(stage.hidden)  # [B, L]
         local = stage.places if self._is_local(stage, step) else None
-        entries, checked = stage.entries, drawing
-        if local is not None:
-            inside = local < drawing.shape[1]
-            at = local.clamp(max=drawing.shape[1] - 1)
-            entries, checked = entries.gather(1, at), drawing.gather(1, at) & inside
-            drawing = scattered(checked, local, torch.zeros_like(drawing))
-        bound = None if last else self.config.entropy_bound
-        drawn, score, entropy = draw_and_score(
-            run.law,
-            run.noise,
-            logits,
-            entries,
-            # The logits of slots without a draw are never used, so they are marked as past the grid and not checked.
-            torch.where(checked, entries, run.num_tokens),
-            step,
-            # The last step keeps all draws, whatever their score, and a local one keeps its group in a known order.
-            score=self.config.score if stage.order is None and not last and local is None else None,
-            filtered=self.config.filtered_score,
-            score_temperature=self.config.score_temperature,
-            entropies=bound is not None,
-            greedy=self.config.greedy,
-        )
         tokens = state.tokens[..., codebook]  # a view
-        if local is not None:
-            drawn = scattered(drawn, local, tokens)
-        tokens.copy_(torch.where(drawing, drawn, tokens))
+        score, entropy, drawing = self._draw(run, stage, step, logits, tokens, drawing, last)
+        bound = None if last else self.config.entropy_bound
         if score is not None:
             score = self._unit_scores(run, state, codebook, step, score, drawing)
         elif stage.order is not None:
@@ -311,6 +288,41 @@ class MaskedSampler(Sampler):
             self._measured(run, state, codebook, step, logits, kept)
             run.lap(MEASURE)
         run.lap("verify")
+
+    def _draw(
+        self, run: Run, stage: Stage, step: int, logits: Tensor, tokens: Tensor, drawing: Tensor, last: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Draw the tokens of the slots `drawing [B, L]` in place, of a local call those of its group only.
+
+        Returns:
+            The scores and the entropies [B, L] of the draws, where they are asked for, and the slots that were drawn.
+        """
+        entries, checked = stage.entries, drawing
+        local = stage.places if self._is_local(stage, step) else None
+        if local is not None:
+            inside = local < drawing.shape[1]
+            at = local.clamp(max=drawing.shape[1] - 1)
+            entries, checked = entries.gather(1, at), drawing.gather(1, at) & inside
+            drawing = scattered(checked, local, torch.zeros_like(drawing))
+        drawn, score, entropy = draw_and_score(
+            run.law,
+            run.noise,
+            logits,
+            entries,
+            # The logits of slots without a draw are never used, so they are marked as past the grid and not checked.
+            torch.where(checked, entries, run.num_tokens),
+            step,
+            # The last step keeps all draws, whatever their score, and a local one keeps its group in a known order.
+            score=self.config.score if stage.order is None and not last and local is None else None,
+            filtered=self.config.filtered_score,
+            score_temperature=self.config.score_temperature,
+            entropies=self.config.entropy_bound is not None and not last,
+            greedy=self.config.greedy,
+        )
+        if local is not None:
+            drawn = scattered(drawn, local, tokens)
+        tokens.copy_(torch.where(drawing, drawn, tokens))
+        return score, entropy, drawing
 
     def _is_local(self, stage: Stage, step: int) -> bool:
         """Whether a step computes the slots of its group only."""

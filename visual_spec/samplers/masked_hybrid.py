@@ -90,8 +90,7 @@ def hybrid_decode(
     codes = first.codes(beginning.tokens, own)  # [B, K, P]
     given = torch.full((batch_size, grid.num_tokens, grid.codebooks), model.mask_id, device=codes.device)
     given[:, :count] = codes.transpose(1, 2)
-    calls = beginning.trace.target_calls
-    offset = int(calls.max())
+    offset = int(beginning.trace.target_calls.max())
 
     def later(call: int, lengths: Tensor) -> Any:
         assert callback is not None
@@ -107,22 +106,26 @@ def hybrid_decode(
         given=given,
         **options,
     )
-    trace = result.trace
+    return SampleResult(result.tokens, _joined(beginning.trace, result.trace, first, own))
+
+
+def _joined(before: Any, trace: Any, first: ClipModel, condition: Any) -> MaskedTrace:
+    """Return the trace of both parts: `before` of the columns of the beginning, `trace` of the masked part."""
     assert isinstance(trace, MaskedTrace)
+    count, calls = first.num_frames, before.target_calls
     # Map calls from columns to frames, as for codes. Entries that do not shift with the calls were given.
-    by_column = beginning.trace.commit_call[..., None].expand(-1, -1, grid.codebooks)
-    found, moved = (first.codes(by_column + shift, own).transpose(1, 2).cpu() for shift in (0, 1))
+    by_column = before.commit_call[..., None].expand(-1, -1, first.grid.codebooks)
+    found, moved = (first.codes(by_column + shift, condition).transpose(1, 2).cpu() for shift in (0, 1))
     entry_call = torch.where(trace.entry_call < 0, -1, trace.entry_call + calls[:, None, None])
     entry_call[:, :count] = torch.where(moved > found, found, -1)
     commit_call = entry_call.amax(-1).clamp(min=0)
-    phases = {f"first {name}": seconds for name, seconds in beginning.trace.phase_seconds.items()}
-    trace = replace(
+    phases = {f"first {name}": seconds for name, seconds in before.phase_seconds.items()}
+    return replace(
         trace,
         target_calls=trace.target_calls + calls,
         commit_call=torch.where(trace.commit_call < 0, -1, commit_call),
-        seconds=trace.seconds + beginning.trace.seconds,
+        seconds=trace.seconds + before.seconds,
         phase_seconds=phases | trace.phase_seconds,
         entry_call=entry_call,
         first_calls=calls,
     )
-    return SampleResult(result.tokens, trace)

@@ -209,35 +209,16 @@ def train_autoregressive(
 
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
     for step in range(checkpoint.resume(), settings.steps):
-        rng = np.random.default_rng((settings.seed, step))
-        chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
-        dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
-        hide = rng.random((settings.batch_size, 1)) < settings.hidden_pictures * (
-            step < settings.hidden_until * settings.steps
-        )
-        rate = rng.uniform(0.3, 1.0, (settings.batch_size, 1))
-        rate[rng.random((settings.batch_size, 1)) < settings.wholly_hidden] = 1.0
-        hidden = torch.from_numpy(hide & (rng.random((settings.batch_size, tokens.shape[1] - 1)) < rate))
-        weight = weights[chosen].where(torch.from_numpy(hide), 1.0)
-        batch = words[chosen], tokens[chosen].long(), dropped, hidden, weight
+        batch = _draw_batch(words, tokens, weights, settings, step)
         loss = step_loss(*(part.to(device) for part in batch))
         descend(loss, step)
         checkpoint.after(step, settings.steps, loss)
     modules.eval()
-    held_words, held_tokens = tokenize_dataset(vq_model, encoder, 400, 777, held_out=True, side=side)
-    with torch.no_grad():
-        losses = []
-        for word_ids, token_ids in zip(
-            held_words.to(device).split(20), held_tokens.to(device).long().split(20), strict=True
-        ):
-            logits = model.teacher_forced(token_ids, encoder(word_ids))
-            losses.append(F.cross_entropy(logits.mT, token_ids).item())
-        held_out_loss = float(np.mean(losses))
     record = {
         "settings": asdict(settings),
         "parameters": sum(p.numel() for p in model.parameters()),
         "seconds": round(checkpoint.seconds),
-        "held_out_loss": round(held_out_loss, 4),
+        "held_out_loss": round(_held_out_loss(model, encoder, vq_model), 4),
         "loss": checkpoint.curve,
     }
     model.save_pretrained(out / "transformer")
@@ -245,6 +226,39 @@ def train_autoregressive(
     write_json(out / "training.json", record)
     checkpoint.remove()
     return record
+
+
+def _draw_batch(
+    words: Tensor, tokens: Tensor, weights: Tensor, settings: AutoregressiveTraining, step: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return words, tokens `[B, L]`, dropped captions, hidden inputs and weights of a step, the same for the same seed.
+
+    Args:
+        words, tokens: of the whole dataset.
+        weights: `[N, L]`, of the tokens of pictures with hidden inputs.
+    """
+    rng, count = np.random.default_rng((settings.seed, step)), settings.batch_size
+    chosen = torch.from_numpy(rng.integers(len(tokens), size=count))
+    dropped = torch.from_numpy(rng.random(count) < settings.caption_dropout)
+    hide = rng.random((count, 1)) < settings.hidden_pictures * (step < settings.hidden_until * settings.steps)
+    rate = rng.uniform(0.3, 1.0, (count, 1))
+    rate[rng.random((count, 1)) < settings.wholly_hidden] = 1.0
+    hidden = torch.from_numpy(hide & (rng.random((count, tokens.shape[1] - 1)) < rate))
+    weight = weights[chosen].where(torch.from_numpy(hide), 1.0)
+    return words[chosen], tokens[chosen].long(), dropped, hidden, weight
+
+
+@torch.no_grad()
+def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, vq_model: VQModel) -> float:
+    """Return the cross entropy in nats a token on 400 held-out pictures."""
+    words, tokens = tokenize_dataset(vq_model, encoder, 400, 777, held_out=True, side=model.grid.width)
+    losses = []
+    for word_ids, token_ids in zip(
+        words.to(model.device).split(20), tokens.to(model.device).long().split(20), strict=True
+    ):
+        logits = model.teacher_forced(token_ids, encoder(word_ids))
+        losses.append(F.cross_entropy(logits.mT, token_ids).item())
+    return float(np.mean(losses))
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -258,7 +272,7 @@ parts to a pipeline.
 """
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     defaults = AutoregressiveTraining()
     parser = argparse.ArgumentParser(description=HELP)
     parser.add_argument(
@@ -296,7 +310,11 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
     torch.manual_seed(arguments.seed)
     vq_model = VQModel.from_pretrained(arguments.tokenizer).eval().to(arguments.device)
     if arguments.text_encoder is None:

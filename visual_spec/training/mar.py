@@ -293,7 +293,7 @@ def draw(
     batch_size, length = len(labels), model.grid.num_tokens
     noise = torch.Generator().manual_seed(seed)
     schedule: Any = model.schedule(head_steps)
-    tokens = torch.zeros(batch_size, length, model.token_dim, device=model.device)
+    tokens = torch.zeros(batch_size, length, model.token_dim, device=model.device, dtype=model.dtype)
     rows = torch.arange(batch_size)[:, None]
     with_null = guidance != 1.0
     if isinstance(model, CausalLatentTransformer):
@@ -333,7 +333,7 @@ def _chain(
     modulations = model.head.modulations(z.flatten(0, 1), schedule.times)  # [T, R n, M]
 
     def normal() -> Tensor:
-        return torch.randn(*shape, d, generator=noise).flatten(0, 1).to(z.device)
+        return torch.randn(*shape, d, generator=noise).flatten(0, 1).to(z)
 
     x = normal()
     for index in reversed(range(schedule.num_steps)):

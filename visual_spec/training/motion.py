@@ -325,7 +325,7 @@ def new_model(
     return model, encoder
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     defaults = MotionTraining()
     parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -355,7 +355,11 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
     torch.manual_seed(arguments.seed)
     vq_model = VQModel.from_pretrained(arguments.tokenizer, torch_dtype=torch.float32).eval()
     model, encoder = new_model(vq_model, arguments.dim, arguments.num_layers, arguments.num_heads)

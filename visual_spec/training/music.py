@@ -393,7 +393,7 @@ Afterwards `--out` holds `transformer/`, `text_encoder/` and `training.json`. An
 """
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     defaults = MusicTraining()
     parser = argparse.ArgumentParser(description=HELP)
     parser.add_argument("--kind", choices=KINDS, default=defaults.kind)
@@ -426,7 +426,11 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
     torch.manual_seed(arguments.seed)
     codec = EncodecModel.from_pretrained(arguments.codec, dtype=torch.float32).eval().to(arguments.device)
     if arguments.start_from is not None:

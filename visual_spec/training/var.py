@@ -226,6 +226,20 @@ def slot_losses(logits: Tensor, tokens: Tensor, teacher_logits: Tensor | None = 
     return F.pad(F.kl_div(model, teacher, reduction="none", log_target=True).sum(-1), (early, 0))
 
 
+def _draw_batch(
+    scales: tuple[int, ...], objects: Tensor, settings: VarTraining, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scenes of a step, bool `[B]` of dropped labels, and the weights of their tokens `[B, L]`.
+
+    One generator per step, so that a resumed run sees the same data. `objects`: float `[N, L]`, 1 at slots of objects.
+    """
+    rng = np.random.default_rng((settings.seed, step))
+    chosen = torch.from_numpy(rng.integers(len(objects), size=settings.batch_size))
+    dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.label_dropout)
+    weights = slot_weights(scales, settings, step)  # [L]
+    return chosen, dropped, weights * (1 + (settings.object_weight - 1) * objects[chosen, : len(weights)])
+
+
 def train_var(
     model: VARTransformer,
     vq_model: MultiscaleVQModel,
@@ -287,13 +301,8 @@ def train_var(
 
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
     for step in range(checkpoint.resume(), settings.steps):
-        # One generator per step, so that a resumed run sees the same data.
-        rng = np.random.default_rng((settings.seed, step))
-        chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
-        dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.label_dropout).to(device)
-        weights = slot_weights(model.scales, settings, step)  # [L]
-        weights = weights * (1 + (settings.object_weight - 1) * objects[chosen, : len(weights)])  # [B, L]
-        weights = weights.to(device)
+        chosen, dropped, weights = _draw_batch(model.scales, objects, settings, step)
+        dropped, weights = dropped.to(device), weights.to(device)
         token_ids, label_ids = tokens[chosen].to(device).long(), labels[chosen].to(device)
         with torch.no_grad():
             maps = vq_model.maps_of(token_ids)[: settings.trained_scales(len(model.scales)) - 1]
@@ -405,7 +414,7 @@ def accuracy_of_draws(
     return {"pictures": count, "guidance_scale": guidance, **accuracy}
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     defaults = VarTraining()
     parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -450,7 +459,11 @@ def main() -> None:
         "--judged-pictures", type=int, default=480, help="drawn for the class accuracy; 0: none"
     )
     parser.add_argument("--guidance-scale", type=float, default=2.0, help="of these pictures")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
     torch.manual_seed(arguments.seed)
     vq_model = MultiscaleVQModel.from_pretrained(arguments.tokenizer)
     if arguments.start_from is not None:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 FREQUENCIES = 256
 
 
-def time_features(times: Tensor) -> Tensor:
+def time_features(times: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Cosines, then sines, [..., 256], of times [...] at frequencies from 1 down to 1e-4."""
     half = FREQUENCIES // 2
-    steps = torch.arange(half, dtype=torch.float32, device=times.device)
-    angles = times[..., None].float() * (-math.log(10000.0) * steps / half).exp()
+    steps = torch.arange(half, dtype=dtype, device=times.device)
+    angles = times[..., None].to(dtype) * (-math.log(10000.0) * steps / half).exp()
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
@@ -32,7 +32,8 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, times: Tensor) -> Tensor:
         weight: Any = self.mlp[0].weight
-        return self.mlp(time_features(times).to(weight.dtype))
+        wide = torch.promote_types(weight.dtype, torch.float32)  # half precision is too coarse for angles
+        return self.mlp(time_features(times, wide).to(weight.dtype))
 
 
 class ResidualBlock(nn.Module):
