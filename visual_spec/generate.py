@@ -220,6 +220,21 @@ def _head_calls(row: Any) -> dict[str, int]:
     return {} if calls is None else {"plain_head_calls": calls[0], "head_calls": calls[1]}
 
 
+def _joined(laws: Sequence[str]) -> list[str]:
+    """Each law once. Laws that differ in a measured number only, such as "0.0130 a slot", are one with its range."""
+    found: dict[str, list[str]] = {}
+    for law in laws:
+        number = re.search(r"\b0\.\d{4}\b", law)
+        found.setdefault(law.replace(number[0], "{}", 1) if number else law, []).append(
+            number[0] if number else ""
+        )
+    ranges = {key: sorted(set(numbers)) for key, numbers in found.items()}
+    return [
+        key.replace("{}", numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}")
+        for key, numbers in ranges.items()
+    ]
+
+
 def _verdict(rows: Sequence[Any], medium: Medium) -> int:
     """Say whether samples are those of plain decoding; 1 where that was promised and is not so."""
     from visual_spec.samplers.core.trace import with_near_ties
@@ -232,7 +247,7 @@ def _verdict(rows: Sequence[Any], medium: Medium) -> int:
         return 1
     else:
         counts = [row.near_ties for row in rows if row.near_ties is not None]
-        laws = "; ".join(dict.fromkeys(row.output_law for row in rows))
+        laws = "; ".join(_joined([row.output_law for row in rows]))
         laws = with_near_ties(laws, sum(counts) if counts else None)
         same = sum(row.identical for row in rows)
         some = f"{same} of {len(rows)} {medium.samples} are those of plain decoding" if same else ""
