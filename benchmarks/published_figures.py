@@ -46,7 +46,7 @@ def call(*arguments: object) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--num", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=16)

@@ -69,7 +69,7 @@ def compare(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name in ("drawn", "true", "--weights", "--features", "--json"):
         parser.add_argument(name, type=Path)
     args = parser.parse_args()

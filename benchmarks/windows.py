@@ -27,7 +27,7 @@ def keep_a_core_busy() -> None:
     torch.set_num_threads(1)
     matrix = torch.randn(512, 512)
     while True:
-        matrix @ matrix
+        torch.mm(matrix, matrix)
 
 
 def measure(pipe: ImagePipeline, samplers: dict[str, Any], prompts: list[str], batch: int) -> dict[str, Any]:

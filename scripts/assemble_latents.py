@@ -13,6 +13,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
@@ -25,7 +26,7 @@ from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.training.loop import write_json
 
 
-def load(folder: Path, head_steps: int, final_noise: float):
+def load(folder: Path, head_steps: int, final_noise: float) -> Any:
     """A trained model, with the chain that its head draws by."""
     kind = getattr(components, json.loads((folder / "config.json").read_text())["_class_name"])
     return kind.from_pretrained(
@@ -65,12 +66,15 @@ def main() -> None:
     chain = arguments.head_steps, arguments.final_noise
     parts = {"transformer": arguments.transformer, "drafter": arguments.drafter}
     vae = AutoencoderKL.from_pretrained(arguments.vae, torch_dtype=torch.float16)
+    loaded: dict[str, Any] = {
+        name: None if folder is None else load(folder, *chain) for name, folder in parts.items()
+    }
     pipe = LatentImagePipeline(
         vae=vae,
         sampler=make_sampler("continuous"),
         id2label=list(CLASS_NAMES),
         default_guidance_scale=arguments.guidance_scale,
-        **{name: None if folder is None else load(folder, *chain) for name, folder in parts.items()},
+        **loaded,
     )
     pipe.save_pretrained(arguments.out)
     for name, folder in parts.items():

@@ -1,5 +1,7 @@
 """A complete image model that is real but tiny and random: 4 x 4 tokens out of 12, pictures of 8 x 8 pixels."""
 
+from typing import Any
+
 import torch
 
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
@@ -68,7 +70,7 @@ def tiny_masked_transformer(**changes) -> MaskedImageTransformer:
     return model.eval()
 
 
-def tiny_masked_pipeline(sampler=None) -> MaskedImagePipeline:
+def tiny_masked_pipeline(sampler=None) -> Any:
     parts = tiny_masked_transformer(), tiny_vq_model(), tiny_text_encoder()
     pipe = MaskedImagePipeline(*parts, sampler or MaskedSampler(steps=3))
     pipe.set_progress_bar_config(disable=True)

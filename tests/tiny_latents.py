@@ -21,9 +21,9 @@ def tiny_latent_pipeline(kind: str = "mar", **changes: Any) -> LatentImagePipeli
     """
     torch.manual_seed(0)
     vae: Any = AutoencoderKL(
-        block_out_channels=(4, 4),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, 4),  # pyright: ignore[reportArgumentType]
+        down_block_types=("DownEncoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
+        up_block_types=("UpDecoderBlock2D",) * 2,  # pyright: ignore[reportArgumentType]
         latent_channels=4,
         norm_num_groups=2,
         sample_size=8,

@@ -270,11 +270,10 @@ def _comparison_table(rows: Sequence[Any], unit: str) -> str:
                 "yes" if row.identical else "no",
             ]
         )
-    heads = [getattr(row, "head_calls", None) for row in rows]
-    if all(heads):
+    if all(getattr(row, "head_calls", None) for row in rows):
         header.insert(2, "head calls")
-        for line, calls in zip(lines, heads, strict=True):
-            line.insert(2, f"{calls[0]} -> {calls[1]}")
+        for line, row in zip(lines, rows, strict=True):
+            line.insert(2, f"{row.head_calls[0]} -> {row.head_calls[1]}")
     return plain_table(header, lines)
 
 

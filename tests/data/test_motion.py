@@ -42,6 +42,7 @@ def test_every_sampled_clip_shows_what_its_caption_says():
         kinds.add((mover.direction is None, len(clip.objects), clip.camera))
         assert points.min() >= PLACES[0] and points.max() <= PLACES[-1]
         if mover.direction is not None:
+            assert mover.speed is not None
             assert can_step((mover.x, mover.y), mover.direction)
             # The border is reached at least one step before the last.
             axis = 0 if mover.direction in ("left", "right") else 1

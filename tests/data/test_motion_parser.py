@@ -92,7 +92,7 @@ def test_clips_that_are_none_are_refused():
     with pytest.raises(TypeError, match="float32"):
         parse_clip(np.zeros((4, 64, 64, 3), np.float32))
     with pytest.raises(TypeError, match="PIL"):
-        parse_clip([np.zeros((64, 64, 3), np.uint8)])
+        parse_clip([np.zeros((64, 64, 3), np.uint8)])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="two or more"):
         parse_clip(np.zeros((1, 64, 64, 3), np.uint8))
     with pytest.raises(ValueError, match="square"):

@@ -162,7 +162,7 @@ class Shifted(MaskedMixtureModel):
     def __init__(self, mixtures: Any, alone: Mixture, **settings: Any) -> None:
         super().__init__(mixtures, alone, **settings)
         self.grid = type(self.grid)(1, 3)
-        self.head.mixtures.append(Mixture([1.0], [0.0], [0.1]))
+        self.head.mixtures = [*self.head.mixtures, Mixture([1.0], [0.0], [0.1])]
 
     def __call__(self, state: Any, tokens: Tensor, known: Tensor, room: int | None = None) -> Tensor:
         z = super().__call__(state, tokens[:, 1:], known[:, 1:], room)
@@ -209,7 +209,7 @@ def test_a_causal_pair_hangs_together_whoever_drafts():
         SpeculativeContinuousSampler("path", 2, **settings),
         ContinuousJacobiSampler(2, **settings),
     ):
-        parts = {"drafter": draft} if sampler.needs_drafter else {}
+        parts: dict[str, Any] = {"drafter": draft} if sampler.needs_drafter else {}
         tokens = drawn(sampler, target, 4000, **parts).tokens
         assert far_apart(tokens[..., 0], expected[..., 0]) < 1
         assert far_apart(tokens[:, 2], expected[:, 2]) < 1

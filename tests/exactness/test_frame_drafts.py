@@ -43,6 +43,7 @@ class CreditsStoredLaw(SpeculativeJacobiSampler):
 
     def redraft(self, run, state, laws, advance, width, drawn=None):
         super().redraft(run, state, laws, advance, width, drawn)
+        assert laws is not None and state.label is not None
         slots = state.next_slots(state.label.rows.shape[1])
         newest = (state.lengths - advance + width - 1)[:, None]
         first = (state.lengths - advance)[:, None]  # the slot that row 0 of `laws` predicts

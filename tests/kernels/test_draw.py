@@ -5,6 +5,8 @@ That the law itself is right is the matter of tests/samplers/core/test_law.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from visual_spec.samplers.core.law import TokenLaw, non_finite
 def test_draws_what_the_samplers_draw(name):
     here = window(LAWS[name], 3, 5, 130)
     for stream, round in [(0, 0), (3, 17)]:
-        address = dict(stream=stream, round=round)
+        address: dict[str, Any] = dict(stream=stream, round=round)
         tokens, finite, none = draw(here.logits, here.keys, here.slots, here.numbers, **address)
         assert torch.equal(tokens, here.noise.categorical(here.target, here.slots, stream, round))
         assert finite.all() and none.shape == (0,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,10 +17,10 @@ from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import DeepForcing, Full, HeadBudgets, Sliding
 from visual_spec.samplers.core.chunk_rollout import roll_out
 
-SMALL = dict(num_frames=9, height=32, width=32)
+SMALL: dict[str, Any] = dict(num_frames=9, height=32, width=32)
 
 
-def tiny_pipeline(**changes) -> WanPipeline:
+def tiny_pipeline(**changes) -> Any:
     """Pixels are 8 times latent ones, frames 4 times and one more; without a text encoder."""
     torch.manual_seed(0)
     vae = AutoencoderKLWan(

@@ -1,5 +1,7 @@
 """Class pictures from continuous tokens: what the sampler draws, decoded; saved and loaded; refused by name."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,9 @@ def tiny_vae(latent_channels=3, seed=0):
 
 def tiny_model(kind, dim=16, seed=0, **changes):
     torch.manual_seed(seed)
-    shared = dict(grid_size=4, token_dim=3, dim=dim, num_layers=1, num_heads=2, head_width=8, head_depth=1)
+    shared: dict[str, Any] = dict(
+        grid_size=4, token_dim=3, dim=dim, num_layers=1, num_heads=2, head_width=8, head_depth=1
+    )
     shared |= dict(num_classes=3, head_kind="velocity", head_steps=5, **changes)
     model = (
         MARTransformer(buffer_size=2, **shared)
@@ -37,7 +41,7 @@ def tiny_model(kind, dim=16, seed=0, **changes):
     return model.eval()
 
 
-def tiny_pipeline(kind="mar", *, drafter=False, sampler="continuous", **settings):
+def tiny_pipeline(kind="mar", *, drafter=False, sampler="continuous", **settings) -> Any:
     pipe = LatentImagePipeline(
         transformer=tiny_model(kind),
         vae=tiny_vae(),
@@ -94,7 +98,8 @@ def test_saved_and_loaded_it_draws_the_same(kind, tmp_path):
     loaded.set_progress_bar_config(disable=True)
     assert type(loaded) is LatentImagePipeline
     assert sampler_settings(loaded.sampler) == sampler_settings(pipe.sampler)
-    one, two = (p("red circle", generator=generators(1), output_type="latent") for p in (pipe, loaded))
+    one: Any = pipe("red circle", generator=generators(1), output_type="latent")
+    two: Any = loaded("red circle", generator=generators(1), output_type="latent")
     assert torch.equal(one.images, two.images)
     assert one.trace.draft_calls.item() > 0
     assert loaded.facts.stored_as == "canvas" and loaded.image_size == (16, 16)

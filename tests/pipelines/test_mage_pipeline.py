@@ -38,16 +38,12 @@ def official_shapes() -> dict[str, tuple[int, ...]]:
         if before != after:
             shapes[f"{at}.nin_shortcut.weight"] = (after, after, 1, 1)
 
-    for side, levels in (("encoder.down", (4, 4, 8)), ("decoder.up", (None, None, None))):
-        if side == "encoder.down":
-            for level in range(2):
-                block(f"{side}.{level}.block.0", levels[level], levels[level + 1])
-                block(f"{side}.{level}.block.1", levels[level + 1], levels[level + 1])
-        else:
-            block(f"{side}.1.block.0", 8, 8)
-            block(f"{side}.1.block.1", 8, 8)
-            block(f"{side}.0.block.0", 8, 4)
-            block(f"{side}.0.block.1", 4, 4)
+    for level, (before, after) in enumerate(((4, 4), (4, 8))):
+        block(f"encoder.down.{level}.block.0", before, after)
+        block(f"encoder.down.{level}.block.1", after, after)
+    for level, (before, after) in ((1, (8, 8)), (0, (8, 4))):
+        block(f"decoder.up.{level}.block.0", before, after)
+        block(f"decoder.up.{level}.block.1", after, after)
     for side in ("encoder", "decoder"):
         for name in ("block_1", "block_2"):
             block(f"{side}.mid.{name}", 8, 8)

@@ -109,7 +109,7 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
     pipe, image, mask = tiny_masked_pipeline(), picture(), mask_of((0, 0, 4, 4))
     monkeypatch.setattr(pipe.vq_model, "encode_tokens", None)
     small = image.resize((4, 4))
-    for settings, kind, message in (
+    refused: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         (dict(mask=mask), ValueError, "mask given without image"),
         (dict(strength=0.5), ValueError, "strength given without image"),
         (dict(image=image), ValueError, "image given without mask and strength"),
@@ -119,7 +119,8 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
         (dict(image=[image] * 3, mask=mask), ValueError, "3 pictures as image for 1 prompts or classes"),
         (dict(image="circle.png", mask=mask), TypeError, "image is a str; pass a PIL picture"),
         (dict(image=np.zeros((8, 8)), mask=mask), ValueError, r"image has the shape \(8, 8\)"),
-    ):
+    )
+    for settings, kind, message in refused:
         with pytest.raises(kind, match=message):
             pipe(PROMPT, **settings)
     monkeypatch.undo()
@@ -178,7 +179,7 @@ def test_official_files_of_classes(tmp_path, monkeypatch):
     made.set_progress_bar_config(disable=True)
     settings: dict[str, Any] = dict(generator=seeded(0, 1), guidance_scale=1.7, output_type="pt")
     found = pipe([1, 4], **settings)
-    assert torch.equal(found.images, made([1, 4], **settings | {"generator": seeded(0, 1)}).images)
+    assert torch.equal(found.images, made([1, 4], **{**settings, "generator": seeded(0, 1)}).images)
     inside = pipe(2, image=picture(), mask=mask_of((0, 0, 8, 4)), generator=seeded(0))
     assert torch.equal(inside.tokens.view(4, 4)[:, 2:], tokens_of(pipe, picture()).view(4, 4)[:, 2:])
     with pytest.raises(ValueError, match="image_size=384, but these weights draw 8 pixels"):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -220,7 +221,7 @@ def test_calls_of_the_language_model():
     alone = [AUDIO] * 7 + [END]
     settings: Any = dict(rows=slice(0, 1), max_new_tokens=9)
     for scale, own, ours in [(1.3, 3, 1), (1.0, 2, 1)]:
-        script = dict(logits_processor=[Script([alone])], guidance_scale=scale)
+        script: dict[str, Any] = dict(logits_processor=[Script([alone])], guidance_scale=scale)
         # Seven latents, the end of audio and of text; only what yields audio asks the negative text.
         _, before = calls_of(language, lambda: speak(model, **settings, **script))  # noqa: B023
         assert before == 9 * (own - 1) + 7

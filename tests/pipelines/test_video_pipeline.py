@@ -2,6 +2,7 @@
 
 import io
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,12 +112,13 @@ def test_frames_outside_the_grid_are_refused(frames):
 
 def test_other_bad_input_is_refused():
     pipe = tiny_video_pipeline()
-    for settings, message in (
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
         (dict(height=64), "draws 4 x 4 pixels"),
         (dict(output_type="mp4"), "output_type='mp4'"),
         (dict(num_videos_per_prompt=0), "num_videos_per_prompt"),
         (dict(guidance_scale=float("nan")), "guidance_scale"),
-    ):
+    )
+    for settings, message in refused:
         with pytest.raises(ValueError, match=message):
             pipe(PROMPT, **settings)
     with pytest.raises(ValueError, match="no words"):

@@ -62,7 +62,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 def test_mar_is_the_published_loop(order, steps):
     model = calm_one(tiny_mar, head_kind="velocity")
     sampler = ContinuousSampler(steps, order, head_steps=4)
-    found = sampler(model, LABELS, law=LAW, generator=seeded(7, 8), batch_size=2)
+    found: Any = sampler(model, LABELS, law=LAW, generator=seeded(7, 8), batch_size=2)
     for row in range(2):
         noise = noise_of(7 + row)
         by_noise = noise.uniform(torch.arange(16)[None], ORDER, dtype=torch.float64)[0].argsort().tolist()
@@ -146,7 +146,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(make, rule):
     chain = dict(head_steps=3, eta=0.0 if quiet else 0.5, final_noise=0.0 if quiet else 0.1)
     model = calm_one(make, 0.01, head_kind="velocity")  # smooth, so that rule "ode" has densities
     sampler = SpeculativeContinuousSampler(rule, 3, **chain)
-    found = sampler(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2, drafter=model)
+    found: Any = sampler(model, LABELS, law=LAW, generator=seeded(1, 2), batch_size=2, drafter=model)
     assert found.trace.acceptance == 1.0
     assert found.trace.target_calls.tolist() == [1 + 4] * 2  # 15 slots behind the first, four a call
     assert found.trace.draft_calls.tolist() == [12] * 2
@@ -184,7 +184,7 @@ def test_kept_tokens_are_seen_as_committed_by_later_calls(make):
 
     type(model).forward = watched  # type: ignore[method-assign]
     try:
-        found = sampler(model, LABELS[:1], law=TokenLaw(), generator=seeded(1), drafter=drafter)
+        found: Any = sampler(model, LABELS[:1], law=TokenLaw(), generator=seeded(1), drafter=drafter)
     finally:
         type(model).forward = forward  # type: ignore[method-assign]
     assert found.trace.acceptance == 1.0

@@ -39,13 +39,15 @@ IDENTICAL: dict[str, Any] = dict(acceptance="identical")
 def pictures(dtype: torch.dtype = torch.bfloat16) -> Any:
     """6 x 6 tokens of 256. Strong guidance enlarges what is rounded, so near-ties are met."""
     sizes = dict(num_classes=5, caption_dim=None, prefix_length=1, dim=64, vocab_size=256, grid_size=6)
-    return tiny_transformer(**sizes).to(dtype)
+    model: Any = tiny_transformer(**sizes)
+    return model.to(dtype)
 
 
 @functools.cache
 def drafter() -> Any:
     torch.manual_seed(3)
-    return EagleDrafter.for_target(pictures()).to(torch.bfloat16).eval()
+    made: Any = EagleDrafter.for_target(pictures())
+    return made.to(torch.bfloat16).eval()
 
 
 @functools.cache
@@ -217,7 +219,7 @@ def test_near_ties_are_counted(law):
         "proactive": (ProactiveJacobiSampler(6, coupling="gumbel", **IDENTICAL), {}),
     }
     torch.manual_seed(3)
-    parts = dict(drafter=EagleDrafter.for_target(model).eval())
+    parts: dict[str, Any] = dict(drafter=EagleDrafter.for_target(model).eval())
     expected = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("visual_spec.samplers.core.base.low_precision_of", lambda model: "bfloat16")

@@ -1,5 +1,7 @@
 """Training of `motion`: tokens by parts, the weights of places, resuming, 8 bits, and the start from `shapes`."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ def vq_model():
     return tiny_vq_model(codebook_size=200, channel_multipliers=(1, 1, 1, 1), base_channels=4, image_size=64)
 
 
-def tiny(vq_model):
+def tiny(vq_model) -> tuple[Any, Any]:
     torch.manual_seed(3)
     return motion.new_model(vq_model, 16, 2, 2)
 
@@ -151,10 +153,13 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
     model, encoder = tiny(vq_model)
     record = train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
     assert not (tmp_path / "parts" / "resume.pt").exists() and record["parameters"] > 0
-    for name, kind in (("transformer", LlamaGenTransformer), ("text_encoder", CaptionEncoder)):
+    for name, kind, part in (
+        ("transformer", LlamaGenTransformer, model),
+        ("text_encoder", CaptionEncoder, encoder),
+    ):
         whole = kind.from_pretrained(tmp_path / "whole" / name).state_dict()
         again = kind.from_pretrained(tmp_path / "parts" / name).state_dict()
-        held = dict(zip(("transformer", "text_encoder"), (model, encoder), strict=True))[name].state_dict()
+        held = part.state_dict()
         for key, value in whole.items():
             assert torch.equal(value, again[key]) and torch.equal(value.float(), held[key].float()), key
             eight = value.ndim != 2 or torch.equal(value.float(), value.to(torch.float8_e4m3fn).float())
@@ -166,7 +171,7 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
 def test_the_start_knows_the_words_and_layers_of_shapes(tmp_path, vq_model):
     torch.manual_seed(9)
     known_words = CaptionEncoder(["red", "of", "star"], dim=128, num_layers=0, num_heads=4, max_words=20)
-    known = LlamaGenTransformer(
+    known: Any = LlamaGenTransformer(
         vocab_size=200,
         dim=16,
         num_layers=1,

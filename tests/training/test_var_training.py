@@ -481,6 +481,7 @@ def test_drawn_pictures_are_judged_from_seeds_of_their_own(monkeypatch):
 
     monkeypatch.setattr(var, "ScaleWiseSampler", lambda: sampler)
     monkeypatch.setattr(var, "class_accuracy", lambda pictures, ids: {"seen": (len(pictures), ids)})
-    found = accuracy_of_draws(None, SimpleNamespace(decode_canvas=lambda canvas: canvas), 2.0, 100)
+    vq_model: Any = SimpleNamespace(decode_canvas=lambda canvas: canvas)
+    found = accuracy_of_draws(None, vq_model, 2.0, 100)  # pyright: ignore[reportArgumentType]
     assert len(set(seeds)) == 100 and labels == [k % 48 for k in range(100)]
     assert found["seen"] == (100, labels)

@@ -261,7 +261,8 @@ def _read_path(points: np.ndarray) -> tuple[str | None, str | None, str | None, 
     seen = ~np.isnan(points[:, 0])
     # The first place is read from two frames, of which one may be bad.
     starts = {(x, y) for x, y in (CELL * np.round(points[seen][:2] / CELL)).astype(int).tolist()}
-    choices = [(None, None, None), *product(DIRECTIONS, SPEEDS, ENDINGS)]
+    choices: list[tuple[str | None, str | None, str | None]] = [(None, None, None)]
+    choices += product(DIRECTIONS, SPEEDS, ENDINGS)
     best, best_error = (None, None, None, None), _NEAR
     for start, choice in product(sorted(starts), choices):
         if choice[0] is not None and not can_step(start, choice[0]):

@@ -380,9 +380,9 @@ class MaskgctPipeline(VisualPipeline):
         return found * (count // len(found))
 
     def _acoustic_law(self, temperature: float | None, top_k: int | None) -> TokenLaw:
-        temperature = self.config["default_acoustic_temperature"] if temperature is None else temperature
         return TokenLaw(
-            temperature=temperature, top_k=self.config["default_acoustic_top_k"] if top_k is None else top_k
+            temperature=self.config["default_acoustic_temperature"] if temperature is None else temperature,
+            top_k=self.config["default_acoustic_top_k"] if top_k is None else top_k,
         )
 
     @staticmethod

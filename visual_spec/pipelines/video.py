@@ -170,7 +170,8 @@ class VideoPipeline(TokenImagePipeline):
                 self.vq_model.decode_latents(self.vq_model.quantize.lookup(clip)).clamp(-1, 1)
                 for clip in places
             ]
-        shown = [self.image_processor.postprocess(clip, output_type=output_type) for clip in clips]
+        # A list of pictures, an array or a tensor of each clip, though diffusers annotates a single picture.
+        shown: list[Any] = [self.image_processor.postprocess(clip, output_type=output_type) for clip in clips]
         if output_type == "np":
             return np.stack(shown)
         return torch.stack(shown) if output_type == "pt" else shown

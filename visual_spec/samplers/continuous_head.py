@@ -130,8 +130,8 @@ class _Walk:
         mean, sigma = self.law(stacked, levels, tokens, rests)
         last = drawn((mean[-1], sigma[-1]), noise, places, levels[-1].clamp_min(0), CHAIN)
         # All drafted points at once, as columns.
-        draft = tuple(_columns(torch.stack(part)) for part in zip(*drafts, strict=True))
-        target = _columns(mean[:-1]), _columns(sigma[:-1])
+        draft_mean, draft_sigma = (_columns(torch.stack(part)) for part in zip(*drafts, strict=True))
+        draft, target = (draft_mean, draft_sigma), (_columns(mean[:-1]), _columns(sigma[:-1]))
         at, open_ = _columns(levels[:-1, ..., None])[..., 0], _columns((levels[:-1] >= 0)[..., None])[..., 0]
         slots = places.repeat(1, self.width - 1)
         new, kept = couple(_columns(stacked[1:]), draft, target, noise, slots, at.clamp_min(0), open_)

@@ -273,7 +273,8 @@ def start_from_shapes(model: LlamaGenTransformer, encoder: CaptionEncoder, folde
         if name in weights and weights[name].shape == value.shape:
             value.copy_(weights[name])
     # Layers that the other model lacks start without effect.
-    for layer in list(model.layers)[len(known.layers) :]:
+    added: list[Any] = list(model.layers)[len(known.layers) :]
+    for layer in added:
         layer.attention.wo.weight.zero_()
         layer.feed_forward.w2.weight.zero_()
     words = CaptionEncoder.from_pretrained(folder / "text_encoder", torch_dtype=torch.float32)

@@ -186,6 +186,7 @@ def main() -> None:
         guidance_scale=pipe.default_settings()["guidance_scale"],
     )
     sampler = MaskedSampler.from_config(pipe.sampler.config, steps=settings.calls, reuse=0, measure=False)
+    assert isinstance(sampler, MaskedSampler)  # not also what was left of the configuration
     torch.manual_seed(settings.seed)
     shortcut = new_shortcut(pipe.transformer, given.dim, given.num_heads)
     rng = np.random.default_rng(settings.seed + 1)

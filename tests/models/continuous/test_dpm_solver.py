@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
+from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 from torch import Tensor
 
 from visual_spec.models.continuous.dpm_solver import read_solver
@@ -50,7 +51,7 @@ def test_it_takes_the_steps_of_the_scheduler(kind, steps):
     assert solver.times == tuple(own.timesteps.tolist())
     want = noise
     for index, time in enumerate(own.timesteps):
-        want = own.step(network(index, want), time, want).prev_sample
+        want = own.step(network(index, want), time, want, return_dict=False)[0]
     torch.testing.assert_close(solver.solve(noise, network), want, rtol=1e-10, atol=1e-10)
 
 
@@ -62,7 +63,7 @@ def test_half_precision_is_no_worse_than_the_schedulers():
     own.set_timesteps(10)
     want = noise
     for index, time in enumerate(own.timesteps):
-        want = own.step(network(index, want), time, want).prev_sample
+        want = own.step(network(index, want), time, want, return_dict=False)[0]
     assert found.dtype == torch.bfloat16
     assert (found.double() - exact).abs().mean() < 1.2 * (want.double() - exact).abs().mean()
 

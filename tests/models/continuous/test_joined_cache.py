@@ -24,7 +24,7 @@ class Texts:
         self.generator = torch.Generator().manual_seed(3)
         self.masks = [torch.ones(2, length, dtype=torch.long) for length in LENGTHS]
         self.masks[0][0, :2] = 0  # padded on the left
-        self.caches = [DynamicCache(config=self.decoder.config) for _ in LENGTHS]
+        self.caches: list[Any] = [DynamicCache(config=self.decoder.config) for _ in LENGTHS]
         for cache, mask in zip(self.caches, self.masks, strict=True):
             if mask.shape[1]:
                 self.feed(cache, mask, self.random(mask.shape[1]))

@@ -23,6 +23,9 @@ from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 class Int8Linear(nn.Module):
     """A linear layer of int8 weights with one scale a row."""
 
+    scale: Tensor
+    numbers: Tensor
+
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127

@@ -76,7 +76,7 @@ def diffusers_ids(
     def gumbel(like: Tensor, generator: Any = None) -> Tensor:
         return noise.gumbel(slots, 1, CHOICE, now, like.dtype)[..., 0]
 
-    monkeypatch.setattr(scheduling_amused.torch, "multinomial", multinomial)
+    monkeypatch.setattr(torch, "multinomial", multinomial)
     monkeypatch.setattr(scheduling_amused, "gumbel_noise", gumbel)
     scheduler: Any = AmusedScheduler(mask_token_id=MASK)
     scheduler.set_timesteps(STEPS, (2, 0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from visual_spec.models.video.frame_cache import DeepForcing, Full, FutureAnchor
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
 
-SIZE = dict(height=4, width=4)
+SIZE: dict[str, Any] = dict(height=4, width=4)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -43,7 +45,8 @@ def straight(model, embeds, generator, chunks):
             values = noise.normal(slots, 64, CHAIN, step, torch.float64)
             return values.view(len(embeds), 3, 4, 4, 4).permute(0, 2, 1, 3, 4)
 
-        noisy, clean = draw(0), None
+        noisy: torch.Tensor = draw(0)
+        clean: Any = None
         for step, (timestep, level) in enumerate(
             [(1000, 1), (937.5, 15 / 16), (2500 / 3, 5 / 6), (625, 0.625)]
         ):
@@ -114,7 +117,7 @@ def test_context_is_read_and_not_returned():
     """A clip that goes on behind its own first chunk is read by the same calls, one chunk later."""
     causal, embeds, before = CausalWan(tiny_wan(), Full()), prompts(2), clips(2, 3)
     schedule = ChunkSchedule(steps=(1000,))
-    options = dict(num_frames=3, schedule=schedule, generator=seeded(), **SIZE)
+    options: dict[str, Any] = dict(num_frames=3, schedule=schedule, generator=seeded(), **SIZE)
     found, trace = roll_out(causal, embeds, context=before, **options)
     state = causal.begin(embeds, 4, 4, 6)
     with torch.no_grad():
@@ -150,7 +153,7 @@ def pair(policy=None):
 
 def test_a_reward_that_never_passes_leaves_the_large_models_clip():
     large, small = pair()
-    options = dict(num_frames=15, **SIZE)
+    options: dict[str, Any] = dict(num_frames=15, **SIZE)
     plain, _ = roll_out(large, prompts(2), generator=seeds(0, 1), **options)
     found, trace = roll_out(
         large,
@@ -169,7 +172,8 @@ def test_a_reward_that_never_passes_leaves_the_large_models_clip():
 
 def test_a_reward_that_always_passes_leaves_the_small_model_all_but_the_first_chunk():
     large, small = pair()
-    embeds, options = prompts(1), dict(num_frames=12, **SIZE)
+    embeds = prompts(1)
+    options: dict[str, Any] = dict(num_frames=12, **SIZE)
     found, trace = roll_out(
         large,
         embeds,
@@ -189,7 +193,7 @@ def test_a_reward_that_always_passes_leaves_the_small_model_all_but_the_first_ch
         small.commit(state, first)
         for start in (3, 6, 9):
             slots = torch.arange(start, start + 3)[None]
-            clean = None
+            clean: Any = None
             for step, level in enumerate(ChunkSchedule().levels):
                 values = noise.normal(slots, 64, CHAIN, step, torch.float64)
                 draw = values.view(1, 3, 4, 4, 4).permute(0, 2, 1, 3, 4)
@@ -201,7 +205,9 @@ def test_a_reward_that_always_passes_leaves_the_small_model_all_but_the_first_ch
 
 def test_each_sample_is_kept_by_its_own_reward():
     large, small = pair()
-    options = dict(num_frames=12, drafter=small, reward=lambda chunk, index: chunk.mean(), **SIZE)
+    options: dict[str, Any] = dict(
+        num_frames=12, drafter=small, reward=lambda chunk, index: chunk.mean(), **SIZE
+    )
     trial, trace = roll_out(large, prompts(3), generator=seeds(0, 1, 2), threshold=-1e9, **options)
     middle = float(trace.rewards[:, 1:].median())
     found, trace = roll_out(large, prompts(3), generator=seeds(0, 1, 2), threshold=middle, **options)

@@ -230,7 +230,7 @@ def load_mage_tokenizer(
         )
     if any(key.startswith(PREFIX) for key in weights):
         weights = {key.removeprefix(PREFIX): part for key, part in weights.items() if key.startswith(PREFIX)}
-    config = _read_config(weights) | {"image_size": image_size, "norm_groups": norm_groups}
+    config: dict[str, Any] = _read_config(weights) | {"image_size": image_size, "norm_groups": norm_groups}
     with torch.device("meta"):
         model = MageVQModel(**config)
     return fill(model, weights, name, what=f"MAGE's tokenizer of {config}", dtype=dtype).eval()

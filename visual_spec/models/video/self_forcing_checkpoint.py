@@ -82,7 +82,7 @@ def load_self_forcing(
     with torch.device("meta"):
         model = WanTransformer3DModel(**config)
     # A buffer that is computed, not read.
-    model.rope = type(model.rope)(head_dim, config["patch_size"], model.config.rope_max_seq_len)
+    model.rope = type(model.rope)(head_dim, config["patch_size"], model.config["rope_max_seq_len"])
     return fill(
         model, {_renamed(key): value for key, value in weights.items()}, name, what="Wan", dtype=dtype
     )

@@ -175,8 +175,8 @@ def roll_out(
             )
     shape = (len(embeds), model.channels, height, width)
     if context is not None:
-        given = (*context.shape[:2], *context.shape[3:]) if context.ndim == 5 else ()
-        if given[1:] != shape[1:] or given[0] not in (1, shape[0]) or not context.shape[2]:
+        given = [*context.shape[:2], *context.shape[3:]] if context.ndim == 5 else []
+        if given[1:] != [*shape[1:]] or given[0] not in (1, shape[0]) or not context.shape[2]:
             raise ValueError(
                 f"context is {list(context.shape)}; pass [{shape[0]} or 1, {shape[1]}, n, {height}, {width}]."
             )
@@ -202,7 +202,7 @@ def roll_out(
         ]
         latents = torch.cat([part for part, _ in parts])
         traces = [trace for _, trace in parts]
-        joined = {
+        joined: dict[str, Any] = {
             name: torch.cat([getattr(trace, name) for trace in traces])
             for name in ("calls", "draft_calls", "kept", "rewards")
         }

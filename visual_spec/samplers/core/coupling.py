@@ -85,7 +85,8 @@ def couple(
     def propose(rows: tuple[Tensor, Tensor], fresh: Tensor) -> tuple[Tensor, Tensor]:
         points = mean[rows][:, None] + sigma[rows][:, None] * fresh  # [K, P, d]
         own, others = (
-            tuple(part[rows][:, None].expand_as(points) for part in law) for law in (target, draft)
+            (centre[rows][:, None].expand_as(points), width[rows][:, None].expand_as(points))
+            for centre, width in (target, draft)
         )
         return points, keep_probability(log_ratio(points, others, own))
 
@@ -111,7 +112,8 @@ def rejected(
     """
     levels = torch.as_tensor(level, device=slots.device).expand_as(slots)
     first, count = 0, _FEWEST
-    rows = left.nonzero(as_tuple=True)
+    sample, column = left.nonzero(as_tuple=True)
+    rows = (sample, column)
     while len(rows[0]) and (tries is None or first < tries):
         count = count if tries is None else min(count, tries - first)
         attempts = torch.arange(first, first + count, device=slots.device)
@@ -127,7 +129,7 @@ def rejected(
         hit, place = good.any(1), good.to(torch.uint8).argmax(1)
         done = tuple(part[hit] for part in rows)
         found[done] = points[hit, place[hit]]
-        rows = tuple(part[~hit] for part in rows)
+        rows = (rows[0][~hit], rows[1][~hit])
         first, count = first + count, min(2 * count, _MOST)
     return found
 

@@ -19,8 +19,11 @@ def check_number(name: str, value: object, most: float = math.inf) -> None:
     Raises:
         ValueError: it is none.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (0 <= value <= most and math.isfinite(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (0 <= value <= most and math.isfinite(value))
+    ):
         at_most = "" if most == math.inf else f" and at most {most:g}"
         raise ValueError(f"{name}={value!r}; pass a finite number of at least 0{at_most}.")
 

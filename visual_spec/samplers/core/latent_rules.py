@@ -152,6 +152,7 @@ class WholeRule(Rule):
             column = columns[left]
             own = CounterNoise(window.noise.keys[left], left.device)
             places = window.places[left, column][:, None].expand(-1, _AT_ONCE)
+            assert window.draft is not None
             target, draft = (chains.pick(left, column, _AT_ONCE) for chains in (window.target, window.draft))
             points, log_ratio = self.propose(target, draft, own, places, attempts)
             uniform = own.uniform(places, PROPOSAL, rounds_of(0, attempts), torch.float64)

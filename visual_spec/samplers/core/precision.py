@@ -80,7 +80,7 @@ def _shortens_products(device_type: str) -> bool:
     """Whether products of float32 matrices may be computed in fewer bits on this kind of device."""
     if device_type == "cuda":
         try:
-            return torch.backends.cuda.matmul.allow_tf32
+            return bool(torch.backends.cuda.matmul.allow_tf32)
         except RuntimeError:  # set by the newer switches, which newer versions have
             return torch.backends.cuda.matmul.fp32_precision in ("tf32", "bf16")
     try:
