@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.samplers.masked import MaskedSampler
     from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
     from visual_spec.samplers.mulo import MultiscaleSampler
+    from visual_spec.samplers.ordered import OrderedSampler
     from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler
     from visual_spec.samplers.proactive import ProactiveJacobiSampler
     from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages

@@ -19,6 +19,7 @@ from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.rows import RowState
 from visual_spec.samplers.core.window import widest
 from visual_spec.samplers.mulo import MultiscaleState
+from visual_spec.samplers.ordered import OrderedState
 from visual_spec.samplers.scales import ScaleDecodeState
 
 
@@ -169,6 +170,22 @@ def _row_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tenso
     return regions, parts
 
 
+def _ordered_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """`_chain_key` for orders: of the tokens only those that are drawn count, and of the cache those that are fed."""
+    length, absurd = run.num_tokens, run.model.vocab_size - 1
+    drawn = sampler.committed(run, state)
+    # A place that was fed another slot's token (a stand-in) may not be read again before its own token comes.
+    steps = sampler.order_for(run.model).steps[: state.round + 1]
+    fed = torch.zeros(state.cache.tokens.shape[1], dtype=torch.bool)
+    for step in steps:
+        fed[step.slots] = step.slots == step.sources
+    state.tokens = state.tokens.where(F.pad(drawn, (0, state.tokens.shape[1] - length), value=True), absurd)
+    state.cache.tokens = _scrub(state.cache.tokens, ~fed.expand_as(state.cache.tokens), absurd)
+    state.commit_call = torch.zeros_like(state.commit_call)
+    regions = torch.zeros_like(regions)  # the noise of a slot is drawn once
+    return regions, [state.lengths, state.tokens, state.cache.tokens]
+
+
 def _picture_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, list[Tensor]]:
     """`_chain_key` for whole pictures that are guessed and corrected. Every call feeds all tokens again."""
     state.cache.tokens = torch.full_like(state.cache.tokens, run.model.vocab_size - 1)
@@ -185,7 +202,13 @@ def _other_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     return regions, [regions, *_whole_key(state)]
 
 
-_KEYS = {RowState: _row_key, MultiscaleState: _picture_key, ScaleDecodeState: _scale_key, State: _chain_key}
+_KEYS = {
+    OrderedState: _ordered_key,
+    RowState: _row_key,
+    MultiscaleState: _picture_key,
+    ScaleDecodeState: _scale_key,
+    State: _chain_key,
+}
 
 
 def settled(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,6 +131,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         depth=2, width=3, num_nodes=4, siblings="top-k", expected_acceptance=0.5, graph=False, **_RELAXED
     ),
     "MultiscaleSampler": dict(pool=3, radius=None, max_rounds=None),
+    "OrderedSampler": dict(order="diagonal", allow_approximate=True),
     "ZipARSampler": dict(window=2, adaptive=True, measure=True),
     "ParallelJacobiSampler": dict(
         rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True

@@ -88,6 +88,13 @@ SAMPLERS = (
         "parallel-jacobi", f"{_HERE}.parallel_jacobi:ParallelJacobiSampler", ORDER, "measured", settings=()
     ),
     SamplerEntry(
+        "ordered",
+        f"{_HERE}.ordered:OrderedSampler",
+        ORDER,
+        "lossless in the order a model was trained for; others on request: an approximation",
+        settings=(),
+    ),
+    SamplerEntry(
         "columns", f"{_HERE}.columns:ColumnAutoregressiveSampler", COLUMNS, "the reference", plain=True
     ),
     SamplerEntry(

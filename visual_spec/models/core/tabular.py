@@ -186,6 +186,115 @@ class TabularModel(nn.Module):
         return probability
 
 
+class TabularOrderModel(nn.Module):
+    """A `TrainedOrderModel` as a table: logits for every head, slot, and set of tokens that are seen.
+
+    The logits also depend on the place of the position that answers, so asking the wrong one makes a difference.
+
+    Args:
+        grid: geometry of the tokens.
+        vocab_size: V; there are (V + 1) ** L contexts, V standing for a token that is not seen.
+        trained_order: the order that the model claims to be trained for.
+        heads: H, output heads; a slot's logits are the mean of those that answer.
+        learned: K, learned tokens.
+        conditions, seed, scale: as in `TabularModel`.
+
+    Raises:
+        ValueError: a size is out of range, or the table has more than 2**26 logits.
+    """
+
+    logits: Tensor
+    places: Tensor
+
+    def __init__(
+        self,
+        grid: TokenGrid,
+        vocab_size: int,
+        trained_order: str,
+        *,
+        heads: int = 1,
+        learned: int = 0,
+        conditions: int = 1,
+        seed: int = 0,
+        scale: float = 1.2,
+    ) -> None:
+        super().__init__()
+        if vocab_size < 1 or conditions < 1 or heads < 1 or learned < 0:
+            raise ValueError(
+                f"vocab_size={vocab_size}, conditions={conditions}, heads={heads}, learned={learned}; pass at least 1, "
+                "1, 1 and 0."
+            )
+        length = grid.num_tokens
+        shape = (conditions + 1, heads, (vocab_size + 1) ** length, length, vocab_size)
+        if math.prod(shape) > _LARGEST_TABLE:
+            raise ValueError(
+                f"a table of shape {shape} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
+                "pass a smaller vocabulary or grid."
+            )
+        self.grid, self.vocab_size, self.trained_order, self.learned = (
+            grid,
+            vocab_size,
+            trained_order,
+            learned,
+        )
+        generator = torch.Generator().manual_seed(seed)
+        by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
+        by_place = torch.randn(
+            heads, length + learned, length, vocab_size, generator=generator, dtype=torch.float64
+        )
+        self.register_buffer("logits", scale * by_context)  # [tables, H, (V + 1) ** L, L, V]
+        self.register_buffer("places", scale * by_place)  # [H, L + K, L, V]
+
+    def prefill(
+        self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
+    ) -> TabularState:
+        """Choose the table of every row, and predict slot 0 by the mean of all heads. `condition`: as `TabularModel`.
+
+        Raises:
+            ValueError: the condition has another shape, dtype or range.
+        """
+        device = self.logits.device
+        tables = _tables_of(condition, batch_size, len(self.logits) - 1, guided).to(device)
+        size = self.grid.num_tokens + self.learned + window
+        return TabularState(
+            logits=self.logits[tables, :, -1, 0].mean(1),  # nothing is seen: the last context
+            guided=guided,
+            window=window,
+            tokens=torch.zeros(batch_size, size, dtype=torch.long, device=device),
+            tables=tables,
+        )
+
+    def forward(
+        self,
+        state: TabularState,
+        tokens: Tensor,
+        slots: Tensor,
+        *,
+        seen: Tensor | None = None,
+        predicted: Tensor | None = None,
+        answers: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits [R, P, V] of the slots `predicted`, see `TrainedOrderModel.__call__`."""
+        if seen is None or predicted is None or answers is None:
+            raise ValueError("pass seen, predicted and answers: this model has no law in raster order.")
+        state.tokens.scatter_(1, slots, tokens)
+        length, size = self.grid.num_tokens, self.vocab_size
+        seen = seen.scatter(2, slots[..., None], True)[..., :length]  # [B, W, L]
+        path = state.tokens[:, None, :length].expand_as(seen).masked_fill(~seen, size)
+        powers = (size + 1) ** torch.arange(length - 1, -1, -1, device=tokens.device)
+        repeats = len(state.tables) // len(tokens)
+        context, slots = ((path * powers).sum(-1)).repeat(repeats, 1), slots.repeat(repeats, 1)  # [R, W]
+        predicted, tables = predicted.repeat(repeats, 1), state.tables[:, None]  # [R, P], [R, 1]
+        total: Tensor | float = 0.0
+        for head, position in enumerate(answers.T):  # [P]
+            at = position.clamp(min=0)
+            found = self.logits[tables, head, context[:, at], predicted]  # [R, P, V]
+            found = found + self.places[head, slots[:, at], predicted]
+            total = total + found * (position >= 0)[:, None]
+        assert isinstance(total, Tensor)
+        return total / (answers >= 0).sum(1)[:, None]
+
+
 @dataclass
 class TabularColumnState(DecodeState):
     """Columns fed so far, by step: [B, S + window, K]; each row's table number: [R]."""

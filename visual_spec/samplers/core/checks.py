@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import NextTokenModel
+from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 from visual_spec.samplers.core.precision import EXACT_WIDTH
 
@@ -18,11 +19,15 @@ COUPLINGS = ("gumbel", "independent", "maximal")
 ACCEPTANCES = ("identical", "exact")
 
 
-def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None:
+def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int, *, any_order: bool = False) -> None:
     """Refuse, before any compute, a request that a next-token sampler cannot decode.
 
+    Args:
+        any_order: whether the sampler decodes models that were trained for another order than raster order.
+
     Raises:
-        ValueError: the batch size is below 1, the grid has several codebooks, or `allowed` exceeds the vocabulary.
+        ValueError: the batch size is below 1, the grid has several codebooks, `allowed` exceeds the vocabulary, or the
+            model was trained for an order that the sampler does not follow.
     """
     check_batch_size(batch_size)
     if model.grid.codebooks != 1:
@@ -31,6 +36,11 @@ def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int) -> None
             "Use a sampler that accepts whole columns."
         )
     check_allowed(law, model.vocab_size)
+    if not any_order and trained_order(model) != RASTER_ORDER:
+        raise ValueError(
+            f"{type(model).__name__} was trained for order {trained_order(model)!r}, and this sampler decodes in "
+            "raster order. Use OrderedSampler(), which follows the model's own order."
+        )
 
 
 def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:

@@ -73,7 +73,7 @@ class RowSampler(Sampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
-        _check_order(model, type(self).__name__)
+        check_order_model(model, type(self).__name__)
 
     def window_of(self, model: Any) -> int:
         return self.order(model.grid).columns
@@ -162,7 +162,12 @@ def raster_divergence(
         logits, first = model(state, tokens[:, fed], slots[:, fed]), following
 
 
-def _check_order(model: Any, sampler: str) -> None:
+def check_order_model(model: Any, sampler: str) -> None:
+    """Refuse a model that feeds tokens in raster order only.
+
+    Raises:
+        TypeError: its calls do not take `seen`.
+    """
     parameters = inspect.signature(getattr(model, "forward", model.__call__)).parameters.values()
     if not any(p.name == "seen" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         raise TypeError(

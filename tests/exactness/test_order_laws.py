@@ -1,0 +1,166 @@
+"""The law of samples drawn in an order, by enumeration: the product of the laws of its steps, written out by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.exactness.enumeration import PLAIN, Enumerator
+from tests.exactness.regions import total_variation
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel, TabularOrderModel
+from visual_spec.samplers import ordered
+from visual_spec.samplers.core import orders
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.ordered import OrderedSampler
+from visual_spec.samplers.zipar import ZipARSampler
+
+# Of a slot: by head, the place that answers; and the slots that it sees.
+Definition = Callable[[TokenGrid, int], tuple[dict[int, int], set[int]]]
+
+
+def near_to_far(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
+    at = torch.tensor(grid.coordinates(slot))
+    heads = {}
+    for head, axis in enumerate((2, 1, 0)):  # columns, rows, frames
+        if at[axis] > 0:
+            place = at.clone()
+            place[axis] -= 1
+            frame, row, column = place.tolist()
+            heads[head] = (frame * grid.height + row) * grid.width + column
+    nearer = {s for s in range(grid.num_tokens) if sum(grid.coordinates(s)) < int(at.sum())}
+    return heads, nearer
+
+
+def four_regions(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
+    _, row, column = grid.coordinates(slot)
+    height, width = grid.height // 2, grid.width // 2
+
+    def rank(row: int, column: int) -> tuple[int, int]:
+        inside = row % height * width + column % width
+        return inside, row // height * 2 + column // width
+
+    by_rank = {rank(*grid.coordinates(s)[1:]): s for s in range(grid.num_tokens)}
+    inside, region = rank(row, column)
+    if inside == 0:  # the first tokens follow each other
+        return {0: by_rank[0, region - 1]}, {by_rank[0, r] for r in range(region)}
+    earlier = {s for (place, _), s in by_rank.items() if place < inside}
+    learned = grid.num_tokens + region - 1
+    before = by_rank[inside - 1, region] if inside > 1 else by_rank[0, 3] if region == 0 else learned
+    return {0: before}, earlier
+
+
+def product_law(model: TabularOrderModel, law: TokenLaw, definition: Definition, guided: bool) -> Tensor:
+    """The probability of every sequence: at each slot the law of the mean of its heads, all slots multiplied."""
+    size, length = model.vocab_size, model.grid.num_tokens
+    told = [definition(model.grid, slot) if slot else ({}, set()) for slot in range(length)]
+    tables = [0, len(model.logits) - 1][: 2 if guided else 1]
+    found = []
+    for tokens in itertools.product(range(size), repeat=length):
+        probability = 1.0
+        for slot, (heads, seen) in enumerate(told):
+            context = 0
+            for other in range(length):
+                context = context * (size + 1) + (tokens[other] if other in seen else size)
+            if slot == 0:
+                logits = model.logits[tables, :, context, 0].mean(1)
+            else:
+                parts = [
+                    model.logits[tables, h, context, slot] + model.places[h, place, slot]
+                    for h, place in heads.items()
+                ]
+                logits = torch.stack(parts).mean(0)
+            log_probs = law(logits[:, None], guided, torch.tensor([[slot]]))[0, 0]
+            probability *= float(log_probs[tokens[slot]].exp())
+        found.append(probability)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+GUIDED = TokenLaw(guidance_scale=1.7, temperature=0.9)
+CASES = [
+    pytest.param("nar", TokenGrid(2, 2), 3, PLAIN, id="nar-2x2"),
+    pytest.param("nar", TokenGrid(2, 3), 3, PLAIN, id="nar-2x3"),
+    pytest.param("nar", TokenGrid(2, 2), 3, GUIDED, id="nar-2x2-guided"),
+    pytest.param("nar", TokenGrid(2, 2, frames=2), 2, PLAIN, id="nar-2x2x2"),
+    pytest.param("par4", TokenGrid(2, 2), 3, PLAIN, id="par4-2x2"),
+    pytest.param("par4", TokenGrid(2, 4), 2, PLAIN, id="par4-2x4"),
+    pytest.param("par4", TokenGrid(4, 2), 2, GUIDED, id="par4-4x2-guided"),
+]
+
+
+def made(name: str, grid: TokenGrid, vocab_size: int) -> TabularOrderModel:
+    if name == "nar":
+        return TabularOrderModel(grid, vocab_size, name, heads=3 if grid.frames > 1 else 2)
+    return TabularOrderModel(grid, vocab_size, name, learned=3)
+
+
+def distance(name: str, grid: TokenGrid, vocab_size: int, law: TokenLaw) -> float:
+    model = made(name, grid, vocab_size)
+    found = Enumerator(OrderedSampler(), model, law)
+    want = product_law(model, law, near_to_far if name == "nar" else four_regions, law.guided)
+    assert float(want.sum()) == pytest.approx(1, abs=1e-10)
+    result = found.run()
+    assert float(result.law.sum()) == pytest.approx(1, abs=1e-10)
+    assert result.calls == orders.ORDERS[name].num_steps(grid)
+    return float(total_variation(result.law, want))
+
+
+@pytest.mark.parametrize(("name", "grid", "vocab_size", "law"), CASES)
+def test_samples_follow_the_product_of_the_step_laws(name, grid, vocab_size, law):
+    assert distance(name, grid, vocab_size, law) < 1e-10
+
+
+def test_the_diagonal_of_a_raster_model_has_the_law_of_zipar():
+    model = TabularModel(TokenGrid(2, 3), 2, scale=1.5)
+    found = Enumerator(OrderedSampler("diagonal", allow_approximate=True), model).run()
+    zipar = Enumerator(ZipARSampler(1), model).run()
+    assert total_variation(found.law, zipar.law) < 1e-10 and found.calls == zipar.calls == 4
+    assert total_variation(found.law, model.law_of_sequences(PLAIN)) > 1e-2
+
+
+# -- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def swapped(order: orders.Order) -> orders.Order:
+    """Each head answers where the other should."""
+    for step in order.steps[1:]:
+        object.__setattr__(step, "answers", step.answers.flip(1).where(step.answers.min() >= 0, step.answers))
+    return order
+
+
+def causal(order: orders.Order) -> orders.Order:
+    """Within a step, a position does not see those behind it."""
+    for step in order.steps[1:]:
+        behind = step.slots > step.slots[:, None]  # [W, W]
+        object.__setattr__(step, "seen", step.seen.scatter(1, step.slots.expand_as(behind), ~behind))
+    return order
+
+
+def unmoved(order: orders.Order) -> orders.Order:
+    """Learned tokens are asked in another order."""
+    for step in order.steps[1:]:
+        object.__setattr__(step, "answers", step.answers.flip(0))
+    return order
+
+
+@pytest.mark.parametrize(
+    ("bug", "name", "grid"),
+    [
+        (swapped, "nar", TokenGrid(3, 2)),
+        (causal, "nar", TokenGrid(2, 3)),
+        (unmoved, "par4", TokenGrid(2, 4)),
+    ],
+)
+def test_catches(bug, name, grid, monkeypatch):
+    recipe = orders.ORDERS[name]
+    broken = orders.Recipe(lambda grid: bug(recipe.build(grid)), recipe.num_steps)
+    monkeypatch.setitem(orders.ORDERS, name, broken)
+    monkeypatch.setattr(ordered, "order_of", orders.order_of.__wrapped__)
+    monkeypatch.setattr(
+        ordered, "steps_on", lambda name, grid, device: tuple(orders.ORDERS[name].build(grid).steps)
+    )
+    assert distance(name, grid, 2, PLAIN) > 1e-3

@@ -1,0 +1,147 @@
+"""Any decoding order: one loop over the steps of an order that is plain data (`core.orders`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
+from visual_spec.samplers.core.base import Run, Sampler, State
+from visual_spec.samplers.core.checks import check_choice, check_flag, check_request
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.orders import ORDERS, Order, Step, order_of, steps_on
+from visual_spec.samplers.core.rows import check_order_model
+from visual_spec.samplers.core.trace import SampleResult
+from visual_spec.samplers.core.verification import draw_tokens
+
+TRAINED, APPROXIMATE = "trained", "approximate"
+
+
+class OrderedState(State):
+    """A batch between two calls. `lengths` counts tokens; behind the grid `tokens` holds the learned ones."""
+
+
+class OrderedSampler(Sampler):
+    """Decodes a picture in any order: every step feeds its slots in one call, and draws all that it emits at once.
+
+    Given what was fed before, the tokens of one step are independent of each other. Near-to-far models (NAR) and models
+    of regions (PAR) are *defined* like that: in the order that a model was trained for, the samples follow the model's
+    own law exactly. A raster model defines the law of a token given *all* tokens before it, and in another order some
+    of them are missing: the result is an approximation, of unknown distance. `fidelity` says which it is, and an
+    approximation is refused unless `allow_approximate` is set.
+
+    Args:
+        order: "raster", "diagonal" (ZipAR with window 1), "nar" (near to far), "par4" or "par16" (4 or 16 regions);
+            None: the order that the model was trained for.
+        allow_approximate: also decode models in an order that they were not trained for.
+
+    Raises:
+        ValueError: a setting has another value.
+    """
+
+    promise = "lossless"
+
+    @register_to_config
+    def __init__(self, order: str | None = None, allow_approximate: bool = False) -> None:
+        if order is not None:
+            check_choice("order", order, tuple(ORDERS))
+        check_flag("allow_approximate", allow_approximate)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every run that is not refused follows the model's own law. The trace says it of one run."""
+        return not self.config.allow_approximate
+
+    def name_for(self, model: Any) -> str:
+        """Return the name of the order in which this model is decoded."""
+        return self.config.order or trained_order(model)
+
+    def order_for(self, model: Any) -> Order:
+        """Return the order in which this model is decoded."""
+        return order_of(self.name_for(model), model.grid)
+
+    def fidelity(self, model: Any) -> str:
+        """Return "trained" if the model was trained for this order, so that its law is exact, else "approximate"."""
+        return TRAINED if self.name_for(model) == trained_order(model) else APPROXIMATE
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        check_request(model, law, batch_size, any_order=True)
+        name, own = self.name_for(model), trained_order(model)
+        check_choice(f"trained_order of {type(model).__name__}", own, tuple(ORDERS))
+        asked, order = order_of(own, model.grid), self.order_for(model)
+        who = f"{type(model).__name__} was trained for order {own!r}"
+        if (asked.heads, asked.learned) != (order.heads, order.learned):
+            raise ValueError(
+                f"{who}, and order {name!r} needs heads or learned tokens that it lacks (heads {_listed(order)}; it "
+                f"has {_listed(asked)}). Pass order=None for its own order"
+                + (", or a model trained for this one." if own != RASTER_ORDER else _RASTER_ADVICE)
+            )
+        if self.fidelity(model) == APPROXIMATE and not self.config.allow_approximate:
+            raise ValueError(
+                f"{who}; in order {name!r} its positions do not see all tokens that they were trained to see, so the "
+                "samples follow another law than the model's, at a distance that nobody knows. Pass order=None for its "
+                "own order, or allow_approximate=True if an approximation will do."
+            )
+        if own == RASTER_ORDER:
+            check_order_model(model, type(self).__name__)
+
+    def window_of(self, model: Any) -> int:
+        return self.order_for(model).width
+
+    def num_calls(self, run: Run) -> int:
+        return ORDERS[self.name_for(run.model)].num_steps(run.model.grid) - 1  # the prefill is step 0
+
+    def prepare(self, run: Run) -> OrderedState:
+        learned = self.order_for(run.model).learned
+        state = OrderedState.begin(run, scratch=learned)
+        state.tokens[:, run.num_tokens :] = run.model.vocab_size + torch.arange(learned, device=run.device)
+        run.lap("verify")
+        return state
+
+    def step(self, run: Run, state: OrderedState) -> None:
+        """Make one target call: feed the step's slots, and draw all that it emits."""
+        state.round += 1
+        step = steps_on(self.name_for(run.model), run.model.grid, run.device)[int(state.round)]
+        logits = self._score(run, state, step)  # [R, P, V]
+        run.lap("model")
+        emitted = step.emitted.expand(len(state.tokens), -1)  # [B, P]
+        drawn = draw_tokens(run.law, run.noise, logits, emitted, run.guided)
+        state.tokens.scatter_(1, emitted, drawn)
+        state.commit_call.index_fill_(1, step.emitted, int(state.round))
+        state.target_calls = state.target_calls + 1
+        state.lengths = state.lengths + len(step.emitted)
+        run.lap("verify")
+
+    def _score(self, run: Run, state: OrderedState, step: Step) -> Tensor:
+        """Feed a step. Returns logits [R, P, V] of the slots that it emits."""
+        size, fed = len(state.tokens), state.tokens[:, step.sources]  # [B, W]
+        slots, seen = step.slots.expand(size, -1), step.seen.expand(size, -1, -1)
+        if trained_order(run.model) != RASTER_ORDER:
+            emitted = step.emitted.expand(size, -1)
+            return run.model(state.cache, fed, slots, seen=seen, predicted=emitted, answers=step.answers)
+        # One head: each position answers for one slot at most, or for a place past the grid.
+        answers = step.answers[:, 0]
+        predicted = run.num_tokens + torch.arange(len(step.slots), device=run.device)
+        predicted = predicted.index_copy(0, answers, step.emitted).expand(size, -1)
+        return run.model(state.cache, fed, slots, seen=seen, predicted=predicted)[:, answers]
+
+    def committed(self, run: Run, state: OrderedState) -> Tensor:
+        steps = self.order_for(run.model).steps[: int(state.round) + 1]
+        done = torch.zeros(run.num_tokens, dtype=torch.bool)
+        done[torch.cat([step.emitted for step in steps])] = True
+        return done.to(run.device).expand(len(state.tokens), -1)
+
+    def result(self, run: Run, state: OrderedState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        return super().result(run, state, tokens, trace | {"lossless": self.fidelity(run.model) == TRAINED})
+
+
+_RASTER_ADVICE = (
+    ", or order='diagonal' with allow_approximate=True, which runs raster models along anti-diagonals."
+)
+
+
+def _listed(order: Order) -> str:
+    return ", ".join(order.heads) + (f" and {order.learned} learned tokens" if order.learned else "")
