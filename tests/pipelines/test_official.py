@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.official import add_tiny_presets, write_class_model, write_text_model, write_tokenizer
+from tests.official import (
+    add_tiny_presets,
+    random_weights,
+    transformer_shapes,
+    write_class_model,
+    write_text_model,
+    write_tokenizer,
+)
 from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from tests.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -19,6 +26,7 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.ordered import OrderedSampler
 
 NAMES = ["tench, Tinca tinca", "goldfish", "shark", "crane", "hen", "crane", "owl"]
 
@@ -84,6 +92,27 @@ def test_classes_differ_and_labels_may_be_names(files):
     assert all(drawn.tokens[0].equal(tokens) for tokens in drawn.tokens[:4])
     assert not drawn.tokens[0].equal(drawn.tokens[4])
     assert pipe.label_ids(torch.tensor([2, 6])) == [2, 6] and pipe.label_ids("crane") == [3]
+
+
+def test_near_to_far_files_are_drawn_in_their_order(files, tmp_path):
+    """The keys of NAR: blocks and a head for the slot below. Saved, loaded, and refused to samplers of raster order."""
+    weights = random_weights(transformer_shapes(3, 16, vocab=12, classes=7))
+    lower = {
+        "medusa_norm.weight": weights["norm.weight"] * 0.9,
+        "medusa_output.weight": weights["output.weight"] * 0.8,
+    }
+    torch.save({"model": weights | lower}, tmp_path / "nar.pt")
+    pipe: Any = ClassImagePipeline.from_official(tmp_path / "nar.pt", files["tokenizer"], image_size=8)
+    assert isinstance(pipe.sampler, OrderedSampler) and pipe.transformer.trained_order == "nar"
+    assert (pipe.plain_sampler, pipe.fast_sampler) == ("ordered", "ordered")
+    drawn = quiet(pipe)([3, 5], generator=seeded(1, 2))
+    assert drawn.tokens.shape == (2, 16) and (drawn.trace.target_calls == 7).all() and drawn.trace.lossless
+    pipe.save_pretrained(tmp_path / "saved")
+    again = quiet(load_pipeline(tmp_path / "saved"))
+    assert again([3, 5], generator=seeded(1, 2)).tokens.equal(drawn.tokens)
+    pipe.sampler = SpeculativeJacobiSampler()
+    with pytest.raises(ValueError, match="trained for order 'nar', .* Use OrderedSampler"):
+        pipe([3])
 
 
 def test_guidance_may_end_before_the_picture(files):

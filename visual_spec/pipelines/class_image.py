@@ -13,9 +13,8 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.labels import ClassNames, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.steps import StepCallback
-from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
+from visual_spec.pipelines.token_image import TokenImagePipeline, load_official, own_sampler
 
 
 class ClassImagePipeline(TokenImagePipeline):
@@ -80,7 +79,8 @@ class ClassImagePipeline(TokenImagePipeline):
             vq_model: e.g. `vq_ds16_c2i.pt`.
             image_size: side of the pictures in pixels; None: what the file or its name says.
             dtype: of all weights; None keeps that of each file.
-            sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls.
+            sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls; for a NAR file
+                `OrderedSampler()`.
             id2label: see the class.
 
         Raises:
@@ -89,7 +89,7 @@ class ClassImagePipeline(TokenImagePipeline):
         model, tokenizer, defaults = load_official(
             transformer, vq_model, image_size=image_size, dtype=dtype, text=False
         )
-        return cls(model, tokenizer, sampler or make_sampler("speculative-jacobi"), id2label, **defaults)
+        return cls(model, tokenizer, sampler or own_sampler(model), id2label, **defaults)
 
     @property
     def num_classes(self) -> int:

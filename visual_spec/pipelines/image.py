@@ -15,10 +15,9 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.texts import Texts, warn_unknown
-from visual_spec.pipelines.token_image import TokenImagePipeline, load_official
+from visual_spec.pipelines.token_image import TokenImagePipeline, load_official, own_sampler
 
 
 class ImagePipeline(TokenImagePipeline):
@@ -91,7 +90,8 @@ class ImagePipeline(TokenImagePipeline):
             text_encoder: folder or Hub id of flan-t5-xl, or loaded `T5Features`. None: pass `prompt_embeds` to draw.
             image_size: side of the pictures in pixels; None: what the file or its name says.
             dtype: of all weights; None keeps that of each file (float32 for the text encoder).
-            sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls.
+            sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls; for a NAR file
+                `OrderedSampler()`.
             feature_cache: folder that keeps the features of every caption, see `T5Features`.
 
         Raises:
@@ -107,7 +107,7 @@ class ImagePipeline(TokenImagePipeline):
                 max_words=model.prefix_length,
                 cache_folder=feature_cache,
             )
-        return cls(model, tokenizer, text_encoder, sampler or make_sampler("speculative-jacobi"), **defaults)
+        return cls(model, tokenizer, text_encoder, sampler or own_sampler(model), **defaults)
 
     def check_inputs(
         self,

@@ -11,10 +11,12 @@ from einops import rearrange
 from visual_spec.models.core.calls import RASTER_TREE_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, official_defaults
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
@@ -60,13 +62,14 @@ class TokenImagePipeline(VisualPipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
+        """See `VisualPipeline.facts_of`. Beside `OrderedSampler` in any order stands the model's own order."""
+        ordered = "ordered" if "allow_approximate" in sampler else None
         return PipelineFacts(
             medium="image",
             unit="tokens",
             calls=RASTER_TREE_ORDER,
-            plain_sampler="autoregressive",
-            fast_sampler="speculative-jacobi",
+            plain_sampler=ordered or "autoregressive",
+            fast_sampler=ordered or "speculative-jacobi",
             default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},
         )
 
@@ -177,6 +180,11 @@ class TokenImagePipeline(VisualPipeline):
         if not return_dict:
             return images, result.tokens, result.trace  # type: ignore[return-value]
         return ImagePipelineOutput(images=images, tokens=result.tokens, trace=result.trace)
+
+
+def own_sampler(model: Any) -> Any:
+    """Return the sampler of a model that none is chosen for: the tokens, or the law, of its own order."""
+    return make_sampler("speculative-jacobi" if trained_order(model) == RASTER_ORDER else "ordered")
 
 
 def load_official(

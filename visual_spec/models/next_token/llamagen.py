@@ -23,6 +23,7 @@ from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.trained_order import RASTER_ORDER
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -231,12 +232,14 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         zero_prefix_keys: as in the official models, whose rotary table is zero over the prefix: its keys vanish, and
             image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so image tokens can
             attend to single words; a small model then learns captions far sooner.
+        order: the order the model was trained for (`TrainedOrderModel`): "raster"; or "nar", near to far, with a second
+            head that predicts the slot below and reads `branch_layers` more blocks than the first.
         num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
             learned embeddings of the frame, row and column of a token are added to it.
 
     Raises:
-        ValueError: not exactly one of `num_classes` and `caption_dim` is given, or the head size is not a multiple of
-            4.
+        ValueError: not exactly one of `num_classes` and `caption_dim` is given, the head size is not a multiple of 4,
+            or the order is unknown or has several frames.
     """
 
     _repeated_blocks = ["TransformerBlock"]
@@ -258,8 +261,12 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         norm_eps: float = 1e-5,
         zero_prefix_keys: bool = True,
         num_frames: int = 1,
+        order: str = RASTER_ORDER,
+        branch_layers: int = 1,
     ):
         super().__init__()
+        if order not in (RASTER_ORDER, "nar") or (order == "nar" and num_frames > 1):
+            raise ValueError(f"order={order!r} of {num_frames} frames; pass raster, or nar of one frame")
         if (num_classes is None) == (caption_dim is None):
             raise ValueError(
                 f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them"
@@ -276,10 +283,14 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             self.cls_embedding = CaptionEmbedding(caption_dim, dim, prefix_length)
         hidden = feed_forward_width(dim)
         self.layers = nn.ModuleList(
-            TransformerBlock(dim, num_heads, hidden, norm_eps) for _ in range(num_layers)
+            TransformerBlock(dim, num_heads, hidden, norm_eps)
+            for _ in range(num_layers + (branch_layers if order == "nar" else 0))
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
+        if order == "nar":
+            self.medusa_norm = RMSNorm(dim, norm_eps)
+            self.medusa_output = nn.Linear(dim, vocab_size, bias=False)
         self.grid = TokenGrid(grid_size, grid_size, num_frames)
         if num_frames > 1:
             self.place_embeddings = nn.ParameterList(
@@ -289,6 +300,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         for parameter_name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in parameter_name:
                 nn.init.normal_(parameter, std=0.02)
+
+    @property
+    def trained_order(self) -> str:
+        """The order that the model was trained for, see `TrainedOrderModel`."""
+        return self.config["order"]
 
     @property
     def prefix_length(self) -> int:
@@ -423,6 +439,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
         causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
         mask = (causal & prefix_mask[:, None, :]) | torch.eye(prefix, dtype=torch.bool, device=hidden.device)
+        trunk = hidden
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden))
@@ -430,9 +447,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
                 q, k = torch.zeros_like(q), torch.zeros_like(k)
             hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask[:, None])
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-        features = self.norm(hidden[:, -1:])
+            trunk = hidden if index < self.config["num_layers"] else trunk
+        features, both = self.norm(trunk[:, -1:]), torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
+        nar = self.trained_order != RASTER_ORDER
         return LlamaGenState(
-            logits=self._head(features)[:, 0],
+            logits=(self._merged(features, hidden[:, -1:], both) if nar else self._head(features))[:, 0],
             guided=guided,
             window=window,
             cache=cache,
@@ -451,16 +470,23 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         visible: Tensor | None = None,
         seen: Tensor | None = None,
         predicted: Tensor | None = None,
+        answers: Tensor | None = None,
     ) -> Tensor:
         """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
         `visible`, tokens are nodes of a tree, see `TreeModel`. With `seen`, slots come in any order, see `OrderModel`.
+        A model that was trained for another order is called as a `TrainedOrderModel`.
 
         Raises:
-            ValueError: as in `check_raster`.
+            ValueError: as in `check_raster`; or a model that was trained for another order is not told `answers`.
         """
-        check_raster(slots, predicted, self.grid.num_tokens)
+        if self.trained_order == RASTER_ORDER:
+            check_raster(slots, predicted, self.grid.num_tokens)
+        elif seen is None or answers is None:
+            raise ValueError(
+                f"this model was trained for order {self.trained_order!r}; pass seen and answers."
+            )
         if state.guided:
             tokens, slots = tokens.repeat(2, 1), slots.repeat(2, 1)
             visible = None if visible is None else visible.repeat(2, 1, 1)
@@ -482,13 +508,17 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         # Added to the scores: attention would turn a bool mask into this one in every layer.
         mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]  # [R, 1, W, S]
         turns = turns_of(state.rotary[slots.clamp_max(self.grid.num_tokens - 1)])
+        trunk = hidden
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden), turns)
             hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask)
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-        state.features = self.norm(hidden)
-        return self._head(state.features)
+            trunk = hidden if index < self.config["num_layers"] else trunk
+        state.features = self.norm(trunk)
+        return (
+            self._head(state.features) if answers is None else self._merged(state.features, hidden, answers)
+        )
 
     @torch.no_grad()
     def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
@@ -501,6 +531,20 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     def _head(self, features: Tensor) -> Tensor:
         logits = self.output(features)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _merged(self, right: Tensor, hidden: Tensor, answers: Tensor) -> Tensor:
+        """Return NAR's logits [R, P, V]: the mean of the heads that answer (arXiv 2503.10696).
+
+        Args:
+            right: [R, W, dim], features of the right head.
+            hidden: [R, W, dim], output of the last block, which the lower head reads.
+            answers: long [P, 2], the position that answers with each head, or -1.
+        """
+        heads = ((self.output, right), (self.medusa_output, self.medusa_norm(hidden)))
+        total = right.new_zeros(()).to(torch.promote_types(right.dtype, torch.float32))
+        for (head, features), position in zip(heads, answers.unbind(1), strict=True):
+            total = total + head(features[:, position.clamp(min=0)]) * (position >= 0)[:, None]
+        return total / (answers >= 0).sum(1)[:, None]
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -517,7 +561,14 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
         `dropped`, bool `[B]`: rows whose condition is replaced by the unconditional one. `hidden_tokens`, bool
         `[B, L - 1]`: inputs replaced by zero, so that the model must use the condition instead.
+
+        Raises:
+            ValueError: the model is trained for another order than raster order.
         """
+        if self.trained_order != RASTER_ORDER:
+            raise ValueError(
+                f"teacher_forced scores raster order, and this model has order {self.trained_order!r}."
+            )
         prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
         prefix = prefix_mask.shape[1]
         length = tokens.shape[1] - 1  # the last token predicts nothing

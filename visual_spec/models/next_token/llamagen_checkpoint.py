@@ -1,6 +1,7 @@
-"""Official LlamaGen checkpoint files: recognise them, check every key, build the model.
+"""Official LlamaGen and NAR checkpoint files: recognise them, check every key, build the model.
 
-The keys and shapes of a file determine its architecture.
+The keys and shapes of a file determine its architecture. A NAR file (arXiv 2503.10696) has the keys of LlamaGen, blocks
+of the lower head behind those of the trunk, and `medusa_norm` and `medusa_output`, the lower head itself.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 
 IMAGE_SIZES = (256, 384, 512)
 CAPTION_LENGTH, CAPTION_DIM, NUM_CLASSES = 120, 2048, 1000
+
+# A size that NAR has beside those of LlamaGen.
+_NAR_M = {"M": {"num_layers": 18, "num_heads": 16, "dim": 1024}}
 
 # Keys that no model of ours has: computed from the grid, or a usage counter of training.
 _DROPPED = ("freqs_cis", "quantize.codebook_used")
@@ -63,9 +67,10 @@ class Architecture:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every key. Uses no memory: the model is built on the meta device, with one layer for all."""
-        layers = self.config.get("num_layers", 1)
+        layers = self.config.get("num_layers", 1) + self.config.get("branch_layers", 0)
+        one = {"num_layers": 1, "branch_layers": 0} if "branch_layers" in self.config else {"num_layers": 1}
         with torch.device("meta"):
-            model = self.model(**{**self.config, **({"num_layers": 1} if layers > 1 else {})})
+            model = self.model(**{**self.config, **(one if layers > 1 else {})})
         shapes = shapes_of(model)
         first = {key: shape for key, shape in shapes.items() if key.startswith("layers.0.")}
         for layer in range(1, layers):
@@ -88,9 +93,19 @@ def known_architectures() -> list[Architecture]:
 
 def transformer_architecture(preset: str, **changes: Any) -> Architecture:
     """Return a transformer preset, class-conditional unless `caption_dim` is set."""
-    kind = "class-conditional" if changes.get("caption_dim") is None else "text-conditional"
     config = {**llamagen.PRESETS[preset], **changes}
-    return Architecture(f"LlamaGen-{preset}, {kind}", LlamaGenTransformer, preset, config)
+    return Architecture(f"LlamaGen-{preset}, {_kind(changes)}", LlamaGenTransformer, preset, config)
+
+
+def _kind(changes: Mapping[str, Any]) -> str:
+    return "class-conditional" if changes.get("caption_dim") is None else "text-conditional"
+
+
+def nar_architecture(preset: str, branch_layers: int = 1, **changes: Any) -> Architecture:
+    """Return NAR's transformer of a preset, whose lower head reads `branch_layers` more blocks than the right one."""
+    size = {**llamagen.PRESETS, **_NAR_M}[preset]
+    config = {**size, **changes, "order": "nar", "branch_layers": branch_layers}
+    return Architecture(f"NAR-{preset}, {_kind(changes)}", LlamaGenTransformer, preset, config)
 
 
 def tokenizer_architecture(preset: str, **changes: Any) -> Architecture:
@@ -153,6 +168,13 @@ def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
             changes |= dict(num_classes=None, prefix_length=captions.shape[0], caption_dim=captions.shape[1])
         elif classes is not None:
             changes |= dict(num_classes=max(1, classes.shape[0] - 1))
+        if "medusa_output.weight" in weights:
+            # Deepest first: the release has one block for the lower head, and the file does not say how many.
+            sizes = {**llamagen.PRESETS, **_NAR_M}.items()
+            for preset, size in sorted(sizes, key=lambda item: -item[1]["num_layers"]):
+                if size["dim"] == dim and size["num_layers"] < layers:
+                    yield nar_architecture(preset, layers - size["num_layers"], **changes)
+            return
         for preset, size in llamagen.PRESETS.items():
             if (size["num_layers"], size["dim"]) == (layers, dim):
                 yield transformer_architecture(preset, **changes)
@@ -279,10 +301,15 @@ def _of_kind(checkpoint: Checkpoint, model: type[ModelMixin]) -> Architecture:
 def official_defaults(model: LlamaGenTransformer) -> dict[str, Any]:
     """Return the guidance scale and top-k of the official sampling code.
 
+    NAR: scale 7.5 for text and 2.0 for classes, no top-k.
+
     Text: scale 7.5 and top-k 1000. Classes: no top-k, and the scale of the published FID (README of LlamaGen): 2.0 for
     B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published scale take that of the next smaller size.
     """
-    if model.config["caption_dim"] is not None:
+    text = model.config["caption_dim"] is not None
+    if model.trained_order == "nar":
+        return {"default_guidance_scale": 7.5 if text else 2.0, "default_top_k": 0}
+    if text:
         return {"default_guidance_scale": 7.5, "default_top_k": 1000}
     dim = model.config["dim"]
     scale = 2.0 if dim < 1280 else 1.75 if dim < 3200 else 1.65
