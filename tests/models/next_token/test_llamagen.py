@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from visual_spec.models.next_token.llamagen import (
-    PRESETS,
-    LlamaGenTransformer,
-    TextCondition,
-    feed_forward_width,
-    rotary_table,
-)
+from visual_spec.models.next_token.llamagen import PRESETS, LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_blocks import feed_forward_width, rotary_table
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 
 

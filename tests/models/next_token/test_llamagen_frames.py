@@ -5,7 +5,8 @@ import torch
 
 from tests.tiny import tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.next_token.llamagen import TextCondition, rotary_table
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.next_token.llamagen_blocks import rotary_table
 
 
 def tiny_video(**changes):

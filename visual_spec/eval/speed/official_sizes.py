@@ -17,6 +17,7 @@ from visual_spec.eval.speed import measure
 from visual_spec.models.next_token import llamagen
 from visual_spec.models.next_token import llamagen_checkpoint as checkpoints
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_blocks import feed_forward_width
 
 TEXT_LENGTH = 64
 # Float32 arrays of the size of the logits that are alive at the peak of a step: guided and filtered logits, two laws,
@@ -189,7 +190,7 @@ def of_llamagen(name: str, model: LlamaGenTransformer) -> OfficialModel:
         spare=(0, 1),
         cached=2 * width,
         attended=width,
-        widest=llamagen.feed_forward_width(config["dim"]),
+        widest=feed_forward_width(config["dim"]),
         read_apart=0,
         text_vocab=model.vocab_size,
         guidance_scale=defaults["default_guidance_scale"],

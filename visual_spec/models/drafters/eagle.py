@@ -21,8 +21,8 @@ from visual_spec.models.core.cache import StaticCache, seen_in_tree
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.next_token.llamagen import (
-    LlamaGenTransformer,
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
     TransformerBlock,
     feed_forward_width,

@@ -32,7 +32,8 @@ from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, modulated
-from visual_spec.models.next_token.llamagen import RMSNorm, TextCondition, Turns, rotary_table, turns_of
+from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.next_token.llamagen_blocks import RMSNorm, Turns, rotary_table, turns_of
 
 # Released are 2b (with `infinity_vae_d32reg.pth`) and 8b (with `infinity_vae_d56_f8_14_patchify.pth`).
 PRESETS: dict[str, dict[str, Any]] = {

@@ -34,7 +34,7 @@ from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
-from visual_spec.models.next_token.llamagen import Turns, rotate
+from visual_spec.models.next_token.llamagen_blocks import Turns, rotate
 
 # Tokens per side of each map, by picture size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {

@@ -24,6 +24,13 @@ from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.trained_order import RASTER_ORDER
+from visual_spec.models.next_token.llamagen_blocks import (
+    RMSNorm,
+    TransformerBlock,
+    feed_forward_width,
+    rotary_table,
+    turns_of,
+)
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -86,108 +93,6 @@ class LlamaGenState(DecodeState):
 
     def narrow(self, width: int) -> None:
         self.features = self.features[:, :width]
-
-
-def feed_forward_width(dim: int) -> int:
-    """Return the hidden width of the SwiGLU layer: two thirds of 4 * dim, rounded up to a multiple of 256."""
-    return -(-int(2 * 4 * dim / 3) // 256) * 256
-
-
-def rotary_table(
-    side: int, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32, frames: int = 1
-) -> Tensor:
-    """Return cosines and sines `[frames * side * side, head_dim / 2, 2]`.
-
-    Half of the pairs rotate by row, half by column. With several frames, the slowest quarter of both halves rotates by
-    frame instead, at frequencies that halve from 1 on: within a frame the table is almost that of one frame, so weights
-    of a picture model are a good start.
-    """
-    half = head_dim // 2
-    frequencies = base ** -(torch.arange(0, half, 2)[: half // 2].to(dtype) / half)  # [head_dim / 4]
-    angles = torch.outer(torch.arange(side).to(dtype), frequencies)
-    rows = angles[:, None, :].expand(side, side, -1)
-    columns = angles[None, :, :].expand(side, side, -1)
-    grid = torch.cat([rows, columns], -1).flatten(0, 1)
-    if frames > 1:
-        grid = grid.repeat(frames, 1)
-        count = max(1, head_dim // 16)  # of each half
-        halving = 0.5 ** torch.arange(2 * count).to(dtype)
-        by_frame = torch.outer(torch.arange(frames).to(dtype), halving).repeat_interleave(side * side, 0)
-        quarter = head_dim // 4
-        grid[:, quarter - count : quarter] = by_frame[:, ::2]
-        grid[:, -count:] = by_frame[:, 1::2]
-    return torch.stack([grid.cos(), grid.sin()], -1)
-
-
-# Cosines and sines for `rotate`, `[R or 1, W, 1, 1, D / 2, 2]` each, the sines with the signs that they are added with.
-Turns = tuple[Tensor, Tensor]
-
-
-def turns_of(table: Tensor) -> Turns:
-    """Return what `rotate` multiplies by, from `table [R or 1, W, D / 2, 2]`."""
-    cosine, sine = table[:, :, None, None].unbind(-1)
-    return torch.stack([cosine, cosine], -1), torch.stack([-sine, sine], -1)
-
-
-def rotate(x: Tensor, turns: Turns) -> Tensor:
-    """Rotate interleaved pairs of `x [R, W, N, H, D]` by `turns_of` a table, in the precision of the table.
-
-    Not a complex product, which is one operation but rounds by the shape of a call.
-    """
-    cosine, sine = turns
-    pairs = x.to(cosine.dtype).unflatten(-1, (-1, 2))
-    return (pairs * cosine + pairs.flip(-1) * sine).flatten(-2).to(x.dtype)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float16, torch.bfloat16):  # as official: the norm in float32, then the weight
-            return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.wqkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.wo = nn.Linear(dim, dim, bias=False)
-
-    def project(self, x: Tensor, turns: Turns | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[R, W, H, D]` of `x [R, W, dim]`; `turns` rotate queries and keys."""
-        qkv = self.wqkv(x).unflatten(-1, (3, self.heads, -1))  # [R, W, 3, H, D]
-        q, k = (qkv[:, :, :2] if turns is None else rotate(qkv[:, :, :2], turns)).unbind(2)
-        return q, k, qkv[:, :, 2]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attend `q [R, W, H, D]` to `k, v [R, H, S, D]` with additive or bool `mask [R, 1, W, S]`: `[R, W, dim]`."""
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
-        return self.wo(out.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden, bias=False)
-        self.w3 = nn.Linear(dim, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class TransformerBlock(nn.Module):
-    def __init__(self, dim: int, heads: int, hidden: int, eps: float):
-        super().__init__()
-        self.attention = Attention(dim, heads)
-        self.feed_forward = FeedForward(dim, hidden)
-        self.attention_norm = RMSNorm(dim, eps)
-        self.ffn_norm = RMSNorm(dim, eps)
 
 
 class LabelEmbedding(nn.Module):
