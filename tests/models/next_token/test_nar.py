@@ -212,6 +212,7 @@ def test_refuses_calls_in_raster_order(tmp_path):
         model.teacher_forced(TOKENS, LABELS)
     for order, frames in (("spiral", 1), ("nar", 2)):
         with pytest.raises(
-            ValueError, match=f"order='{order}' of {frames} frames; pass raster, or nar of one frame"
+            ValueError,
+            match=f"order='{order}' of {frames} frames; pass raster, or nar, par4 or par16 of one frame",
         ):
             LlamaGenTransformer(dim=16, num_heads=2, num_layers=1, order=order, num_frames=frames)

@@ -10,6 +10,9 @@ from visual_spec.models.core.protocol import NextTokenModel
 
 RASTER_ORDER = "raster"
 
+# Learned tokens that orders of regions feed in their first parallel step: one for each region but the first.
+LEARNED_TOKENS = {"par4": 3, "par16": 15}
+
 
 def trained_order(model: Any) -> str:
     """Return the name of the order a next-token model was trained for: raster order, unless it declares another."""

@@ -23,7 +23,7 @@ from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.core.trained_order import RASTER_ORDER
+from visual_spec.models.core.trained_order import LEARNED_TOKENS, RASTER_ORDER
 from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
     TransformerBlock,
@@ -137,8 +137,9 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         zero_prefix_keys: as in the official models, whose rotary table is zero over the prefix: its keys vanish, and
             image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so image tokens can
             attend to single words; a small model then learns captions far sooner.
-        order: the order the model was trained for (`TrainedOrderModel`): "raster"; or "nar", near to far, with a second
-            head that predicts the slot below and reads `branch_layers` more blocks than the first.
+        order: the order the model was trained for (`TrainedOrderModel`): "raster"; "nar", near to far, with a second
+            head that predicts the slot below and reads `branch_layers` more blocks than the first; "par4" or "par16",
+            regions, with learned tokens, whose keys vanish like those of the prefix.
         num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
             learned embeddings of the frame, row and column of a token are added to it.
 
@@ -170,8 +171,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         branch_layers: int = 1,
     ):
         super().__init__()
-        if order not in (RASTER_ORDER, "nar") or (order == "nar" and num_frames > 1):
-            raise ValueError(f"order={order!r} of {num_frames} frames; pass raster, or nar of one frame")
+        if order not in (RASTER_ORDER, "nar", *LEARNED_TOKENS) or (order != RASTER_ORDER and num_frames > 1):
+            raise ValueError(
+                f"order={order!r} of {num_frames} frames; pass raster, or nar, par4 or par16 of one frame"
+            )
         if (num_classes is None) == (caption_dim is None):
             raise ValueError(
                 f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them"
@@ -196,6 +199,9 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         if order == "nar":
             self.medusa_norm = RMSNorm(dim, norm_eps)
             self.medusa_output = nn.Linear(dim, vocab_size, bias=False)
+        if order in LEARNED_TOKENS:
+            learned = nn.Embedding(LEARNED_TOKENS[order], dim)
+            self.spe_tok_embeddings = nn.ModuleDict({"special_embeddings": learned})
         self.grid = TokenGrid(grid_size, grid_size, num_frames)
         if num_frames > 1:
             self.place_embeddings = nn.ParameterList(
@@ -212,6 +218,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         return self.config["order"]
 
     @property
+    def learned_tokens(self) -> int:
+        """K, learned tokens that have ids and places behind those of the picture."""
+        return LEARNED_TOKENS.get(self.trained_order, 0)
+
+    @property
     def prefix_length(self) -> int:
         """Number of positions before the first image token."""
         return self.config["prefix_length"]
@@ -221,7 +232,9 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         head_dim = self.config["dim"] // self.config["num_heads"]
         dtype = torch.promote_types(self.dtype, torch.float32)
         table = rotary_table(self.grid.width, head_dim, dtype=dtype, frames=self.config["num_frames"])
-        return table[: self.grid.num_tokens]
+        table = table[: self.grid.num_tokens]
+        # Behind the grid, cosine 0 and sine 0: the keys of learned tokens vanish.
+        return torch.cat([table, torch.zeros_like(table[:1])]) if self.learned_tokens else table
 
     def first_frames(self, count: int) -> Self:
         """Return this model over the first `count` frames only, with the same weights.
@@ -240,7 +253,12 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     def _embed(self, tokens: Tensor, slots: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return embeddings `[B, W, dim]` of `tokens [B, W]` at `slots [B, W]`; `hidden` ones show only their place."""
-        embedded = self.tok_embeddings(tokens)
+        if self.learned_tokens:
+            learned = self.spe_tok_embeddings["special_embeddings"]((tokens - self.vocab_size).clamp(min=0))
+            embedded = self.tok_embeddings(tokens.clamp(max=self.vocab_size - 1))
+            embedded = torch.where((tokens >= self.vocab_size)[..., None], learned, embedded)
+        else:
+            embedded = self.tok_embeddings(tokens)
         if hidden is not None:
             embedded = embedded.masked_fill(hidden[..., None], 0.0)
         if self.config["num_frames"] == 1:
@@ -337,7 +355,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden, prefix_mask = self.embed_condition(condition, guided=guided)
         rows, prefix, dim = hidden.shape
         heads = self.config["num_heads"]
-        shape = (len(self.layers), rows, heads, prefix + self.grid.num_tokens + window, dim // heads)
+        places = prefix + self.grid.num_tokens + self.learned_tokens + window
+        shape = (len(self.layers), rows, heads, places, dim // heads)
         sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
         check_cache_fits(sample_bytes, batch_size, hidden.device)
         cache = StaticCache.allocate(hidden, shape)
@@ -353,10 +372,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask[:, None])
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
             trunk = hidden if index < self.config["num_layers"] else trunk
-        features, both = self.norm(trunk[:, -1:]), torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
-        nar = self.trained_order != RASTER_ORDER
+        features = self.norm(trunk[:, -1:])
+        nar = self.trained_order == "nar"
+        answers = torch.zeros(1, 2, dtype=torch.long, device=hidden.device) if nar else None
         return LlamaGenState(
-            logits=(self._merged(features, hidden[:, -1:], both) if nar else self._head(features))[:, 0],
+            logits=self._merged(features, hidden[:, -1:], answers)[:, 0],
             guided=guided,
             window=window,
             cache=cache,
@@ -412,7 +432,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden = self._embed(tokens, slots)
         # Added to the scores: attention would turn a bool mask into this one in every layer.
         mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]  # [R, 1, W, S]
-        turns = turns_of(state.rotary[slots.clamp_max(self.grid.num_tokens - 1)])
+        turns = turns_of(state.rotary[slots.clamp_max(len(state.rotary) - 1)])
         trunk = hidden
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
@@ -421,9 +441,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
             trunk = hidden if index < self.config["num_layers"] else trunk
         state.features = self.norm(trunk)
-        return (
-            self._head(state.features) if answers is None else self._merged(state.features, hidden, answers)
-        )
+        return self._merged(state.features, hidden, answers)
 
     @torch.no_grad()
     def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
@@ -437,18 +455,22 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         logits = self.output(features)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _merged(self, right: Tensor, hidden: Tensor, answers: Tensor) -> Tensor:
-        """Return NAR's logits [R, P, V]: the mean of the heads that answer (arXiv 2503.10696).
+    def _merged(self, features: Tensor, hidden: Tensor, answers: Tensor | None) -> Tensor:
+        """Return logits [R, P, V]: the mean of the heads that answer (NAR, arXiv 2503.10696), or the only one.
 
         Args:
-            right: [R, W, dim], features of the right head.
-            hidden: [R, W, dim], output of the last block, which the lower head reads.
-            answers: long [P, 2], the position that answers with each head, or -1.
+            features: [R, W, dim], what the first head reads.
+            hidden: [R, W, dim], output of the last block, which NAR's lower head reads.
+            answers: long [P, H], the position that answers with each head, or -1; None: all, with the first head.
         """
-        heads = ((self.output, right), (self.medusa_output, self.medusa_norm(hidden)))
-        total = right.new_zeros(()).to(torch.promote_types(right.dtype, torch.float32))
-        for (head, features), position in zip(heads, answers.unbind(1), strict=True):
-            total = total + head(features[:, position.clamp(min=0)]) * (position >= 0)[:, None]
+        if answers is None:
+            return self._head(features)
+        if answers.shape[1] == 1:
+            return self._head(features[:, answers[:, 0]])
+        heads = ((self.output, features), (self.medusa_output, self.medusa_norm(hidden)))
+        total = features.new_zeros(()).to(torch.promote_types(features.dtype, torch.float32))
+        for (head, read), position in zip(heads, answers.unbind(1), strict=True):
+            total = total + head(read[:, position.clamp(min=0)]) * (position >= 0)[:, None]
         return total / (answers >= 0).sum(1)[:, None]
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Official LlamaGen and NAR checkpoint files: recognise them, check every key, build the model.
+"""Official LlamaGen, NAR and PAR checkpoint files: recognise them, check every key, build the model.
 
 The keys and shapes of a file determine its architecture. A NAR file (arXiv 2503.10696) has the keys of LlamaGen, blocks
-of the lower head behind those of the trunk, and `medusa_norm` and `medusa_output`, the lower head itself.
+of the lower head behind those of the trunk, and `medusa_norm` and `medusa_output`, the lower head itself. A PAR file
+(arXiv 2412.15119) has learned tokens, `spe_tok_embeddings`, one for each region but the first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from visual_spec.models.core.checkpoints import (
     shapes_of,
     some,
 )
+from visual_spec.models.core.trained_order import LEARNED_TOKENS
 from visual_spec.models.next_token import llamagen, llamagen_vq
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -108,6 +110,13 @@ def nar_architecture(preset: str, branch_layers: int = 1, **changes: Any) -> Arc
     return Architecture(f"NAR-{preset}, {_kind(changes)}", LlamaGenTransformer, preset, config)
 
 
+def par_architecture(preset: str, order: str, **changes: Any) -> Architecture:
+    """Return PAR's transformer of a preset, for order "par4" or "par16"."""
+    config = {**llamagen.PRESETS[preset], **changes, "order": order}
+    name = f"PAR-{preset}-{order.removeprefix('par')}x, {_kind(changes)}"
+    return Architecture(name, LlamaGenTransformer, preset, config)
+
+
 def tokenizer_architecture(preset: str, **changes: Any) -> Architecture:
     """Return a tokenizer preset."""
     config = {**llamagen_vq.PRESETS[preset], **changes}
@@ -175,8 +184,12 @@ def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
                 if size["dim"] == dim and size["num_layers"] < layers:
                     yield nar_architecture(preset, layers - size["num_layers"], **changes)
             return
+        learned = weights.get("spe_tok_embeddings.special_embeddings.weight")
+        orders = {count: order for order, count in LEARNED_TOKENS.items()}
         for preset, size in llamagen.PRESETS.items():
             if (size["num_layers"], size["dim"]) == (layers, dim):
+                if learned is not None and len(learned) in orders:
+                    yield par_architecture(preset, orders[len(learned)], **changes)
                 yield transformer_architecture(preset, **changes)
     elif codes is not None and codes.ndim == 2:
         for preset in llamagen_vq.PRESETS:
@@ -301,7 +314,7 @@ def _of_kind(checkpoint: Checkpoint, model: type[ModelMixin]) -> Architecture:
 def official_defaults(model: LlamaGenTransformer) -> dict[str, Any]:
     """Return the guidance scale and top-k of the official sampling code.
 
-    NAR: scale 7.5 for text and 2.0 for classes, no top-k.
+    NAR: scale 7.5 for text and 2.0 for classes, no top-k. PAR: those of LlamaGen.
 
     Text: scale 7.5 and top-k 1000. Classes: no top-k, and the scale of the published FID (README of LlamaGen): 2.0 for
     B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published scale take that of the next smaller size.

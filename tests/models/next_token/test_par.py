@@ -1,0 +1,183 @@
+"""PAR's official layout: what a file gives, beside its own forward over the reordered sequence, written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.next_token.test_llamagen_checkpoint import on_meta
+from tests.official import add_tiny_presets, random_weights, transformer_shapes
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.orders import Step, order_of
+from visual_spec.samplers.ordered import OrderedSampler
+
+VOCAB, CLASSES = 12, 7
+LABELS = torch.tensor([3, 6])
+# Regions, tokens per side.
+CASES = [
+    pytest.param(4, 4, id="4 regions"),
+    pytest.param(4, 6, id="of 3 x 3"),
+    pytest.param(16, 8, id="16 regions"),
+]
+
+
+def par_shapes(layers: int, dim: int, count: int, **more: Any) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of a release: a transformer with learned tokens."""
+    learned = {"spe_tok_embeddings.special_embeddings.weight": (count - 1, dim)}
+    return transformer_shapes(layers, dim, **more) | learned
+
+
+@pytest.fixture(autouse=True)
+def tiny_presets(monkeypatch):
+    add_tiny_presets(monkeypatch)
+
+
+def file_of(tmp_path, count: int, side: int) -> tuple[dict[str, Tensor], LlamaGenTransformer]:
+    weights = random_weights(par_shapes(2, 16, count, vocab=VOCAB, classes=CLASSES), torch.float64)
+    torch.save({"model": weights}, tmp_path / "par.pt")
+    return weights, load_transformer(tmp_path / "par.pt", image_size=2 * side, patch_size=2)
+
+
+def reordered(count: int, side: int) -> Tensor:
+    """The slots in the order of the release: a place of a region, in all regions, then the next place."""
+    root = math.isqrt(count)
+    slots = torch.arange(side * side).view(root, side // root, root, side // root)
+    return slots.permute(1, 3, 0, 2).flatten()
+
+
+def straight_line(weights: dict[str, Tensor], label: int, tokens: Tensor, count: int) -> Tensor:
+    """Logits [L, V] of all slots of one picture of tokens [L], in one pass over the reordered sequence.
+
+    The sequence: class, first tokens, learned tokens, all other tokens. Position p predicts the p-th token. From the
+    last first token on, groups of `count` positions see all of themselves. Two attention heads.
+    """
+    length = len(tokens)
+    side, order = math.isqrt(length), reordered(count, math.isqrt(length))
+    sequence = weights["tok_embeddings.weight"][tokens[order]]
+    learned = weights["spe_tok_embeddings.special_embeddings.weight"]
+    start = weights["cls_embedding.embedding_table.weight"][[label]]
+    x = torch.cat([start, sequence[:count], learned, sequence[count:]])
+    size = x.shape[1] // 2
+    group = torch.arange(len(x))
+    group[count:] = count + (group[count:] - count) // count
+    mask = group[:, None] >= group
+    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
+    angles = torch.cat([(order // side)[:, None] * frequencies, (order % side)[:, None] * frequencies], 1)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    turn = torch.cat(
+        [torch.zeros(1, size // 2), turn[:count], torch.zeros(count - 1, size // 2), turn[count:]]
+    )[:, None]
+
+    def norm(v: Tensor, name: str) -> Tensor:
+        return v * (v.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weights[f"{name}.weight"]
+
+    def rotated(v: Tensor) -> Tensor:
+        return torch.view_as_real(
+            torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous()) * turn
+        ).flatten(-2)
+
+    for layer in range(2):
+        own = f"layers.{layer}."
+        q, k, v = (norm(x, own + "attention_norm") @ weights[own + "attention.wqkv.weight"].T).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (2, size)) for part in (q, k, v))
+        scores = torch.einsum("qhd,khd->hqk", rotated(q), rotated(k)) / size**0.5
+        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ weights[own + "attention.wo.weight"].T
+        y = norm(x, own + "ffn_norm")
+        gate, up = (y @ weights[f"{own}feed_forward.w{number}.weight"].T for number in (1, 3))
+        x = x + (gate * gate.sigmoid() * up) @ weights[own + "feed_forward.w2.weight"].T
+    logits = norm(x, "norm")[:length] @ weights["output.weight"].T
+    return logits[order.argsort()]
+
+
+def expected(weights: dict[str, Tensor], tokens: Tensor, count: int) -> Tensor:
+    """`straight_line` of a batch, conditional rows, then unconditional ones: [2B, L, V]."""
+    labels = [*LABELS.tolist(), *[CLASSES] * len(tokens)]
+    rows = zip(labels, tokens.repeat(2, 1), strict=True)
+    return torch.stack([straight_line(weights, label, row, count) for label, row in rows])
+
+
+def scores(model: LlamaGenTransformer, tokens: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """Logits [2B, L, V] of given tokens, from the calls of these steps."""
+    batch, window = len(tokens), max(len(step.slots) for step in steps)
+    state = model.prefill(LABELS, batch_size=batch, guided=True, window=window)
+    learned = (VOCAB + torch.arange(model.learned_tokens)).expand(batch, -1)
+    held = torch.cat([tokens, learned], 1)
+    found = state.logits.new_full((2 * batch, tokens.shape[1], VOCAB), torch.nan)
+    found[:, 0] = state.logits
+    for step in steps:
+        found[:, step.emitted] = model(
+            state,
+            held[:, step.sources],
+            step.slots.expand(batch, -1),
+            seen=step.seen.expand(batch, -1, -1),
+            predicted=step.emitted.expand(batch, -1),
+            answers=step.answers,
+        )
+    return found
+
+
+@pytest.mark.parametrize(("count", "side"), CASES)
+def test_one_pass_and_step_by_step_compute_what_the_layout_says(tmp_path, count, side):
+    weights, model = file_of(tmp_path, count, side)
+    assert (model.trained_order, model.learned_tokens) == (f"par{count}", count - 1)
+    tokens = torch.randint(VOCAB, (2, side * side), generator=torch.Generator().manual_seed(1))
+    want, order = expected(weights, tokens, count), order_of(model.trained_order, model.grid)
+    for steps in (order.steps[1:], (order.joined(),)):
+        assert float((scores(model, tokens, steps) - want).abs().max()) < 1e-12 * float(want.abs().max())
+
+
+@pytest.mark.parametrize(("count", "side"), CASES)
+def test_the_sampler_draws_group_by_group(tmp_path, count, side):
+    """The likeliest tokens, found by the pass over the whole picture, group by group."""
+    weights, model = file_of(tmp_path, count, side)
+    result = OrderedSampler()(model, LABELS, law=TokenLaw(guidance_scale=1.5, top_k=1), batch_size=2)
+    rank = reordered(count, side).argsort()
+    step = torch.where(rank < count, rank, count - 1 + rank // count)
+    tokens = torch.zeros(2, side * side, dtype=torch.long)
+    for number in range(int(step.max()) + 1):
+        conditional, other = expected(weights, tokens, count).chunk(2)
+        tokens = (other + 1.5 * (conditional - other)).argmax(-1).where(step == number, tokens)
+    assert torch.equal(result.tokens, tokens)
+    assert torch.equal(result.trace.commit_call, step.expand(2, -1))
+    assert (result.trace.target_calls == count + side * side // count - 1).all() and result.trace.lossless
+
+
+OFFICIAL = {"B": (12, 768), "L": (24, 1024), "XL": (36, 1280), "XXL": (48, 1536), "3B": (24, 3200)}
+
+
+@pytest.mark.parametrize("count", [4, 16])
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_no_key_of_a_release_is_missing_or_left_over(name, count):
+    shapes = par_shapes(*OFFICIAL[name], count, classes=1000)
+    architecture = recognise(on_meta({**shapes, "freqs_cis": (1 + count - 1 + 576, 32, 2)}))
+    assert architecture.name == f"PAR-{name}-{count}x, class-conditional" and architecture.shapes() == shapes
+
+
+def test_another_number_of_regions_is_refused():
+    with pytest.raises(
+        ValueError, match="LlamaGen-B, class-conditional, with 1 unexpected: spe_tok_embeddings"
+    ):
+        recognise(on_meta(par_shapes(12, 768, 9, classes=1000)))
+
+
+def test_a_saved_model_keeps_its_order(tmp_path):
+    weights, model = file_of(tmp_path, 4, 4)
+    assert set(model.state_dict()) == set(weights)
+    model.save_pretrained(tmp_path / "folder")
+    again: Any = LlamaGenTransformer.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
+    law = TokenLaw(top_k=1)
+    one, other = (OrderedSampler()(each, LABELS, law=law, batch_size=2).tokens for each in (model, again))
+    assert again.trained_order == "par4" and torch.equal(one, other)
+
+
+def test_a_picture_whose_regions_do_not_fit_is_refused(tmp_path):
+    _, model = file_of(tmp_path, 4, 5)
+    with pytest.raises(ValueError, match="4 regions of a grid of 1 x 5 x 5 tokens"):
+        OrderedSampler()(model, LABELS, law=TokenLaw(), batch_size=2)
