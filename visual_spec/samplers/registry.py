@@ -91,7 +91,7 @@ SAMPLERS = (
         "ordered",
         f"{_HERE}.ordered:OrderedSampler",
         ORDER,
-        "lossless in the order a model was trained for; others on request: an approximation",
+        "lossless in the model's own order; in others approximate, not measured",
         settings=(),
     ),
     SamplerEntry(
