@@ -6,7 +6,7 @@ summed over the channels, in every row alone. Elsewhere its output, with AdaLN's
 the last whole map, resized by area. Pruned places of attention have neither queries nor keys nor values, so that later
 maps do not see them.
 
-Rounding may decide between places of nearly equal scores, and with it what a sample becomes in another batch.
+Below float64, rounding may decide between places of equal scores, such as those of a map of one code.
 
 Departures from the published code: maps need not be squares, and the map that is restored from is the last whole one
 (there: that of side 24, which is the last whole one).
