@@ -135,6 +135,18 @@ def test_a_schedule_on_the_command_line(tmp_path: Path, capsys):
     pipe = tiny_scale_pipeline(sampler=ScaleWiseSampler(schedule={"stop_after": 1}))
     want = pipe(0, generator=torch.Generator().manual_seed(0), num_draft_scales=4).images[0]
     assert np.array_equal(np.asarray(PIL.Image.open(document["images"][0]["file"])), np.asarray(want))
+    compared = [
+        "--model",
+        str(tmp_path / "model"),
+        "--out",
+        str(tmp_path / "two"),
+        "--device",
+        "cpu",
+        "--compare",
+    ]
+    assert cli.main(["generate", "0", *compared, "--sampler", "scale-wise:schedule=just-stop"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("0 "))
+    assert "4 -> 2" in line and "7.50 -> 2.50" in line
     status, told = generate("num_draft_scales=all,guided_until=2,keep_share=0.5/0.3", "pruned")
     assert status == 0 and json.loads(told)["sampler"]["schedule"] == {
         "guided_until": 2,
