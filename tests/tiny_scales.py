@@ -49,6 +49,10 @@ class TableState(ScaleState):
     tables: Tensor
     maps: list[Tensor] = field(default_factory=list)
 
+    def drop_unconditional(self) -> None:
+        super().drop_unconditional()
+        self.tables = self.tables[: len(self.tables) // 2]
+
 
 class TableScaleModel:
     """Logits that depend on all of the maps fed, by waves of random frequencies: no two histories share a law."""

@@ -264,7 +264,7 @@ def _comparison_table(rows: Sequence[Any], unit: str) -> str:
             [
                 row.prompt,
                 f"{row.plain_calls} -> {row.fast_calls}",
-                f"{count / row.plain_calls:.2f} -> {count / row.fast_calls:.2f}",
+                f"{(getattr(row, 'plain_tokens', 0) or count) / row.plain_calls:.2f} -> {count / row.fast_calls:.2f}",
                 f"{row.plain_seconds:.2f} -> {row.fast_seconds:.2f}",
                 f"{row.speed_up:.2f}x",
                 "yes" if row.identical else "no",

@@ -58,7 +58,7 @@ def test_a_row_is_a_sampler_and_a_plan():
         ("scale-wise:cache_share=little", "cache_share='little'; pass a part"),
         (
             "scale-wise:window=3",
-            "has no setting window; it takes cache_share, measure, num_draft_scales, num_drafters, ramp",
+            "has no setting window; it takes cache_share, guided_until, keep_share, measure",
         ),
         ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width, graph"),
         ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width, graph"),

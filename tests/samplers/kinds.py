@@ -164,5 +164,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         levels=2, steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2
     ),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
-    "ScaleWiseSampler": dict(ramp=False, smooth=True, measure=True),
+    "ScaleWiseSampler": dict(
+        ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2}
+    ),
 }  # fmt: skip

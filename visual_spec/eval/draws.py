@@ -16,7 +16,7 @@ from visual_spec.eval.media import medium_of, stored_samples
 from visual_spec.eval.settings import Setting
 from visual_spec.models.next_scale.scale_budget import CacheBytes, cache_bytes
 from visual_spec.samplers.core.trace import MEASURE
-from visual_spec.samplers.scales import ScaleTrace, Stage, draws_guided
+from visual_spec.samplers.scales import ScaleTrace, Stage, drawn_stages, draws_guided
 
 
 def draw(pipe: Any, setting: Setting, prompts: Sequence[str], first: int) -> dict[str, np.ndarray]:
@@ -74,7 +74,7 @@ def _scale_facts(pipe: Any, setting: Setting, trace: Any, batch_size: int) -> di
     # One cache is freed before the next is allocated, but for the first one's where distances are measured by it.
     stays = trace.divergence is not None
     dtype = pipe.transformer.dtype
-    stages = pipe.stages(law=setting.law)
+    stages = drawn_stages(setting.sampler, pipe.stages(law=setting.law))
     first, *others = caches_of(stages, batch_size, setting.law.guided, dtype, measured=stays)
     together = [first.held + other.held if stays else other.held for other in others]
     at_work = [first.held + other.peak if stays else other.peak for other in others]

@@ -29,7 +29,7 @@ from visual_spec.pipelines.texts import Texts
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.scales import ScaleWiseSampler, Stage
+from visual_spec.samplers.scales import ScaleWiseSampler, Stage, drawn_stages
 
 
 class InfinityPipeline(VisualPipeline):
@@ -341,8 +341,8 @@ class InfinityPipeline(VisualPipeline):
             callback_on_step_end_tensor_inputs: tensors it is given: "canvas" (default), or none.
 
         Returns:
-            Pictures; tokens [B, L * T], the T bits of all places, coarse to fine; and the trace, a `ScaleTrace`, whose
-            tokens are bits.
+            Pictures; tokens [B, L * T], the T bits of all places that are drawn, coarse to fine; and the trace, a
+            `ScaleTrace`, whose tokens are bits.
 
         Raises:
             ValueError, TypeError: a request that cannot be served; refused before any computation.
@@ -368,10 +368,12 @@ class InfinityPipeline(VisualPipeline):
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
             **texts,
         )
+        stages = self.stages(laws)
+        drawn = self.vq_model.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
         condition = self.encode_prompt(prompt, num_images_per_prompt=num_images_per_prompt, **texts)
         batch_size = len(condition.mask)
         self.transformer.check_condition(condition, batch_size)
-        sizes = [area_of(side) * self.vq_model.tokens_per_place for side in self.vq_model.scales]
+        sizes = [area_of(side) * self.vq_model.tokens_per_place for side in drawn]
         scales = [one.guidance_scale for one in laws]
         self._guidance_scale = scales[0] if len(set(scales)) == 1 else scales
         self._num_timesteps = len(sizes)
@@ -385,7 +387,7 @@ class InfinityPipeline(VisualPipeline):
                 return told(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas)
 
             result = self.sampler(
-                self.stages(laws),
+                stages,
                 self.vq_model,
                 condition,
                 law=laws[0],

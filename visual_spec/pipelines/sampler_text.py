@@ -82,21 +82,26 @@ def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
 
 
 def _gathered(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as the class takes them: those of relaxed acceptance in one mapping, where it takes one."""
-    if "relaxation" not in inspect.signature(kind).parameters:
-        return dict(settings)
-    numbers = {key: value for key, value in settings.items() if key in _RELAXATION}
-    others = {key: value for key, value in settings.items() if key not in _RELAXATION}
-    if numbers:
-        others["relaxation"] = {**(others.get("relaxation") or {}), **numbers}
+    """The settings as the class takes them: those that it takes in one mapping, `_flat_settings`, in that mapping."""
+    others = dict(settings)
+    for name, flat in _flat_settings(kind).items():
+        values = {key: others.pop(key) for key in flat if key in others}
+        given = others.get(name) or {}
+        if values:
+            others[name] = {**(given if isinstance(given, Mapping) else {"preset": given}), **values}
     return others
+
+
+def _flat_settings(kind: Any) -> dict[str, Sequence[str]]:
+    """The settings that a class takes as one mapping, with the names in it, which are written like other settings."""
+    relaxed = {"relaxation": _RELAXATION} if "relaxation" in inspect.signature(kind).parameters else {}
+    return {**relaxed, **getattr(kind, "flat_settings", {})}
 
 
 def _check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
     kind = sampler_class(by_name(name))
     known = {*also, *(key for key in kind().config if not key.startswith("_"))}
-    if "relaxation" in known:
-        known |= set(_RELAXATION)
+    known = known.union(*_flat_settings(kind).values())
     unknown = sorted(set(settings) - known)
     if unknown:
         allowed = f"it takes {', '.join(sorted(known))}" if known else "it has none"

@@ -35,6 +35,7 @@ from visual_spec.samplers.scales import (
     ScaleWiseSampler,
     Stage,
     code_stages,
+    drawn_stages,
 )
 
 
@@ -520,7 +521,8 @@ class ScaleImagePipeline(VisualPipeline):
             callback_on_step_end_tensor_inputs: tensors it is given: "canvas" (default), or none.
 
         Returns:
-            Pictures; tokens [B, L], all maps coarse to fine, each in raster order; and the trace, a `ScaleTrace`.
+            Pictures; tokens [B, L], all maps that are drawn, coarse to fine, each in raster order; and the trace, a
+            `ScaleTrace`.
 
         Raises:
             ValueError, TypeError: a request that cannot be served; refused before any computation.
@@ -542,9 +544,11 @@ class ScaleImagePipeline(VisualPipeline):
             callback_on_step_end=callback_on_step_end,
             callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
         )
+        stages = self.stages(num_draft_scales, law=law)
+        drawn = self.vq_model.scales[: drawn_stages(self.sampler, stages)[-1].scales.stop]
         condition = self.encode_prompt(asked, num_images_per_prompt=each)
         told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs, ["canvas"])
-        sizes = [side * side for side in self.vq_model.scales]
+        sizes = [side * side for side in drawn]
         self._guidance_scale, self._num_timesteps = law.guidance_scale, len(sizes)
         models, total = (self.transformer, self.refiner, self.vq_model), len(condition) * sum(sizes)
         with at_hand(*models), self.progress_bar(total=total) as bar:  # type: ignore[call-arg]
@@ -555,7 +559,7 @@ class ScaleImagePipeline(VisualPipeline):
                 return told(scale, lambda: sum(sizes[: scale + 1]), canvas=canvas)
 
             result = self.sampler(
-                self.stages(num_draft_scales, law=law),
+                stages,
                 self.vq_model,
                 condition,
                 law=law,

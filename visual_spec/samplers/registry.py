@@ -131,7 +131,7 @@ SAMPLERS = (
         "scale-wise",
         f"{_HERE}.scales:ScaleWiseSampler",
         SCALES,
-        "the reference; several models (CoDe): measured on request",
+        "the reference; several models (CoDe), schedules: measured on request",
         plain=True,
     ),
     SamplerEntry(

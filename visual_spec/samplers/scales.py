@@ -4,15 +4,18 @@ VAR (Tian et al. 2024, section 3.2) draws all tokens of a scale at once, given t
 al. 2024, section 3) draws all bits of its tokens at once and independently. In CoDe (Chen et al. 2025, section 3.2) a
 large model draws the small scales, which decide what the picture shows, and a small model draws the large scales, which
 cost most. The small model starts from the input maps so far, by one prefill that builds its own cache.
+
+A schedule (`core/scale_schedule.py`) leaves out scales, guidance or places of the large maps: SkipVAR, StageVAR and
+FastVAR, as far as they are schedules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +26,8 @@ from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_ba
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
-from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult
+from visual_spec.samplers.core.scale_schedule import ScaleSchedule
+from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
 
 ScaleCallback = Callable[[int, Tensor], Any]
 
@@ -107,14 +111,20 @@ class ScaleTrace(DecodeTrace):
     and the first model's guidance. `divergence` is the mean over the slots after the first model's stages. `moved_mass`
     is their sum; its mean over samples bounds the distance between the laws of whole pictures.
 
+    With a schedule that leaves something out, the mean and the sum are over the slots from the first scale on that it
+    changes: guided and whole there. Scales that are not drawn have no law, and are in no figure.
+
     Attributes:
         model_calls: forwards of each model, in the order of the schedule, without those that only measure.
+        layer_places: places that went through a layer, summed over layers, forwards and rows, of one picture and of
+            each model, without forwards that only measure. A model that does not tell `num_layers` counts as one layer.
         cache_bytes: size of each model's key and value cache. Each is freed before the next is allocated, except the
             first model's if the sampler measures.
     """
 
     model_calls: tuple[int, ...] = ()
     cache_bytes: tuple[int, ...] = ()
+    layer_places: tuple[int, ...] = ()
 
 
 @dataclass
@@ -155,9 +165,11 @@ class ScaleDecodeState:
         canvas: [B, D, h, w].
         maps: [B, D, n, n] each, the input maps so far: all that another model needs to continue.
         parts: long [B, n * n] each, the tokens of the scales.
-        reference: the first model's state if the sampler measures; else None.
+        reference: the first model's state if the sampler measures; else None. With a schedule that leaves something
+            out it has its own prefill, at the first scale that is changed.
         moved: float [B], total variation summed over the measured slots.
         cache_bytes: of every model so far.
+        layer_places: of every model so far, see `ScaleTrace`.
         round: index of the last scale.
     """
 
@@ -168,6 +180,7 @@ class ScaleDecodeState:
     reference: Any
     moved: Tensor
     cache_bytes: list[int]
+    layer_places: list[int]
     round: int = -1
 
     @property
@@ -196,23 +209,43 @@ class ScaleWiseSampler(Sampler):
             from scale to scale. Pictures look smoother and vary less (`more_smooth` of the official VAR, whose
             published figures do not use it). The returned tokens are the heaviest code of each mixture.
         measure: let the first model also score the scales that other models draw, and report the distance between their
-            laws. Costs that model's forwards, and the memory of its cache until the end.
+            laws. Costs that model's forwards, and the memory of its cache until the end. With a schedule, the scales
+            that it changes are scored too, guided and whole, and the memory is that of a second cache.
+        schedule: what is left out at each scale: the name of a preset ("just-stop", "skipvar", "stagevar", "fastvar"),
+            or values of `ScaleSchedule` by name, such as {"stop_after": 6, "guided_until": 5, "keep_share": [0.5]};
+            None: nothing. A schedule that leaves something out is not lossless; one that does not changes nothing.
 
     Raises:
-        ValueError: a setting is neither True nor False.
+        ValueError: a flag is neither True nor False, or `ScaleSchedule` refuses a value.
     """
 
     takes = ("tokenizer",)
+    flat_settings: ClassVar[dict[str, Sequence[str]]] = {"schedule": ("preset", *ScaleSchedule.names())}
 
     @register_to_config
-    def __init__(self, ramp: bool = True, smooth: bool = False, measure: bool = False) -> None:
+    def __init__(
+        self,
+        ramp: bool = True,
+        smooth: bool = False,
+        measure: bool = False,
+        schedule: str | Mapping[str, Any] | None = None,
+    ) -> None:
         for name, value in (("ramp", ramp), ("smooth", smooth), ("measure", measure)):
             check_flag(name, value)
+        ScaleSchedule.of(schedule)
+
+    @property
+    def schedule(self) -> ScaleSchedule:
+        """What is left out at each scale."""
+        return ScaleSchedule.of(self.config["schedule"])
 
     @property
     def lossless(self) -> bool:
-        """Whether samples of one model follow its law. Several models have no common law; see the trace."""
-        return not self.config["smooth"]
+        """Whether samples of one model follow its law. Several models have no common law; see the trace.
+
+        A schedule counts as leaving something out here unless it does not for any number of scales.
+        """
+        return not self.config["smooth"] and self.schedule.empty
 
     @property
     def identical(self) -> bool:
@@ -254,31 +287,49 @@ class ScaleWiseSampler(Sampler):
         assert isinstance(result, ScaleResult)
         return result
 
+    def begin(
+        self,
+        model: Sequence[Stage],
+        condition: Any,
+        law: TokenLaw,
+        keys: Tensor,
+        watch: Stopwatch | None = None,
+        **parts: Any,
+    ) -> Run:
+        """As `Sampler.begin`, for the stages of the scales that the schedule draws."""
+        return super().begin(drawn_stages(self, model), condition, law, keys, watch, **parts)
+
     def num_slots(self, model: Sequence[Stage], parts: dict[str, Any]) -> int:
-        return first_slots(parts["tokenizer"])[-1]
+        return first_slots(parts["tokenizer"])[model[-1].scales.stop]
 
     def num_calls(self, run: Run) -> int:
-        return len(run.parts["tokenizer"].scales) - 1  # `prepare` draws the first
+        return run.model[-1].scales.stop - 1  # `prepare` draws the first
 
     def prefill(
         self, model: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
-        own = _of_one_model(model, 0)
-        served = model if self.config.measure else own  # a measuring model keeps its cache to the end
-        return _prefill(served, condition, law, batch_size, [])
+        count = len(parts["tokenizer"].scales)
+        shared = self.config.measure and not self.schedule.leaves_out(count)
+        # A measuring model keeps its cache to the end, unless it measures with another one.
+        served = model if shared else _of_one_model(model, 0)
+        return prefill(served, condition, law.guided, batch_size, [], self.schedule.at(count))
 
     def prepare(self, run: Run) -> ScaleDecodeState:
         """Draw the first scale, which the prefill predicts."""
-        canvas = run.parts["tokenizer"].begin(run.batch_size, run.device, run.cache.logits.dtype)
+        tokenizer = run.parts["tokenizer"]
+        canvas = tokenizer.begin(run.batch_size, run.device, run.cache.logits.dtype)
+        shared = self.config.measure and not self.schedule.leaves_out(len(tokenizer.scales))
         state = ScaleDecodeState(
             cache=run.cache,
             canvas=canvas,
             maps=[],
             parts=[],
-            reference=run.cache if self.config.measure else None,
+            reference=run.cache if shared else None,
             moved=canvas.new_zeros(run.batch_size),
             cache_bytes=[run.cache.cache_bytes],
+            layer_places=[],
         )
+        self._count(run, state, run.model[0], range(1))
         self._draw(run, state, run.model[0], run.cache.logits)
         return state
 
@@ -286,19 +337,39 @@ class ScaleWiseSampler(Sampler):
         """Draw the next scale."""
         scale = state.round + 1
         number = next(number for number, stage in enumerate(run.model) if scale in stage.scales)
-        stage = run.model[number]
+        stage, plan = run.model[number], self._plan(run)
         if scale == stage.scales.start and stage.model is not run.model[number - 1].model:
             state.cache = run.cache = None  # free the previous model's cache first
             served = _of_one_model(run.model, number)
-            run.cache = _prefill(served, run.condition, run.law_given, run.batch_size, state.maps)
+            run.cache = prefill(served, run.condition, run.law_given.guided, run.batch_size, state.maps, plan)
             run.lap("prefill")
             state.cache = run.cache
             state.cache_bytes.append(run.cache.cache_bytes)
             logits = run.cache.logits
+            self._count(run, state, stage, range(scale + 1))
         else:
+            if state.cache.guided and not plan.guides(scale):
+                state.cache.drop_unconditional()
             logits = stage.model(state.cache, state.maps[-1], scale)  # [R, n * n, V]
             run.lap("model")
+            self._count(run, state, stage, range(scale, scale + 1))
         self._draw(run, state, stage, logits)
+
+    def _plan(self, run: Run) -> ScaleSchedule:
+        """The schedule with all its values for this tokenizer."""
+        return self.schedule.at(len(run.parts["tokenizer"].scales))
+
+    def _count(self, run: Run, state: ScaleDecodeState, stage: Stage, scales: range) -> None:
+        """Count the places of a forward of these scales; the first one of a model has all of them, from 0 on."""
+        sides, num_layers = run.parts["tokenizer"].scales, getattr(stage.model, "num_layers", 1)
+        pruning = None if scales.start == 0 else self._plan(run).pruning
+        pruned = 0 if pruning is None else len(pruning.layers(num_layers))
+        areas = [area_of(side) for side in sides]
+        kept = areas if pruning is None else pruning.kept(sides)
+        if scales.start == 0:
+            state.layer_places.append(0)
+        places = sum((num_layers - pruned) * areas[scale] + pruned * kept[scale] for scale in scales)
+        state.layer_places[-1] += places * (2 if state.cache.guided else 1)
 
     def _draw(self, run: Run, state: ScaleDecodeState, stage: Stage, logits: Tensor) -> None:
         """Draw a scale from logits [R, n * n, V], add it to the canvas, and make the next scale's input map."""
@@ -307,7 +378,10 @@ class ScaleWiseSampler(Sampler):
         scale = state.round = state.round + 1
         ratio = scale / max(count - 1, 1)
         grown = ratio if self.config.ramp else 1.0
-        run.law.law = law_at_scale(stage.law or given, grown)
+        law = stage.law or given
+        if not self._plan(run).guides(scale):
+            law = replace(law, guidance_scale=1.0)
+        run.law.law = law_at_scale(law, grown)
         slots = torch.arange(starts[scale], starts[scale + 1], device=run.device).expand(run.batch_size, -1)
         target = _stage_law(logits, slots, run.law, stage)  # [B, n * n, V]
         if self.config.smooth:
@@ -321,17 +395,29 @@ class ScaleWiseSampler(Sampler):
             state.parts.append(run.noise.categorical(target, slots, TOKEN))
             state.canvas = tokenizer.accumulate(state.canvas, scale, state.parts[-1])
         run.lap("verify")
-        first = _of_one_model(run.model, 0)[-1]
-        if state.reference is not None and scale >= first.scales.stop:
-            # A refiner that learned guided laws draws without guidance, but the first model's law is guided.
-            own = replace(stage.law or given, guidance_scale=(first.law or given).guidance_scale)
-            run.law.law = law_at_scale(own, grown)
-            other = first.model(state.reference, state.maps[-1], scale)
-            other = _stage_law(other, slots, run.law, stage)
+        if self.config.measure and scale >= self._measured_from(run):
+            other = _stage_law(self._reference(run, state, stage, grown), slots, run.law, stage)
             state.moved = state.moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
             run.lap(MEASURE)
-        if scale + 1 < count:
+        if scale + 1 < run.model[-1].scales.stop:
             state.maps.append(tokenizer.next_map(state.canvas, scale + 1))
+
+    def _measured_from(self, run: Run) -> int:
+        """The first scale whose law is not that of the first model, guided and whole."""
+        return min(_of_one_model(run.model, 0)[-1].scales.stop, self._plan(run).first_change)
+
+    def _reference(self, run: Run, state: ScaleDecodeState, stage: Stage, grown: float) -> Tensor:
+        """The logits [R, n * n, V] of the first model, guided and whole, for the last scale; sets the law to its."""
+        first, given, scale = _of_one_model(run.model, 0)[-1], run.law_given, state.round
+        own = stage.law or given
+        if scale >= first.scales.stop:
+            # A refiner that learned guided laws draws without guidance, but the first model's law is guided.
+            own = replace(own, guidance_scale=(first.law or given).guidance_scale)
+        run.law.law = law_at_scale(own, grown)
+        if state.reference is None:
+            state.reference = prefill(run.model, run.condition, given.guided, run.batch_size, state.maps)
+            return state.reference.logits
+        return first.model(state.reference, state.maps[-1], scale)
 
     def progress(self, run: Run, state: ScaleDecodeState) -> Tensor:
         return state.canvas
@@ -342,13 +428,13 @@ class ScaleWiseSampler(Sampler):
     def answered(self, run: Run, state: ScaleDecodeState, answer: Any) -> None:
         if isinstance(answer, Tensor):
             state.canvas = answer
-            if state.round + 1 < len(run.parts["tokenizer"].scales):
+            if state.round + 1 < run.model[-1].scales.stop:
                 state.maps[-1] = run.parts["tokenizer"].next_map(answer, state.round + 1)
 
     def measure(
         self, run: Run, state: ScaleDecodeState, tokens: Tensor
     ) -> tuple[float | None, Tensor | None]:
-        first = _of_one_model(run.model, 0)[-1].scales.stop
+        first = self._measured_from(run)
         if state.reference is None or first > state.round:
             return None, None
         starts = first_slots(run.parts["tokenizer"])
@@ -360,10 +446,17 @@ class ScaleWiseSampler(Sampler):
         runs = [list(stages) for _, stages in groupby(run.model, key=lambda stage: id(stage.model))]
         # A model with a compressed cache draws from a different law.
         exact = len(runs) == 1 and getattr(run.model[0].model, "lossless", True)
-        trace |= dict(lossless=self.lossless and exact, identical=self.identical and exact)
+        whole = not self.schedule.leaves_out(len(run.parts["tokenizer"].scales))
+        promised = exact and whole and not self.config["smooth"]
+        trace |= dict(lossless=promised, identical=promised)
         drawn = range(state.round + 1)
         calls = tuple(sum(scale in drawn for stage in stages for scale in stage.scales) for stages in runs)
-        found = ScaleTrace(**trace, model_calls=calls, cache_bytes=tuple(state.cache_bytes))
+        found = ScaleTrace(
+            **trace,
+            model_calls=calls,
+            cache_bytes=tuple(state.cache_bytes),
+            layer_places=tuple(state.layer_places),
+        )
         return ScaleResult(tokens, found, state.canvas)
 
     def check(self, model: Sequence[Stage], law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
@@ -388,6 +481,7 @@ class ScaleWiseSampler(Sampler):
                     "channels; pass models and a tokenizer that were trained together."
                 )
             check_allowed(stage.law or law, stage.model.vocab_size)
+        drawn_stages(self, stages)
 
 
 def first_slots(tokenizer: ScaleTokenizer) -> list[int]:
@@ -401,12 +495,64 @@ def _of_one_model(stages: Sequence[Stage], number: int) -> list[Stage]:
     return list(takewhile(lambda stage: stage.model is stages[number].model, stages[number:]))
 
 
-def _prefill(
-    served: Sequence[Stage], condition: Any, law: TokenLaw, batch_size: int, maps: Sequence[Tensor]
+def drawn_stages(sampler: Any, stages: Sequence[Stage]) -> list[Stage]:
+    """Return the stages of the scales that a sampler draws, given those of all scales.
+
+    Raises:
+        ValueError: its schedule names scales that there are not, or prunes a model that runs all places.
+    """
+    schedule = getattr(sampler, "schedule", None)  # a sampler that is not ours draws all
+    if not isinstance(schedule, ScaleSchedule):
+        return list(stages)
+    plan = schedule.at(stages[-1].scales.stop)
+    _check_pruning(plan, stages)
+    return plan.cut(stages)
+
+
+def _check_pruning(plan: ScaleSchedule, stages: Sequence[Stage]) -> None:
+    """Refuse parts of places for a model that cannot take them, or where they would change nothing."""
+    for run in plan.pruned_runs(stages):
+        model, first = run[0].model, run[0].scales.start
+        if not getattr(model, "prunes", False):
+            raise ValueError(
+                f"keep_share given, but a {type(model).__name__} runs all places; leave keep_share out, or decode with "
+                "a VAR or an Infinity whose cache is whole."
+            )
+        pruning = plan.pruning
+        assert pruning is not None
+        if not pruning.layers(model.num_layers):
+            raise ValueError(
+                f"pruned_layers={plan.pruned_layers} holds none of the {model.num_layers} layers; pass a wider part of "
+                "the depth."
+            )
+        if plan.keep_share[first] < 1:
+            raise ValueError(
+                f"keep_share={plan.keep_share[first]} for scale {first}, which the first forward of its model runs "
+                "whole with all scales before it; pass 1 there, or let one model draw all scales."
+            )
+
+
+def prefill(
+    served: Sequence[Stage],
+    condition: Any,
+    guided: bool,
+    batch_size: int,
+    maps: Sequence[Tensor],
+    plan: ScaleSchedule | None = None,
 ) -> Any:
-    """Prefill the model of these stages for all their scales."""
-    guided, stop = draws_guided(served, law.guided), served[-1].scales.stop
-    return served[0].model.prefill(condition, batch_size=batch_size, guided=guided, maps=maps, stop=stop)
+    """Prefill the model of these stages for all their scales: guided and whole, or as a schedule says.
+
+    Args:
+        guided: in stages without a law of their own.
+        plan: a schedule `at` its number of scales; None: nothing is left out.
+    """
+    rows, stop, more = served, served[-1].scales.stop, {}
+    if plan is not None:
+        rows = [stage for stage in served if plan.guides(stage.scales.start)]
+        more = {"pruning": plan.pruning} if plan.pruned_runs(served) else {}
+    return served[0].model.prefill(
+        condition, batch_size=batch_size, guided=draws_guided(rows, guided), maps=maps, stop=stop, **more
+    )
 
 
 def _stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) -> Tensor:

@@ -10,6 +10,7 @@ from visual_spec.eval.draws import caches_of
 from visual_spec.eval.speed.scale_cost import count_decode, like_on_meta, pipeline_on_meta
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.var import PRESETS, SCALES
+from visual_spec.samplers.core.scale_schedule import ScaleSchedule
 
 CODES = 4096
 
@@ -153,3 +154,26 @@ def test_the_shapes_are_those_of_the_pipeline():
     assert [stage.scales for stage in copy.stages()] == [range(3), range(3, 4)]
     assert pipeline_on_meta({"num_layers": 1}, {}, dtype=torch.float16).refiner is None
     assert set(TINY_VQ) <= set(copy.vq_model.config)
+
+
+def test_a_schedule_costs_what_it_runs():
+    """By the matrix products of every scale: layers of kept places in their rows, the head of all places."""
+    pipe = like_on_meta(tiny_scale_pipeline(pair=False))
+    full = count_decode(pipe.stages(), guided=True)
+
+    def flops(**schedule: Any) -> int:
+        return count_decode(pipe.stages(), guided=True, schedule=ScaleSchedule(**schedule)).flops
+
+    width, layers, words = 16, 2, 12
+    block, head = layers * 12 * width * width, width * words  # of one place
+    reads = 2 * layers * width  # of one place and one that it sees
+    assert flops(stop_after=3, guided_until=4, keep_share=(1.0,) * 4) == full.flops
+    # Without the last scale: its embedding, blocks and head, and what its places see.
+    last = 16 * (2 * width) + 2 * 16 * (block + head + reads * 30)
+    assert full.flops - flops(stop_after=2) == 2 * last
+    # Without the unconditional rows of the last scale.
+    assert full.flops - flops(guided_until=3) == 2 * 16 * (block + head + reads * 30)
+    # With 5 of its 16 places, which see these and the 14 before.
+    pruned = 2 * (16 * (block + reads * 30) - 5 * (block + reads * 19))
+    assert full.flops - flops(keep_share=(0.3,)) == 2 * pruned
+    assert count_decode(pipe.stages(), guided=True, schedule=ScaleSchedule(stop_after=2)).forwards == 3

@@ -140,7 +140,8 @@ def _token_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ComparisonRow:
 def _scale_row(pipe: Any, prompt: str, plain: Any, fast: Any) -> ScaleComparisonRow:
     return ScaleComparisonRow(
         grid=TokenGrid(1, fast.tokens.shape[1]),
-        sides=tuple(pipe.vq_model.scales),
+        sides=tuple(pipe.vq_model.scales[: sum(fast.trace.model_calls)]),
+        plain_tokens=plain.tokens.shape[1],
         drafted=fast.trace.model_calls[0],
         plain_cache=max(plain.trace.cache_bytes),
         fast_cache=max(fast.trace.cache_bytes),

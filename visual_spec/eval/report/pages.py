@@ -127,11 +127,13 @@ class ComparisonRow:
 class ScaleComparisonRow(ComparisonRow):
     """One class drawn scale by scale: plainly by one model, and by several, or with another cache.
 
-    `sides`: tokens per side of each map; `grid` is all of their slots in a row. `drafted`: how many of the maps the
-    first model drew. `*_cache`: bytes of keys and values that were held, at most.
+    `sides`: tokens per side of each map that was drawn; `grid` is all of their slots in a row. `plain_tokens`: tokens
+    of the plain picture, more than the slots of the grid if the other one leaves out scales. `drafted`: how many of the
+    maps the first model drew. `*_cache`: bytes of keys and values that were held, at most.
     """
 
     sides: tuple[int, ...] = ()
+    plain_tokens: int = 0
     drafted: int = 0
     plain_cache: int = 0
     fast_cache: int = 0

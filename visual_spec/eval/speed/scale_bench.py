@@ -25,6 +25,7 @@ from visual_spec.eval.speed.timing import Decoded, Report, summarise_row, time_r
 from visual_spec.eval.tables import markdown
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
+from visual_spec.samplers.scales import drawn_stages
 
 
 def random_pipeline(
@@ -70,8 +71,8 @@ def count_settings(
     for setting in settings:
         with setting.on(pipe, calibrated=False):
             stages, guided = pipe.stages(law=setting.law), setting.law.guided
-            cost = scale_cost.count_decode(stages, guided=guided)
-            caches = caches_of(stages, 1, guided, dtype)
+            cost = scale_cost.count_decode(stages, guided=guided, schedule=setting.sampler.schedule)
+            caches = caches_of(drawn_stages(setting.sampler, stages), 1, guided, dtype)
         for batch_size, found in zip(batch_sizes, rows, strict=True):
             found.append(
                 {
@@ -148,8 +149,10 @@ def time_settings(
         report=lambda text: report(f"batch {batch_size}: {text}"),
     )
     rows = []
-    tokens = sum(side * side for side in pipe.vq_model.scales)
+    sides = pipe.vq_model.scales
     for index, setting in enumerate(settings):
+        stop = setting.sampler.schedule.at(len(sides)).stop_after
+        tokens = sum(side * side for side in sides[: stop + 1])
         row = summarise_row(rounds.seconds[index], rounds.calls[index], rounds.seconds[0], tokens)
         row.update(
             sampler=sampler_settings(setting.sampler),

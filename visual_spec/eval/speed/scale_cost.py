@@ -24,7 +24,8 @@ from visual_spec.models.next_scale.var import PRESETS, SCALES, VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.pipelines.scale_plan import SCHEDULE
-from visual_spec.samplers.scales import ScaleWiseSampler, Stage, draws_guided
+from visual_spec.samplers.core.scale_schedule import ScaleSchedule
+from visual_spec.samplers.scales import ScaleWiseSampler, Stage, prefill
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,18 @@ def like_on_meta(pipe: ScaleImagePipeline) -> ScaleImagePipeline:
 
 
 @torch.no_grad()
-def count_decode(stages: Sequence[Stage], *, guided: bool) -> ScaleCost:
+def count_decode(
+    stages: Sequence[Stage], *, guided: bool, schedule: ScaleSchedule | None = None
+) -> ScaleCost:
     """Run the forwards of a schedule of models on the meta device, in the order in which a sampler does, and count.
 
     Args:
         stages: of `MetaVAR` models, or of these with a compressed cache.
         guided: with the unconditional row beside that of the picture, in stages without a law of their own.
+        schedule: what the sampler leaves out; None: nothing.
     """
-    runs = [list(run) for _, run in groupby(stages, key=lambda stage: id(stage.model))]
+    plan = (schedule or ScaleSchedule()).at(stages[-1].scales.stop)
+    runs = [list(run) for _, run in groupby(plan.cut(stages), key=lambda stage: id(stage.model))]
     counter = _Counter([_network(run[0].model) for run in runs])
     labels = torch.zeros(1, dtype=torch.long, device="meta")
     forwards = 0
@@ -163,11 +168,12 @@ def count_decode(stages: Sequence[Stage], *, guided: bool) -> ScaleCost:
                 side = network.scales[scale]
                 return weight.new_empty(1, network.code_dim, side, side)
 
-            doubled = draws_guided(run, guided)
             known = [map_of(scale) for scale in range(1, first + 1)]
             with counter.forward():
-                state = model.prefill(labels, batch_size=1, guided=doubled, maps=known, stop=stop)
+                state = prefill(run, labels, guided, 1, known, plan)
             for scale in range(first + 1, stop):
+                if state.guided and not plan.guides(scale):
+                    state.drop_unconditional()
                 with counter.forward():
                     model(state, map_of(scale), scale)
             forwards += stop - first

@@ -376,12 +376,19 @@ class ScaleState:
         """Bytes of the key and value cache for the whole decode; 0 for a model without one."""
         return 0
 
+    def drop_unconditional(self) -> None:
+        """Go on without the unconditional rows, R = B: they leave the caches, and later calls do not compute them."""
+        self.logits, self.guided = self.logits[: len(self.logits) // 2], False
+
 
 class ScaleModel(Protocol):
     """A model that predicts all tokens of a scale at once, given the maps of the scales before it.
 
     Earlier scales are given as input maps, `ScaleTokenizer.next_map`. They are the same for every model of one
     tokenizer, so one model can continue where another stopped.
+
+    A model may tell its `num_layers`. If it also has an attribute `prunes`, True, its `prefill` takes `pruning`, a
+    `visual_spec.models.core.pruning.Pruning`, and then only parts of later maps go through its layers.
     """
 
     @property

@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
+from visual_spec.models.core.pruning import Pruning
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
+from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
 from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, modulated
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import RMSNorm, Turns, rotary_table, turns_of
@@ -59,6 +61,7 @@ class InfinityState(ScaleState):
         rotations: `[L, D / 2, 2]`, cosines and sines of every place.
         fed: number of scales fed; 0 if the prefill was the only forward needed.
         stop: the first scale that will not be predicted.
+        pruned: which places of later scales go through which layers; None: all.
     """
 
     cache: ScaleCache
@@ -70,6 +73,7 @@ class InfinityState(ScaleState):
     rotations: Tensor
     fed: int
     stop: int
+    pruned: PrunedMaps | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -80,6 +84,21 @@ class InfinityState(ScaleState):
     def text_bytes(self) -> int:
         """Bytes of keys and values of captions."""
         return 2 * self.text_keys.nelement() * self.text_keys.element_size()
+
+    def drop_unconditional(self) -> None:
+        """See `ScaleState.drop_unconditional`."""
+        super().drop_unconditional()
+        count = len(self.head_modulation) // 2
+        self.cache.keep_rows(count)
+        if self.pruned is not None:
+            self.pruned.keep_rows(count)
+        self.text_keys, self.text_values = self.text_keys[:, :count], self.text_values[:, :count]
+        self.text_mask, self.head_modulation = self.text_mask[:count], self.head_modulation[:count]
+        self.modulations = self.modulations[:, :count]
+
+    def apply(self, layer: int, scales: range) -> Apply:
+        """Return what runs the sub-layers of a layer on some scales."""
+        return whole if self.pruned is None else partial(self.pruned.apply, layer, scales)
 
 
 class FeedForward(nn.Module):
@@ -155,13 +174,24 @@ class InfinityBlock(nn.Module):
         turns: Turns,
         text: tuple[Tensor, Tensor, Tensor],
         attend: Attend,
+        apply: Apply = whole,
     ) -> Tensor:
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
-        q, k, v = self.sa.project(modulated(x, scale1, shift1), turns)
-        seen = attend(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.sa.proj(seen) * gain1[:, None]
-        x = x + self.ca(self.ca_norm(x), *text)
-        return x + self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
+
+        def attention(x: Tensor, places: Tensor | None) -> Tensor:
+            at = turns if places is None else (turns[0][0][places], turns[1][0][places])
+            q, k, v = self.sa.project(modulated(x, scale1, shift1), at)
+            return self.sa.proj(attend(q, k, v).transpose(1, 2).flatten(2)) * gain1[:, None]
+
+        def cross_attention(x: Tensor, places: Tensor | None) -> Tensor:
+            return self.ca(self.ca_norm(x), *text)
+
+        def feed_forward(x: Tensor, places: Tensor | None) -> Tensor:
+            return self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
+
+        x = x + apply(0, x, attention)
+        x = x + apply(1, x, cross_attention)
+        return x + apply(2, x, feed_forward)
 
 
 class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
@@ -189,6 +219,8 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     _repeated_blocks = ["InfinityBlock"]
     _no_split_modules = ["InfinityBlock"]
+
+    prunes = True  # `prefill` takes `pruning`
 
     @register_to_config
     def __init__(
@@ -257,6 +289,11 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
                 elif name.endswith("ada_gss"):
                     parameter[:, :, :2] *= 1e-3  # the gains of attention and feed-forward layer
                     parameter[:, :, 2:] *= 0.5
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.blocks)
 
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
@@ -387,6 +424,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         maps: Sequence[Tensor] = (),
         stop: int | None = None,
         cache: ScaleCache | None = None,
+        pruning: Pruning | None = None,
     ) -> InfinityState:
         """Read the captions, and run the known scales in one forward; see `ScaleModel.prefill`.
 
@@ -397,6 +435,8 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
                 unconditional rows.
             cache: an empty cache of another kind, made for these maps and `stop`; None: a static one that keeps
                 everything. `CompressedVAR` passes its own.
+            pruning: the parts of later maps that go through the layers; the scales of this forward are whole. Not with
+                a `cache`.
 
         Raises:
             TypeError, ValueError: as in `check_condition`; or the maps have other shapes, or `stop` is not after them.
@@ -411,11 +451,14 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden = self._embed(pooled, maps)
         # No scale reads the last one, so it is not cached; if this forward ends there, nothing is cached.
         more = len(maps) < stop - 1
+        pruned = (
+            None if pruning is None else PrunedMaps(pruning.behind(len(maps)), self.scales, len(self.blocks))
+        )
         if cache is None:
             heads = self.config["num_heads"]
             size = self.offsets[stop - 1] if more else 0
             shape = (len(self.blocks), len(pooled), heads, size, self.config["dim"] // heads)
-            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets)
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets, pruned)
         state = InfinityState(
             logits=hidden,  # until there are
             guided=guided,
@@ -428,6 +471,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
             rotations=self._rotations(hidden.device),
             fed=len(maps) + 1 if more else 0,
             stop=stop,
+            pruned=pruned,
         )
         hidden = self._run(state, hidden, range(len(maps) + 1))
         state.logits = self._logits(hidden[:, self.offsets[len(maps)] :], state.head_modulation)
@@ -462,7 +506,7 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
         for index, block in enumerate(self._layers):
             text = (state.text_keys[index], state.text_values[index], state.text_mask)
             attend = partial(state.cache.attend, index, scales)
-            hidden = block(hidden, state.modulations[index], turns, text, attend)
+            hidden = block(hidden, state.modulations[index], turns, text, attend, state.apply(index, scales))
         return hidden
 
     # -- training ----------------------------------------------------------------------------------------------------

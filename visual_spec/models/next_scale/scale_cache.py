@@ -22,6 +22,7 @@ from torch import Tensor
 from visual_spec.models.core.cache import EvictingCache, KeyValues, StaticCache
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, Side, area_of, shape_of
 from visual_spec.models.next_scale.scale_budget import WINDOW, ScaleBudget, check_budget, offsets_of
+from visual_spec.models.next_scale.scale_pruning import PrunedMaps
 
 _POOL, _POOLED_SIDE = 5, 32
 
@@ -64,6 +65,10 @@ class ScaleCache(Protocol):
         """
         ...
 
+    def keep_rows(self, count: int) -> None:
+        """Keep the first `count` rows only."""
+        ...
+
 
 class WholeCache:
     """A cache of everything, in slots that are allocated once and written by scale.
@@ -71,13 +76,14 @@ class WholeCache:
     Args:
         held: its slots are those of all scales before the last one to be predicted.
         offsets: the first slot of each scale.
+        pruned: layers that get a part of the places of some scales; they leave their last slots unused.
     """
 
     repeatable = True
 
-    def __init__(self, held: StaticCache, offsets: Sequence[int]):
+    def __init__(self, held: StaticCache, offsets: Sequence[int], pruned: PrunedMaps | None = None):
         self.held = held
-        self._offsets = offsets
+        self._offsets, self._pruned = offsets, pruned
 
     @property
     def most_bytes(self) -> int:
@@ -86,9 +92,10 @@ class WholeCache:
 
     def attend(self, layer: int, scales: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `ScaleCache.attend`."""
-        first, end = self._offsets[scales.start], self._offsets[scales.stop]
+        offsets = self._offsets if self._pruned is None else self._pruned.offsets(layer)
+        first, end = offsets[scales.start], offsets[scales.stop]
         keys, values = self.held.keys[layer], self.held.values[layer]
-        kept = end <= self.held.num_slots
+        kept = self._offsets[scales.stop] <= self.held.num_slots
         if kept:
             keys[:, :, first:end], values[:, :, first:end] = k, v
         if first == 0:
@@ -96,6 +103,10 @@ class WholeCache:
         if kept:
             return attend(q, keys[:, :, :end], values[:, :, :end])
         return attend(q, torch.cat([keys[:, :, :first], k], 2), torch.cat([values[:, :, :first], v], 2))
+
+    def keep_rows(self, count: int) -> None:
+        """See `ScaleCache.keep_rows`."""
+        self.held.select(torch.arange(count))
 
 
 # -- ScaleKV ---------------------------------------------------------------------------------------------------------
@@ -169,6 +180,10 @@ class CompressedCache(EvictingCache):
         seen = [self._attend(layer, scale, *part) for scale, *part in parts]
         return seen[0] if len(seen) == 1 else torch.cat(seen, 2)
 
+    def keep_rows(self, count: int) -> None:
+        """See `ScaleCache.keep_rows`."""
+        self.select(torch.arange(count))
+
     def _attend(self, layer: int, scale: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         held = self.append(layer, KeyValues(k, v))
         seen = attend(q, held.keys, held.values)
@@ -218,6 +233,10 @@ class CompressedVAR:
     @property
     def code_dim(self) -> int:
         return self.model.code_dim
+
+    @property
+    def num_layers(self) -> int:
+        return self.budget.num_layers
 
     @property
     def lossless(self) -> bool:

@@ -31,9 +31,11 @@ from visual_spec.models.core.checkpoints import (
 )
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, checked_stop
+from visual_spec.models.core.pruning import Pruning
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
+from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
 from visual_spec.models.next_token.llamagen_blocks import Turns, rotate
 
 # Tokens per side of each map, by picture size in pixels.
@@ -67,6 +69,7 @@ class VARState(ScaleState):
         head_modulation: `[R, 2, dim]`, the same for the head.
         fed: number of scales fed; 0 if the prefill was the only forward needed.
         stop: the first scale that will not be predicted.
+        pruned: which places of later scales go through which layers; None: all.
     """
 
     cache: ScaleCache
@@ -74,11 +77,25 @@ class VARState(ScaleState):
     head_modulation: Tensor
     fed: int
     stop: int
+    pruned: PrunedMaps | None = None
 
     @property
     def cache_bytes(self) -> int:
         """The most bytes of keys and values held from call to call."""
         return self.cache.most_bytes
+
+    def drop_unconditional(self) -> None:
+        """See `ScaleState.drop_unconditional`."""
+        super().drop_unconditional()
+        count = len(self.head_modulation) // 2
+        self.cache.keep_rows(count)
+        if self.pruned is not None:
+            self.pruned.keep_rows(count)
+        self.modulations, self.head_modulation = self.modulations[:, :count], self.head_modulation[:count]
+
+    def apply(self, layer: int, scales: range) -> Apply:
+        """Return what runs the sub-layers of a layer on some scales."""
+        return whole if self.pruned is None else partial(self.pruned.apply, layer, scales)
 
 
 class Attention(nn.Module):
@@ -143,12 +160,18 @@ class VARBlock(nn.Module):
             return self.ada_gss[0] + condition
         return self.ada_lin(condition).unflatten(-1, (6, -1))
 
-    def forward(self, x: Tensor, modulation: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, modulation: Tensor, attend: Attend, apply: Apply = whole) -> Tensor:
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
-        q, k, v = self.attn.project(modulated(x, scale1, shift1))
-        seen = attend(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.attn.proj(seen) * gain1[:, None]
-        return x + self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
+
+        def attention(x: Tensor, places: Tensor | None) -> Tensor:
+            q, k, v = self.attn.project(modulated(x, scale1, shift1))
+            return self.attn.proj(attend(q, k, v).transpose(1, 2).flatten(2)) * gain1[:, None]
+
+        def feed_forward(x: Tensor, places: Tensor | None) -> Tensor:
+            return self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
+
+        x = x + apply(0, x, attention)
+        return x + apply(1, x, feed_forward)
 
 
 class HeadNorm(nn.Module):
@@ -181,6 +204,7 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
     _no_split_modules = ["VARBlock"]
 
     stored_as = (torch.float8_e4m3fn,)  # the matrices of the blocks of the embedded one
+    prunes = True  # `prefill` takes `pruning`
 
     @register_to_config
     def __init__(
@@ -240,6 +264,11 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
                     six = parameter.unflatten(0, (6, dim)) if parameter.ndim == 2 else parameter[0, 0]
                     six[:2] *= 1e-3  # the gains of attention and feed-forward layer
                     six[2:] *= 0.5
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.blocks)
 
     # -- condition and inputs ----------------------------------------------------------------------------------------
 
@@ -332,6 +361,7 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
         maps: Sequence[Tensor] = (),
         stop: int | None = None,
         cache: ScaleCache | None = None,
+        pruning: Pruning | None = None,
     ) -> VARState:
         """Run the class and the known scales in one forward; see `ScaleModel.prefill`. `condition`: labels `[B]`.
 
@@ -340,6 +370,8 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
         Args:
             cache: an empty cache of another kind, made for these maps and `stop`; None: a static one that keeps
                 everything. `CompressedVAR` passes its own.
+            pruning: the parts of later maps that go through the layers; the scales of this forward are whole. Not with
+                a `cache`.
 
         Raises:
             TypeError, ValueError: as in `check_condition`; or the maps have other shapes, or `stop` is not after them.
@@ -353,23 +385,27 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
         modulations, head_modulation = self._modulations(classes)
         # No scale reads the last one, so it is not cached; if this forward ends there, nothing is cached.
         more = len(maps) < stop - 1
+        pruned = (
+            None if pruning is None else PrunedMaps(pruning.behind(len(maps)), self.scales, len(self.blocks))
+        )
         if cache is None:
             heads = self.config["num_heads"]
             size = self.offsets[stop - 1] if more else 0
             shape = (len(self.blocks), len(classes), heads, size, self.config["dim"] // heads)
-            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets)
-        known = range(len(maps) + 1)
-        for index, block in enumerate(self.blocks):
-            hidden = block(hidden, modulations[index], partial(cache.attend, index, known))
-        return VARState(
-            logits=self._logits(hidden[:, self.offsets[len(maps)] :], head_modulation),
+            cache = WholeCache(StaticCache.allocate(hidden, shape), self.offsets, pruned)
+        state = VARState(
+            logits=hidden,  # until there are
             guided=guided,
             cache=cache,
             modulations=torch.stack(modulations),
             head_modulation=head_modulation,
             fed=len(maps) + 1 if more else 0,
             stop=stop,
+            pruned=pruned,
         )
+        hidden = self._run(state, hidden, range(len(maps) + 1))
+        state.logits = self._logits(hidden[:, self.offsets[len(maps)] :], head_modulation)
+        return state
 
     @loads_weights
     @torch.no_grad()
@@ -390,11 +426,16 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden = self._embed_map(map, scale)
         if state.guided:
             hidden = hidden.repeat(2, 1, 1)
-        for index, block in enumerate(self.blocks):
-            attend = partial(state.cache.attend, index, range(scale, scale + 1))
-            hidden = block(hidden, state.modulations[index], attend)
+        hidden = self._run(state, hidden, range(scale, scale + 1))
         state.fed = scale + 1
         return self._logits(hidden, state.head_modulation)
+
+    def _run(self, state: VARState, hidden: Tensor, scales: range) -> Tensor:
+        """Run all layers on the inputs `[R, places, dim]` of some scales."""
+        for index, block in enumerate(self.blocks):
+            attend = partial(state.cache.attend, index, scales)
+            hidden = block(hidden, state.modulations[index], attend, state.apply(index, scales))
+        return hidden
 
     # -- training ----------------------------------------------------------------------------------------------------
 
