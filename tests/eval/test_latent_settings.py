@@ -40,6 +40,8 @@ def test_rivals_and_rules_of_a_masked_model():
         "continuous:head_steps=50,last_head_steps=5",
         "continuous:steps=32,head_steps=50,last_head_steps=5",
         "continuous:steps=16,head_steps=50,last_head_steps=5",
+        "continuous:reuse=1",
+        "continuous:reuse=3",
         "continuous:final_noise=0.05",
         "continuous:eta=0,final_noise=0",
         "head-speculation:levels=8",

@@ -150,7 +150,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     ),
     "ContinuousSampler": dict(
         steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,
-        graph=False,
+        graph=False, reuse=0, reuse_from=0.5,
     ),
     "SpeculativeContinuousSampler": dict(
         rule="aligned", num_drafts=2, tolerance=0.3, prefill=0.2, measure=True, order=None, guidance="constant",

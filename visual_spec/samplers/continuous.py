@@ -3,8 +3,9 @@
 A masked model (MAR: Li et al. 2024, section 3.4) fills its slots in random, raster or given order; a call fills several
 of them, as many as the published cosine schedule says. A causal model draws one token a call, in its own order.
 
-Fewer calls, fewer levels, and levels that fall from call to call (DiSA: Zhao et al. 2025, section 3) are settings: each
-changes the law, and none is measured against another here.
+Fewer calls, fewer levels, levels that fall from call to call (DiSA: Zhao et al. 2025, section 3), and calls of a masked
+model that compute few of its places (ReCAP: Zhang et al. 2025) are settings: each changes the law, and none is measured
+against another here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.graph import AUTO, check_graph, wants_graph
 from visual_spec.samplers.core.latent_base import LatentSampler, LatentState
+from visual_spec.samplers.core.masked_reuse import full_calls, last_of_group
+from visual_spec.samplers.core.trunks import Group
 
 # Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
 _ROOM = 64
@@ -32,11 +35,15 @@ class CallShape(NamedTuple):
         count: N, tokens that it draws for a sample.
         room: of a masked model, known tokens that it has room for.
         levels: T, of the chains.
+        group: of a local call, the slots that it computes; None: all of them.
+        keep: whether local calls go on from this one.
     """
 
     count: int
     room: int
     levels: int
+    group: Group | None = None
+    keep: bool = False
 
 
 @dataclass
@@ -56,7 +63,12 @@ class ContinuousSampler(LatentSampler):
         head_steps, eta, final_noise: of the chain of a token (`ChainSettings`); None: the model's own.
         last_head_steps: levels of the chains of the last call; they fall evenly to it from `head_steps`, those of the
             first call (DiSA: Zhao et al. 2025, section 3, from 50 to 5). None: all calls have `head_steps`.
-        graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible.
+        reuse: of a masked model, local calls behind each full one. A local call computes the slots of its group only,
+            those that it and the other local calls behind the same full one draw; all other slots stay as the full call
+            left them. 0: every call is full, as published.
+        reuse_from: share of the calls that are full before any reuse, from 0 to 1.
+        graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible,
+            and never with reuse.
 
     A call takes the `law`'s guidance scale and temperature; the temperature multiplies the noise of the chain's steps,
     or, if the chain is deterministic, its start. It returns tokens float [B, L, d] in raster order, with a
@@ -79,14 +91,27 @@ class ContinuousSampler(LatentSampler):
         final_noise: float | None = None,
         last_head_steps: int | None = None,
         graph: bool | str = AUTO,
+        reuse: int = 0,
+        reuse_from: float = 0.0,
     ) -> None:
         self._check_law_settings()
+        if isinstance(reuse, bool) or not isinstance(reuse, int) or reuse < 0:
+            raise ValueError(
+                f"reuse={reuse!r}; pass the number of local calls behind each full one, 0 or more."
+            )
+        if not 0 <= reuse_from <= 1:
+            raise ValueError(f"reuse_from={reuse_from!r}; pass a share of the calls, from 0 to 1.")
         if last_head_steps is not None:
             try:
                 ChainSettings(last_head_steps)
             except ValueError as error:
                 raise ValueError(f"last_{error}") from None
         check_graph(graph)
+        self.records_steps = reuse == 0
+        if reuse and graph is True:
+            raise ValueError(
+                "graph=True with reuse given; local calls are not recorded. Leave one of them out."
+            )
 
     def num_steps(self, model: Any) -> int:
         return model.grid.num_tokens if self.config.steps is None else self.config.steps
@@ -97,6 +122,11 @@ class ContinuousSampler(LatentSampler):
         if steps is not None and trunks.is_causal(model):
             raise ValueError(
                 f"steps={steps} given, but a causal model draws one token a call; leave steps out."
+            )
+        if self.config.get("reuse") and not hasattr(model, "again"):
+            raise ValueError(
+                f"reuse={self.config.reuse} given, but {type(model).__name__} holds no keys and values between its "
+                "calls; leave reuse out."
             )
         if steps is not None:
             hidden_after(model.grid.num_tokens, steps)  # refuses another number
@@ -118,14 +148,25 @@ class ContinuousSampler(LatentSampler):
             0 if trunks.is_causal(model) else min(-(-known // unit) * unit, edges[-1]) for known in edges
         ]
         counts = [end - first for first, end in zip(edges, edges[1:], strict=False)]
-        return [CallShape(*one) for one in zip(counts, rooms, self.chain_lengths(model), strict=False)]
+        levels = self.chain_lengths(model)
+        reuse, first = self.config.get("reuse", 0), self.config.get("reuse_from", 0.0)
+        full = full_calls(len(counts), reuse, first)
+        shapes, start = [], 0
+        for call, count in enumerate(counts):
+            last = last_of_group(full, call)
+            if full[call]:
+                start, group = edges[call], None
+            else:
+                group = Group(edges[call] - start, counts[call - 1], edges[last + 1] - edges[call])
+            shapes.append(CallShape(count, rooms[call], levels[call], group, full[call] and last > call))
+        return shapes
 
     def chain_levels(self, state: PlainState) -> int:
         return state.width.levels
 
     def prepare(self, run: Run) -> PlainState:
         shape = self.shapes(run.model)[0]
-        return self.open(run, PlainState, scratch=0, first=shape.count, width=shape)
+        return self.open(run, PlainState, scratch=0, first=shape.count, keep=shape.keep, width=shape)
 
     def paced(self, advance: Callable[[], None], run: Run, state: PlainState) -> Callable[[], None]:
         shapes = iter(self.shapes(run.model)[1:])
@@ -137,10 +178,13 @@ class ContinuousSampler(LatentSampler):
         return call
 
     def step(self, run: Run, state: PlainState) -> None:
-        count, room, _ = state.width
+        shape, known = state.width, (state.tokens, state.places, state.lengths)
         state.round += 1
-        z = trunks.step_conditions(
-            run.model, state.cache, state.tokens, state.places, state.lengths, count, room
-        )
+        if shape.group is None:
+            z = trunks.step_conditions(
+                run.model, state.cache, *known, shape.count, shape.room, keep=shape.keep
+            )
+        else:
+            z = trunks.group_conditions(run.model, state.cache, *known, shape.count, shape.group)
         run.lap("model")
         self.draw_plainly(run, state, z)

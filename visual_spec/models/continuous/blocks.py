@@ -51,7 +51,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """`x [R, W, dim]`, each place attending to those that a bool mask [R or 1, 1, W or 1, W] shows, or to all."""
-        x = x + self.attn.attend(*self.attn.project(self.norm1(x)), mask)
+        return self.finish(x, *self.attn.project(self.norm1(x)), mask)
+
+    def finish(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """The rest of `forward`, behind the projections of normalised `x`; keys and values may be of other places."""
+        x = x + self.attn.attend(query, key, value, mask)
         return x + self.mlp(self.norm2(x))
 
 

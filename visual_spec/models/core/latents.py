@@ -165,6 +165,20 @@ class MaskedLatentModel(LatentModel, Protocol):
         ...
 
 
+class ReusingLatentModel(MaskedLatentModel, Protocol):
+    """A masked model whose calls can go on from what an earlier one computed."""
+
+    def __call__(
+        self, state: Any, tokens: Tensor, known: Tensor, room: int | None = None, keep: bool = False
+    ) -> Tensor:
+        """As `MaskedLatentModel`; `keep`: hold in the state what `again` needs."""
+        ...
+
+    def again(self, state: Any, tokens: Tensor, fresh: Tensor, places: Tensor) -> Tensor:
+        """Conditions [R, n, dim] of places long [B, n], where those of `fresh`, long [B, m], have become known."""
+        ...
+
+
 def guided(output: Tensor, scale: float | Tensor, token_dim: int) -> Tensor:
     """Classifier-free guidance of a head's output `[..., 2 N, outputs]`, conditional rows first: `[..., N, outputs]`.
 

@@ -224,7 +224,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     needs_drafter: bool = False
     promise: ClassVar[str | None] = None
     counts_prefill: ClassVar[bool] = True
-    records_steps: ClassVar[bool] = True
+    records_steps: bool = True
 
     # -- what a method must write
 

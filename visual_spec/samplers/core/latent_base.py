@@ -123,6 +123,7 @@ class LatentSampler(Sampler):
     def law_settings(self) -> dict[str, Any]:
         """The settings that are part of the law: samplers that differ in one of them draw from different laws."""
         names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise")
+        names += ("reuse", "reuse_from")
         return {name: self.config.get(name) for name in names}
 
     def num_steps(self, model: LatentModel) -> int:
@@ -169,18 +170,21 @@ class LatentSampler(Sampler):
 
     # -- what methods begin with
 
-    def open(self, run: Run, kind: type[Any], scratch: int, first: int = 1, **more: Any) -> Any:
+    def open(
+        self, run: Run, kind: type[Any], scratch: int, first: int = 1, keep: bool = False, **more: Any
+    ) -> Any:
         """The state behind call 0, which draws and commits the first slots.
 
         Args:
             kind: of the state, a `LatentState`.
             scratch: number of slots past the grid that calls may write.
             first: how many slots that call draws.
+            keep: whether it holds what local calls go on from.
             more: the other fields of `kind`.
         """
         model, size, device = run.model, run.batch_size, run.device
         places = run.tables["places"] = self.places(run, scratch, device)
-        z = trunks.first_conditions(model, run.cache, places, first)
+        z = trunks.first_conditions(model, run.cache, places, first, keep)
         zeros = torch.zeros(size, dtype=torch.long, device=device)
         dtype = torch.promote_types(z.dtype, torch.float32)
         state = kind(

@@ -8,12 +8,26 @@ A masked model sees tokens both ways, so each context is a row of its own of one
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from visual_spec.models.core.fill_order import guidance_scales, hidden_after
+
+
+class Group(NamedTuple):
+    """The slots that a local call computes, all samples alike.
+
+    Attributes:
+        past: slots of the group that are known.
+        fresh: the last of these, which the call before drew.
+        ahead: slots of the group that are still to be drawn.
+    """
+
+    past: int
+    fresh: int
+    ahead: int
 
 
 def is_causal(model: Any) -> bool:
@@ -28,23 +42,31 @@ def begin(model: Any, condition: Any, *, batch_size: int, guided: bool, window: 
     return model.prepare(condition, batch_size=batch_size, guided=guided)
 
 
-def first_conditions(model: Any, cache: Any, places: Tensor, count: int) -> Tensor:
+def first_conditions(model: Any, cache: Any, places: Tensor, count: int, keep: bool = False) -> Tensor:
     """Conditions [R, count, dim] of the first slots, which know nothing; a causal model has them from its prefill."""
     if is_causal(model):
         return cache.conditions[:, None]
     tokens = torch.zeros(*places.shape, model.token_dim, dtype=model.dtype, device=places.device)
     lengths = torch.zeros(len(places), dtype=torch.long, device=places.device)
-    return step_conditions(model, cache, tokens, places, lengths, count, 0)
+    return step_conditions(model, cache, tokens, places, lengths, count, 0, keep)
 
 
 def step_conditions(
-    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, count: int, room: int
+    model: Any,
+    cache: Any,
+    tokens: Tensor,
+    places: Tensor,
+    lengths: Tensor,
+    count: int,
+    room: int,
+    keep: bool = False,
 ) -> Tensor:
     """Conditions [R, count, dim] of the next slots, which all know the slots before `lengths`, long [B].
 
     Args:
         tokens: [B, S, d], by slot; places: long [B, S].
         room: of a masked model, at least the number of known slots of any sample.
+        keep: a masked model holds what `group_conditions` needs.
     """
     if is_causal(model):
         assert count == 1, "a causal model draws one token a call"
@@ -54,11 +76,27 @@ def step_conditions(
     length, device = model.grid.num_tokens, places.device
     by_slot = torch.arange(length, device=device) < lengths[:, None]  # [B, L]
     known = torch.zeros_like(by_slot).scatter(1, places[:, :length], by_slot)
-    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room)  # [R, L, dim]
+    kept = {"keep": True} if keep else {}
+    z = model(cache, on_grid(tokens, places, length).to(model.dtype), known, room, **kept)  # [R, L, dim]
     at = places.gather(1, lengths[:, None] + torch.arange(count, device=device)).repeat(
         len(z) // len(places), 1
     )
     return z.gather(1, at[..., None].expand(-1, -1, z.shape[-1]))
+
+
+def group_conditions(
+    model: Any, cache: Any, tokens: Tensor, places: Tensor, lengths: Tensor, count: int, group: Group
+) -> Tensor:
+    """Conditions [R, count, dim] of the next slots by a local call, which computes the places of a group only.
+
+    Args:
+        tokens, places, lengths: as for `step_conditions`.
+    """
+    steps = torch.arange(-group.past, group.ahead, device=places.device)
+    whole = on_grid(tokens, places, model.grid.num_tokens).to(model.dtype)
+    at = places.gather(1, lengths[:, None] + steps)  # [B, past + ahead]
+    fresh = at[:, group.past - group.fresh : group.past]
+    return model.again(cache, whole, fresh, at)[:, group.past : group.past + count]
 
 
 def window_conditions(
