@@ -123,7 +123,8 @@ class LatentSampler(Sampler):
     def law_settings(self) -> dict[str, Any]:
         """The settings that are part of the law: samplers that differ in one of them draw from different laws."""
         names = ("steps", "order", "guidance", "head_steps", "last_head_steps", "eta", "final_noise")
-        names += ("reuse", "reuse_from")
+        if self.config.get("reuse"):
+            names += ("reuse", "reuse_from")
         return {name: self.config.get(name) for name in names}
 
     def num_steps(self, model: LatentModel) -> int:
