@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.next_scale.infinity import InfinityTransformer
-from visual_spec.models.next_token.llamagen import turns_of
+from visual_spec.models.next_token.llamagen_blocks import turns_of
 
 # (layer, part, row): the square side and the outputs [n * n, dim] of a sub-layer at the last whole map.
 Held = dict[tuple[int, int, int], tuple[int, Tensor]]

@@ -105,7 +105,10 @@ def test_one_model_is_the_same_pixel_for_pixel(model, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--sampler", "autoregressive"], "AutoregressiveSampler, which does not fit a next-scale model"),
-        (["--window", "8"], "the scale-wise sampler has no setting window; it takes cache_share, guided_until"),
+        (
+            ["--window", "8"],
+            "the scale-wise sampler has no setting window; it takes cache_share, guided_until",
+        ),
         (["--guidance-until", "3"], "--guidance-until counts the tokens of a next-token model"),
         (["--sampler", "scale-wise:num_draft_scales=9"], "num_draft_scales=9; pass an integer from 1 to 4"),
         (["--sampler", "scale-wise:cache_share=0.2"], "pass a share of at least 0.6429"),

@@ -252,7 +252,11 @@ def costs(model: MARTransformer, sampler: SomeCalls, batch_size: int) -> dict[st
 
     found = {"trunk": (0.0, 0.0), "modulations": (0.0, 0.0), "levels": (0.0, 0.0)}
     for number in chosen:
-        (tokens, _, levels), seen = shapes[number], config["buffer_size"] + edges[number]
+        tokens, levels, seen = (
+            shapes[number].count,
+            shapes[number].levels,
+            config["buffer_size"] + edges[number],
+        )
         flops = sum(rows * layers * (2 * layer * width + 4 * dim * width * width) for width in (seen, places))
         modulated = levels * rows * tokens
         here = {
