@@ -31,7 +31,8 @@ def main() -> None:
         "--trained", type=Path, required=True, help="folder that python -m visual_spec.training.motion wrote"
     )
     parser.add_argument("--share", default="shapes", help="the folder beside --out that holds the tokenizer")
-    parser.add_argument("--guidance-scale", type=float, default=1.5, help="default of the pipeline")
+    parser.add_argument("--guidance-scale", type=float, default=1.0, help="default of the pipeline")
+    parser.add_argument("--temperature", type=float, default=0.7, help="default of the pipeline")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     trained, out = arguments.trained, arguments.out
@@ -43,6 +44,7 @@ def main() -> None:
         text_encoder=CaptionEncoder.from_pretrained(trained / "text_encoder", torch_dtype=torch.float32),
         sampler=SpeculativeJacobiSampler(128, initial_draft="previous_frame"),
         default_guidance_scale=arguments.guidance_scale,
+        default_temperature=arguments.temperature,
     )
     pipe.save_pretrained(out)
     for part in ("transformer", "text_encoder"):  # as they were stored, in 8 bits

@@ -33,7 +33,8 @@ class VideoPipeline(TokenImagePipeline):
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler(128, initial_draft="previous_frame")`.
         drafter: what proposes tokens to samplers that ask for one.
-        default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+        default_guidance_scale, default_top_k, default_temperature: those of `__call__` where it is given none; saved
+            with the pipeline.
         frame_rate: frames per second of the clips.
 
     Raises:
@@ -61,6 +62,7 @@ class VideoPipeline(TokenImagePipeline):
         default_top_k: int = 0,
         frame_rate: float = 8.0,
         drafter: EagleDrafter | LlamaGenTransformer | None = None,
+        default_temperature: float = 1.0,
     ):
         super().__init__()
         self.register_modules(
@@ -70,7 +72,7 @@ class VideoPipeline(TokenImagePipeline):
             sampler=sampler,
             drafter=drafter,
         )
-        self.register_to_config(frame_rate=frame_rate)
+        self.register_to_config(frame_rate=frame_rate, default_temperature=default_temperature)
         self._finish_init(default_guidance_scale, default_top_k)
 
     def _check_fit(self) -> None:
@@ -87,7 +89,9 @@ class VideoPipeline(TokenImagePipeline):
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`."""
         fast = "speculative-jacobi:window=128,initial_draft=previous_frame"
-        return replace(super().facts_of(settings, sampler), medium="video", fast_sampler=fast)
+        facts = super().facts_of(settings, sampler)
+        law = facts.default_settings | cls._saved_law(settings, "temperature")
+        return replace(facts, medium="video", fast_sampler=fast, default_settings=law)
 
     @property
     def frame_rate(self) -> float:
@@ -186,7 +190,7 @@ class VideoPipeline(TokenImagePipeline):
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float = 1.0,
         guidance_until: int | None = None,
@@ -209,7 +213,8 @@ class VideoPipeline(TokenImagePipeline):
             negative_prompt: what guidance leads away from, in place of no caption; one for all prompts, or one for
                 each.
             height, width: pixels; the model draws one size only, and others are refused.
-            guidance_scale, temperature, top_k, top_p, guidance_until: as for `ImagePipeline`.
+            guidance_scale, temperature, top_k, top_p, guidance_until: as for `ImagePipeline`. None: the defaults of this
+                model.
             num_videos_per_prompt: clips of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
                 clip depends on its own generator only, not on the batch it is drawn in.
@@ -223,9 +228,8 @@ class VideoPipeline(TokenImagePipeline):
             ValueError, TypeError: bad input, before any computation.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        law = self.make_law(
-            guidance_scale, top_k, temperature=temperature, top_p=top_p, guidance_until=guidance_until
-        )
+        own = {} if temperature is None else {"temperature": temperature}
+        law = self.make_law(guidance_scale, top_k, top_p=top_p, guidance_until=guidance_until, **own)
         texts: dict[str, Any] = dict(
             prompt_embeds=prompt_embeds,
             prompt_attention_mask=prompt_attention_mask,
