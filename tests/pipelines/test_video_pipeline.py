@@ -61,6 +61,24 @@ def test_accelerated_clips_have_the_plain_tokens(window, initial_draft):
     assert torch.equal(one.tokens, two.tokens) and (two.trace.target_calls <= 12).all()
 
 
+def test_the_default_temperature_is_that_of_calls_without_one(tmp_path):
+    pipe = tiny_video_pipeline()
+
+    def draw(pipe: Any, **law: Any) -> torch.Tensor:
+        return pipe(
+            PROMPT, generator=seeded(1, 2, 3), num_videos_per_prompt=3, output_type="latent", **law
+        ).tokens
+
+    cool, warm = draw(pipe, temperature=0.1), draw(pipe, temperature=1.0)
+    assert not torch.equal(cool, warm) and torch.equal(draw(pipe), warm)
+    pipe.register_to_config(default_temperature=0.1)
+    assert torch.equal(draw(pipe), cool) and torch.equal(draw(pipe, temperature=1.0), warm)
+    pipe.save_pretrained(tmp_path)
+    loaded: Any = VideoPipeline.from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert torch.equal(draw(loaded), cool) and loaded.default_settings()["temperature"] == 0.1
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_shorter_clip_is_the_beginning_of_the_whole_one(count):
     whole = tiny_video_pipeline()(PROMPT, generator=seeded(7), output_type="latent").frames
