@@ -205,7 +205,8 @@ class _Run:
         ]
         write_atomically(reports[-1], json.dumps(self.document, indent=2) + "\n", overwrite=overwrite)
         print(_comparison_table(rows, medium.unit))
-        print(f"wrote {', '.join(map(str, reports))} and {len(self.files)} {medium.samples}")
+        samples = medium.samples if len(self.files) != 1 else medium.samples.removesuffix("s")
+        print(f"wrote {', '.join(map(str, reports))} and {len(self.files)} {samples}")
         return _verdict(rows, medium)
 
 
