@@ -213,8 +213,8 @@ class VideoPipeline(TokenImagePipeline):
             negative_prompt: what guidance leads away from, in place of no caption; one for all prompts, or one for
                 each.
             height, width: pixels; the model draws one size only, and others are refused.
-            guidance_scale, temperature, top_k, top_p, guidance_until: as for `ImagePipeline`. None: the defaults of this
-                model.
+            guidance_scale, temperature, top_k, top_p, guidance_until: as for `ImagePipeline`. None: what the model was
+                saved with.
             num_videos_per_prompt: clips of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per clip; of any device. With a list, a
                 clip depends on its own generator only, not on the batch it is drawn in.
