@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import ScaleState, Side, checked_stop, shape_of, sides_of
+from visual_spec.models.core.protocol import Side, checked_stop, shape_of, sides_of
 from visual_spec.models.core.pruning import Pruning
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
@@ -33,7 +33,7 @@ from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
-from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, modulated
+from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, VARState, modulated
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import RMSNorm, Turns, rotary_table, turns_of
 
@@ -48,57 +48,32 @@ PRESETS: dict[str, dict[str, Any]] = {
 _EPSILON = 1e-6  # of every norm
 
 
-@dataclass
-class InfinityState(ScaleState):
-    """The state of one decode.
+@dataclass(kw_only=True)
+class InfinityState(VARState):
+    """The state of one decode: that of VAR, and what was read of the captions.
 
     Attributes:
-        cache: keys and values of the maps.
         text_keys, text_values: `[layers, R, H, T, D]`, those of the captions.
         text_mask: bool `[R, 1, 1, T]`, the words of each row.
-        modulations: `[layers, R, 6, dim]`, AdaLN's output for the condition, the same at every scale.
-        head_modulation: `[R, 2, dim]`, the same for the head.
         rotations: `[L, D / 2, 2]`, cosines and sines of every place.
-        fed: number of scales fed; 0 if the prefill was the only forward needed.
-        stop: the first scale that will not be predicted.
-        pruned: which places of later scales go through which layers; None: all.
     """
 
-    cache: ScaleCache
     text_keys: Tensor
     text_values: Tensor
     text_mask: Tensor
-    modulations: Tensor
-    head_modulation: Tensor
     rotations: Tensor
-    fed: int
-    stop: int
-    pruned: PrunedMaps | None = None
-
-    @property
-    def cache_bytes(self) -> int:
-        """Most bytes of keys and values of maps held from call to call. `text_bytes` are not included."""
-        return self.cache.most_bytes
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of keys and values of captions."""
+        """Bytes of keys and values of captions, which `cache_bytes` does not include."""
         return 2 * self.text_keys.nelement() * self.text_keys.element_size()
 
     def drop_unconditional(self) -> None:
         """See `ScaleState.drop_unconditional`."""
         super().drop_unconditional()
-        count = len(self.head_modulation) // 2
-        self.cache.keep_rows(count)
-        if self.pruned is not None:
-            self.pruned.keep_rows(count)
+        count = len(self.head_modulation)
         self.text_keys, self.text_values = self.text_keys[:, :count], self.text_values[:, :count]
-        self.text_mask, self.head_modulation = self.text_mask[:count], self.head_modulation[:count]
-        self.modulations = self.modulations[:, :count]
-
-    def apply(self, layer: int, scales: range) -> Apply:
-        """Return what runs the sub-layers of a layer on some scales."""
-        return whole if self.pruned is None else partial(self.pruned.apply, layer, scales)
+        self.text_mask = self.text_mask[:count]
 
 
 class FeedForward(nn.Module):
