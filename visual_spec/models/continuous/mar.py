@@ -186,8 +186,8 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
         """Conditions z [R, n, dim] of some places only, after a call that kept; all others stay as that left them.
 
         Args:
-            tokens: [B, L, d], by place.
-            fresh: long [B, m], places that have become known since the last call.
+            tokens: [B, m, d], those that have become known since the last call.
+            fresh: long [B, m], their places.
             places: long [B, n], places of the decoder that are computed anew.
 
         Raises:
@@ -196,11 +196,10 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
         held = state.held
         if held is None:
             raise ValueError("no keys and values are held; make a call with keep=True first.")
-        read = at_places(tokens, fresh)
         if state.guided:
-            read, fresh, places = read.repeat(2, 1, 1), fresh.repeat(2, 1), places.repeat(2, 1)
+            tokens, fresh, places = tokens.repeat(2, 1, 1), fresh.repeat(2, 1), places.repeat(2, 1)
         fresh, at = fresh + self.config["buffer_size"], places + self.config["buffer_size"]
-        hidden = self.z_proj_ln(self.z_proj(read) + self.encoder_pos_embed_learned[0, fresh])
+        hidden = self.z_proj_ln(self.z_proj(tokens) + self.encoder_pos_embed_learned[0, fresh])
         held.seen = held.seen.scatter(1, fresh, True)
         for index, block in enumerate(self.encoder_blocks):
             hidden = held.encoder.replace(index, block, hidden, held.seen[:, None, None], fresh)

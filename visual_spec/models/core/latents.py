@@ -175,7 +175,13 @@ class ReusingLatentModel(MaskedLatentModel, Protocol):
         ...
 
     def again(self, state: Any, tokens: Tensor, fresh: Tensor, places: Tensor) -> Tensor:
-        """Conditions [R, n, dim] of places long [B, n], where those of `fresh`, long [B, m], have become known."""
+        """Conditions [R, n, dim] of some places only, after a call that kept; all others stay as that left them.
+
+        Args:
+            tokens: [B, m, d], those that have become known since the last call.
+            fresh: long [B, m], their places.
+            places: long [B, n], those that are computed anew.
+        """
         ...
 
 

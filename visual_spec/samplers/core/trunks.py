@@ -92,11 +92,11 @@ def group_conditions(
     Args:
         tokens, places, lengths: as for `step_conditions`.
     """
-    steps = torch.arange(-group.past, group.ahead, device=places.device)
-    whole = on_grid(tokens, places, model.grid.num_tokens).to(model.dtype)
-    at = places.gather(1, lengths[:, None] + steps)  # [B, past + ahead]
-    fresh = at[:, group.past - group.fresh : group.past]
-    return model.again(cache, whole, fresh, at)[:, group.past : group.past + count]
+    slots = lengths[:, None] + torch.arange(-group.past, group.ahead, device=places.device)
+    at = places.gather(1, slots)  # [B, past + ahead]
+    new = slice(group.past - group.fresh, group.past)
+    fed = tokens.gather(1, slots[:, new, None].expand(-1, -1, tokens.shape[-1])).to(model.dtype)
+    return model.again(cache, fed, at[:, new], at)[:, group.past : group.past + count]
 
 
 def window_conditions(
