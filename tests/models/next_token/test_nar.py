@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.next_token import straight
 from tests.models.next_token.test_llamagen_checkpoint import on_meta
 from tests.official import add_tiny_presets, random_weights, transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -61,28 +62,12 @@ def straight_line(weights: dict[str, Tensor], prefix: Tensor, words: Tensor, tok
     angles = torch.cat([row[:, None] * frequencies, column[:, None] * frequencies], 1)
     turn = torch.cat([torch.zeros(start, size // 2), torch.polar(torch.ones_like(angles), angles)])[:, None]
 
-    def norm(v: Tensor, name: str) -> Tensor:
-        return v * (v.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weights[f"{name}.weight"]
-
-    def rotated(v: Tensor) -> Tensor:
-        return torch.view_as_real(
-            torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous()) * turn
-        ).flatten(-2)
-
     taps = []
     for layer in range(sum(name.endswith("attention.wo.weight") for name in weights)):
-        own = f"layers.{layer}."
-        q, k, v = (norm(x, own + "attention_norm") @ weights[own + "attention.wqkv.weight"].T).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (2, size)) for part in (q, k, v))
-        scores = torch.einsum("qhd,khd->hqk", rotated(q), rotated(k)) / size**0.5
-        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        x = x + torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ weights[own + "attention.wo.weight"].T
-        y = norm(x, own + "ffn_norm")
-        gate, up = (y @ weights[f"{own}feed_forward.w{number}.weight"].T for number in (1, 3))
-        x = x + (gate * gate.sigmoid() * up) @ weights[own + "feed_forward.w2.weight"].T
+        x = straight.layer(weights, layer, x, mask, turn)
         taps.append(x)
-    right = norm(taps[1], "norm")[start - 1 :] @ weights["output.weight"].T
-    below = norm(taps[-1], "medusa_norm")[start - 1 :] @ weights["medusa_output.weight"].T
+    right = straight.norm(weights, taps[1], "norm")[start - 1 :] @ weights["output.weight"].T
+    below = straight.norm(weights, taps[-1], "medusa_norm")[start - 1 :] @ weights["medusa_output.weight"].T
     found = [(right[0] + below[0]) / 2]
     for slot in range(1, SIDE * SIDE):
         left, up = right[slot], below[slot - SIDE + 1] if slot >= SIDE else None

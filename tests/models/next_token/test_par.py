@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.next_token import straight
 from tests.models.next_token.test_llamagen_checkpoint import on_meta
 from tests.official import add_tiny_presets, random_weights, transformer_shapes
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -74,25 +75,9 @@ def straight_line(weights: dict[str, Tensor], label: int, tokens: Tensor, count:
         [torch.zeros(1, size // 2), turn[:count], torch.zeros(count - 1, size // 2), turn[count:]]
     )[:, None]
 
-    def norm(v: Tensor, name: str) -> Tensor:
-        return v * (v.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weights[f"{name}.weight"]
-
-    def rotated(v: Tensor) -> Tensor:
-        return torch.view_as_real(
-            torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous()) * turn
-        ).flatten(-2)
-
     for layer in range(2):
-        own = f"layers.{layer}."
-        q, k, v = (norm(x, own + "attention_norm") @ weights[own + "attention.wqkv.weight"].T).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (2, size)) for part in (q, k, v))
-        scores = torch.einsum("qhd,khd->hqk", rotated(q), rotated(k)) / size**0.5
-        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        x = x + torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ weights[own + "attention.wo.weight"].T
-        y = norm(x, own + "ffn_norm")
-        gate, up = (y @ weights[f"{own}feed_forward.w{number}.weight"].T for number in (1, 3))
-        x = x + (gate * gate.sigmoid() * up) @ weights[own + "feed_forward.w2.weight"].T
-    logits = norm(x, "norm")[:length] @ weights["output.weight"].T
+        x = straight.layer(weights, layer, x, mask, turn)
+    logits = straight.norm(weights, x, "norm")[:length] @ weights["output.weight"].T
     return logits[order.argsort()]
 
 

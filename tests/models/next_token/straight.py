@@ -1,0 +1,32 @@
+"""LlamaGen's layers in straight lines, for one row without a cache, from weights by their official names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+def norm(weights: Weights, x: Tensor, name: str) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weights[f"{name}.weight"]
+
+
+def layer(weights: Weights, index: int, x: Tensor, mask: Tensor, turn: Tensor) -> Tensor:
+    """`x [N, dim]` through a layer of two heads, under a bool mask [N, N], turned by complex `turn [N, 1, dim / 4]`."""
+
+    def rotated(v: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turn).flatten(-2)
+
+    own, size = f"layers.{index}.", x.shape[1] // 2
+    heads = (norm(weights, x, own + "attention_norm") @ weights[own + "attention.wqkv.weight"].T).chunk(3, -1)
+    q, k, v = (part.unflatten(-1, (2, size)) for part in heads)
+    scores = torch.einsum("qhd,khd->hqk", rotated(q), rotated(k)) / size**0.5
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    x = x + torch.einsum("hqk,khd->qhd", shares, v).flatten(1) @ weights[own + "attention.wo.weight"].T
+    y = norm(weights, x, own + "ffn_norm")
+    gate, up = (y @ weights[f"{own}feed_forward.w{number}.weight"].T for number in (1, 3))
+    return x + (gate * gate.sigmoid() * up) @ weights[own + "feed_forward.w2.weight"].T
