@@ -98,7 +98,7 @@ if __name__ == "__main__":
     asked, rows = parser.parse_args(), []
     for dim, names in ((1, list(RULES)), (16, ["chain", "path"])):
         for name in names:
-            count = min(asked.draws, 4000) if name == "ode" else asked.draws // dim
+            count = min(asked.draws, 20_000) if name == "ode" else asked.draws // dim
             rows.append(row(name, dim, count))
             print(json.dumps(rows[-1]), flush=True)
     write_atomically(asked.out, json.dumps({"rows": rows}, indent=1) + "\n", overwrite=True)
