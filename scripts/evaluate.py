@@ -1,7 +1,7 @@
 """What samplers gain and what it costs in quality: `visual-spec eval` as a script, for torchrun.
 
 python scripts/evaluate.py --out runs/quality --samplers speculative-jacobi:window=32
-torchrun --nproc-per-node 8 scripts/evaluate.py --out runs/quality --samplers speculative-jacobi --samples 50000
+torchrun --nproc-per-node 8 -- scripts/evaluate.py --out runs/quality --samplers speculative-jacobi --samples 50000
 """
 
 import sys

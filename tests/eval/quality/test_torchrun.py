@@ -23,6 +23,7 @@ sys.exit(main())
 
 def launched(script: Path, processes: int, *arguments) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    run.append("--")  # else torchrun of Python 3.11 takes --num for its own --numa-binding
     done = subprocess.run(
         [*run, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=500, check=False
     )
