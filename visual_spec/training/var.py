@@ -240,6 +240,38 @@ def _draw_batch(
     return chosen, dropped, weights * (1 + (settings.object_weight - 1) * objects[chosen, : len(weights)])
 
 
+def _loss(
+    model: VARTransformer,
+    maps: list[Tensor],
+    token_ids: Tensor,
+    label_ids: Tensor,
+    dropped: Tensor,
+    weights: Tensor,
+    teacher_logits: Tensor | None,
+) -> Tensor:
+    logits = model.teacher_forced(maps, label_ids, dropped)
+    with torch.autocast(logits.device.type, enabled=False):
+        losses = slot_losses(logits.float(), token_ids, teacher_logits)
+        return (losses * weights).mean() / weights.mean()
+
+
+@dataclass
+class Lessons:
+    """The laws that a teacher gives. `laws`: float16 `[N, L, V]` of all scenes under guidance, or None."""
+
+    teacher: VARTransformer
+    laws: Tensor | None
+    bfloat16: bool
+
+    def logits(self, maps: list[Tensor], chosen: Tensor, label_ids: Tensor, dropped: Tensor) -> Tensor:
+        """Return logits `[B, L, V]` of the chosen scenes, or of their input maps where no laws are kept."""
+        device = label_ids.device
+        if self.laws is not None:
+            return self.laws[chosen].to(device).float()
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.teacher.teacher_forced(maps, label_ids, dropped).float()
+
+
 def train_var(
     model: VARTransformer,
     vq_model: MultiscaleVQModel,
@@ -268,11 +300,12 @@ def train_var(
     labels, tokens = tokenize_classes(vq_model, settings.scenes, settings.seed + 1, cache=out)
     scenes = sample_one_object_scenes(settings.scenes, settings.seed + 1)
     objects = torch.from_numpy(object_slots(scenes, model.scales))  # [N, L]
+    lessons = None
     if teacher is not None:
         teacher.eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
-    laws = None
-    if teacher is not None and settings.teacher_guidance != 1:
-        laws = guided_laws(teacher, vq_model, labels, tokens, settings)
+        guided = settings.teacher_guidance != 1
+        laws = guided_laws(teacher, vq_model, labels, tokens, settings) if guided else None
+        lessons = Lessons(teacher, laws, settings.bfloat16)
     model.train()
     parameters = list(model.parameters())
     optimisers = muon_and_adamw(model.blocks, parameters, settings.learning_rate, settings.weight_decay)
@@ -286,33 +319,17 @@ def train_var(
         descend=descend,
     )
 
-    def loss_of(
-        maps: list[Tensor],
-        token_ids: Tensor,
-        label_ids: Tensor,
-        dropped: Tensor,
-        weights: Tensor,
-        teacher_logits: Tensor | None,
-    ) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
-            logits = model.teacher_forced(maps, label_ids, dropped)
-        losses = slot_losses(logits.float(), token_ids, teacher_logits)
-        return (losses * weights).mean() / weights.mean()
-
-    step_loss = torch.compile(loss_of) if settings.compile else loss_of
+    step_loss = torch.compile(_loss) if settings.compile else _loss
     for step in range(checkpoint.resume(), settings.steps):
         chosen, dropped, weights = _draw_batch(model.scales, objects, settings, step)
         dropped, weights = dropped.to(device), weights.to(device)
         token_ids, label_ids = tokens[chosen].to(device).long(), labels[chosen].to(device)
         with torch.no_grad():
             maps = vq_model.maps_of(token_ids)[: settings.trained_scales(len(model.scales)) - 1]
-            teacher_logits = None
-            if laws is not None:
-                teacher_logits = laws[chosen].to(device).float()
-            elif teacher is not None:
-                with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
-                    teacher_logits = teacher.teacher_forced(maps, label_ids, dropped).float()
-        loss = step_loss(maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, teacher_logits)
+            taught = None if lessons is None else lessons.logits(maps, chosen, label_ids, dropped)
+        token_ids = token_ids[:, : weights.shape[1]]
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
+            loss = step_loss(model, maps, token_ids, label_ids, dropped, weights, taught)
         descend(loss, step)
         checkpoint.after(step, settings.steps, loss)
     model.eval()

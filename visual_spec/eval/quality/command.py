@@ -27,6 +27,20 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec eval`."""
+    _add_compared(parser)
+    _add_run(parser)
+    _add_law(parser)
+    parser.add_argument(
+        "--inception",
+        type=Path,
+        metavar="FILE",
+        help="Inception weights (default: torch-fidelity's, if in the cache)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
+
+
+def _add_compared(parser: argparse.ArgumentParser) -> None:
+    """What is compared."""
     parser.add_argument(
         "--model", default="shapes", help="embedded name, folder, or Hub id (default: shapes)"
     )
@@ -50,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="further settings of plain decoding (default: at 0.9 of the temperature, and with other seeds)",
     )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """How much is drawn, where, and by which process."""
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="samples and results; goes on if there"
     )
@@ -66,21 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of sample 0; sample i has seed + i")
     parser.add_argument(
-        "--guidance-scale",
-        type=float,
-        metavar="S",
-        help="1: without (default, as of the next three: the model's)",
-    )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
-    parser.add_argument("--top-k", type=int, metavar="K", help="0: off")
-    parser.add_argument("--top-p", type=float, metavar="P", help="1: off")
-    parser.add_argument(
-        "--inception",
-        type=Path,
-        metavar="FILE",
-        help="Inception weights (default: torch-fidelity's, if in the cache)",
-    )
-    parser.add_argument(
         "--rank", type=int, metavar="R", help="share of this process (default: as torchrun says, or 0)"
     )
     parser.add_argument(
@@ -91,7 +94,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
     )
-    parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
+
+
+def _add_law(parser: argparse.ArgumentParser) -> None:
+    """The law that tokens are drawn from."""
+    parser.add_argument(
+        "--guidance-scale",
+        type=float,
+        metavar="S",
+        help="1: without (default, as of the next three: the model's)",
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy")
+    parser.add_argument("--top-k", type=int, metavar="K", help="0: off")
+    parser.add_argument("--top-p", type=float, metavar="P", help="1: off")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

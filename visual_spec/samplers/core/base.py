@@ -483,19 +483,22 @@ def decode(
         advance()
         stopped = stops(steps + first)
         steps += 1
-    tokens = active.whole("tokens", state.tokens)[:, :num_tokens].clone()
+    return _result(sampler, run, state, active, cut=stopped and steps != num_calls)
+
+
+def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cut: bool) -> SampleResult:
+    """Build the result of a decode. `cut`: a callback ended it before its last step."""
+    tokens = active.whole("tokens", state.tokens)[:, : run.num_tokens].clone()
     divergence, moved_mass = sampler.measure(run, state, tokens)
     run.law.finish()
     seconds, phase_seconds = run.watch.read()
-    commit_call = active.whole("commit_call", state.commit_call)[:, :num_tokens].cpu()
-    stopped = stopped and steps != num_calls
-    if stopped:
+    commit_call = active.whole("commit_call", state.commit_call)[:, : run.num_tokens].cpu()
+    stopped = cut
+    if cut:
         done = torch.ones(commit_call.shape, dtype=torch.bool)
         done[active.samples.cpu()] = sampler.committed(run, state).cpu()
-        commit_call, stopped = (
-            commit_call.masked_fill(~done, -1),
-            num_calls is not None or not bool(done.all()),
-        )
+        commit_call = commit_call.masked_fill(~done, -1)
+        stopped = sampler.num_calls(run) is not None or not bool(done.all())
     trace = dict(
         sampler=type(sampler).__name__,
         lossless=sampler.lossless,
