@@ -1,4 +1,4 @@
-"""Time windows of Jacobi decoding against `window="auto"` and plain decoding, in rounds that alternate between them.
+"""Time windows of Jacobi decoding, "auto" and the default against plain decoding, in rounds that go through them all.
 
 python benchmarks/windows.py --batch 1 4 8 --prompts 24 --out benchmarks/results/shapes-windows.json
 python benchmarks/windows.py --dtype bfloat16 --exact-width --batch 1 --prompts 12
@@ -65,7 +65,7 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--windows", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--windows", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument(
         "--drafts", choices=("carried", "repaired", "chosen"), nargs="+", help="default: repaired"
     )
@@ -79,8 +79,8 @@ def main() -> None:
     pipe = ImagePipeline.from_pretrained("shapes", torch_dtype=getattr(torch, given.dtype))
     pipe.set_progress_bar_config(disable=True)
     samplers: dict[str, Any] = {"plain": AutoregressiveSampler()}
-    for drafts, width in product(given.drafts or [None], [*given.windows, "auto"]):
-        name = f"window {width}" + (f", {drafts}" if given.drafts else "")
+    for drafts, width in product(given.drafts or [None], [*given.windows, "auto", None]):
+        name = ("default" if width is None else f"window {width}") + (f", {drafts}" if given.drafts else "")
         samplers[name] = SpeculativeJacobiSampler(width, drafts=drafts)
     if given.exact_width:
         samplers = {

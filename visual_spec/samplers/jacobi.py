@@ -7,7 +7,7 @@ a second source (`second_source`) may draft these anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ from visual_spec.samplers.core.second_source import (
     redrafted,
 )
 from visual_spec.samplers.core.verification import Verdict
-from visual_spec.samplers.core.window import check_window, widest
+from visual_spec.samplers.core.window import by_rows, check_window, widest
 
 
 @dataclass
@@ -88,7 +88,8 @@ class SpeculativeJacobiSampler(ChainSampler):
 
     Args:
         window: slots scored by one call, at least 1; or "auto" with acceptance "identical": the window with the most
-            tokens per second on this machine, by measured calls (`visual_spec.samplers.core.window`).
+            tokens per second on this machine, by measured calls (`visual_spec.samplers.core.window`). None: 32; with
+            acceptance "identical" fewer in batches, so that a call has at most 128 positions in all rows, or 4 slots.
         coupling: how the drafts of a slot in successive rounds depend on each other: "gumbel", "independent" or
             "maximal".
         acceptance: "identical" (needs coupling "gumbel"), "exact", "grouped", "clustered" or "lantern".
@@ -115,7 +116,7 @@ class SpeculativeJacobiSampler(ChainSampler):
     @register_to_config
     def __init__(
         self,
-        window: int | str = 32,
+        window: int | str | None = None,
         coupling: str = "gumbel",
         acceptance: str = "identical",
         initial_draft: str = "left",
@@ -126,7 +127,8 @@ class SpeculativeJacobiSampler(ChainSampler):
         redrafts: int = 12,
     ) -> None:
         Relaxation.of(acceptance, relaxation)
-        check_window(window, acceptance)
+        if window is not None:
+            check_window(window, acceptance)
         check_jacobi(coupling, acceptance, initial_draft, graph)
         check_exact_width(exact_width, acceptance, window)
         if drafts is not None:
@@ -170,6 +172,12 @@ class SpeculativeJacobiSampler(ChainSampler):
     @property
     def needs_laws(self) -> bool:
         return self.config.initial_draft == LAST_LAW
+
+    def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
+        # Under the other acceptances the tokens of a seed depend on the window, so it may not depend on the batch.
+        if self.config.window is None and self.identical and self.fixed_width is None:
+            return by_rows(advance, state, run.cache.guided)
+        return super().paced(advance, run, state)
 
     def prepare(self, run: Run) -> JacobiState:
         window = self.width(run.model)

@@ -11,8 +11,9 @@ from tests.tiny import seeded, tiny_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler
+from visual_spec.samplers.core import window as window_module
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.window import START, WIDTHS, WindowPolicy
+from visual_spec.samplers.core.window import START, WIDTHS, WindowPolicy, window_of_rows
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 PROMPTS = ["a red square", "a blue circle", "red"]
@@ -163,6 +164,40 @@ def test_tokens_are_those_of_plain_sampling(monkeypatch, prices, guidance_scale)
             assert output.trace.target_calls.max() < 16
     alone = pipe(PROMPTS[1], generator=seeded(2), **asked)
     assert torch.equal(alone.images, plain[1:2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "window"), [(1, 32), (4, 32), (5, 16), (8, 16), (9, 8), (16, 8), (17, 4), (32, 4), (500, 4)]
+)
+def test_without_a_window_a_call_has_128_positions_at_most_or_4_a_row(rows, window):
+    assert window_of_rows(rows) == window
+
+
+@pytest.mark.parametrize(("guidance_scale", "windows"), [(1.0, {8, 16, 32}), (3.0, {4, 8, 16, 32})])
+def test_without_a_window_the_rows_that_are_left_decide(monkeypatch, guidance_scale, windows):
+    """Each call has the window of its own rows, and the tokens are those of plain sampling."""
+    monkeypatch.setattr(window_module, "_POSITIONS", 64)
+    seen: list[tuple[int, int | None]] = []
+    step = SpeculativeJacobiSampler.step
+
+    def watched(self: Any, run: Any, state: Any) -> None:
+        seen.append((len(state.lengths) * (2 if run.cache.guided else 1), state.width))
+        step(self, run, state)
+
+    monkeypatch.setattr(SpeculativeJacobiSampler, "step", watched)
+    pipe = tiny_pipeline(AutoregressiveSampler())
+    asked: Any = dict(output_type="latent", guidance_scale=guidance_scale, generator=seeded(1, 2, 3, 4, 5))
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(5)]
+    plain = pipe(prompts, **{**asked, "generator": seeded(1, 2, 3, 4, 5)}).images
+    pipe.sampler = SpeculativeJacobiSampler()
+    assert torch.equal(pipe(prompts, **asked).images, plain)
+    assert all(width == window_of_rows(rows) for rows, width in seen)
+    assert len({rows for rows, _ in seen}) > 1 and {width for _, width in seen} <= windows
+    # Tokens of a seed depend on the window under other acceptances, so there it is 32 in any batch.
+    seen.clear()
+    pipe.sampler = SpeculativeJacobiSampler(acceptance="exact")
+    pipe(prompts, **asked)
+    assert {width for _, width in seen} == {None}
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])

@@ -97,11 +97,11 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}; pass True or False.")
 
 
-def check_exact_width(exact_width: object, acceptance: str, width: int | str) -> None:
+def check_exact_width(exact_width: object, acceptance: str, width: int | str | None) -> None:
     """Refuse `exact_width` where it promises nothing, or where a call would be wider.
 
     Args:
-        width: the most positions of a call, or "auto", which is then that of all calls.
+        width: the most positions of a call; "auto" or None, which is then that of all calls.
 
     Raises:
         ValueError: the value is no flag; or it is set, and the acceptance is not "identical" or the width is too large.
