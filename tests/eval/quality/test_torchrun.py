@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.eval.quality.test_sample_set import content, work_in
+from tests.eval.quality.test_sample_set import LAW, content, work_in
 from tests.eval.quality.test_score import make_pictures
 from visual_spec.eval.quality.sample_set import sample
 
@@ -41,6 +41,7 @@ def test_any_number_of_processes_draws_the_same_files_and_finds_the_same_scores(
     for count in (1, 2, 3):
         drawn = tmp_path / f"drawn{count}"
         asked = ["--prompts", tmp_path / "prompts.txt", "--num", 7, "--batch-size", 3, "--threads", 1]
+        asked += ["--sampler", f"autoregressive:guidance_scale={LAW.guidance_scale}"]
         launched(
             tmp_path / "command.py", count, "sample", "--model", tmp_path / "model", *asked, "--out", drawn
         )
