@@ -2,8 +2,8 @@
 
     python benchmarks/published_figures.py --folder runs/published --num 2000
 
-Every step goes on where it was stopped. Weights of Inception drawn at random stand in for the released ones
-(`--weights FILE` takes those). Figures of that network compare within one table only.
+Every step goes on where it was stopped. Weights of Inception and CLIP drawn at random stand in for the released ones
+(`--weights FILE` and `--clip FOLDER` take those). Figures of such networks compare within one table only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from score_against_fidelity import random_inception
+from random_networks import random_clip, random_inception
 
 from visual_spec.data.shapes import caption, sample_dataset
 from visual_spec.eval.machine import environment
@@ -24,7 +24,7 @@ from visual_spec.eval.quality.beside import summary
 from visual_spec.eval.tables import markdown
 
 SAMPLERS = {"plain": "autoregressive", "default": "speculative-jacobi:window=32"}
-METRICS = ["fid", "kid", "prc", "is", "shapes"]
+METRICS = ["fid", "kid", "prc", "is", "clip", "shapes"]
 
 
 def write_truth(folder: Path, num: int) -> None:
@@ -50,7 +50,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--num", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--weights", type=Path, help="of Inception, the file of torch-fidelity")
+    parser.add_argument("--clip", type=Path, help="a CLIP model, a folder of transformers")
     parser.add_argument("--only", choices=SAMPLERS, help="draw this set only; two processes may draw at once")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -66,8 +67,12 @@ def main() -> None:
     weights = args.weights or folder / "inception.pth"
     if not weights.exists():
         random_inception(weights)
+    clip = args.clip or folder / "clip"
+    if not clip.exists():
+        random_clip(clip, (folder / "prompts.txt").read_text().splitlines())
     for name in SAMPLERS:
-        asked = ["--reference", folder / "true", "--feature-weights", weights, "--metrics", *METRICS]
+        asked = ["--reference", folder / "true", "--feature-weights", weights, "--clip", clip]
+        asked += ["--metrics", *METRICS]
         beside = ["--compare-to", folder / "plain"] if name != "plain" else []
         scored[name] = call("score", folder / name, *asked, *beside, "--features", folder / "features")
     rows = []

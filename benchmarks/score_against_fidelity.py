@@ -14,31 +14,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
-import torch
-from torch import nn
+from random_networks import random_inception
 
 # Ours, theirs.
 FIGURES = {"fid": "frechet_inception_distance", "kid": "kernel_inception_distance_mean"}
 FIGURES |= {"inception_score": "inception_score_mean", "precision": "precision", "recall": "recall"}
-
-
-def random_inception(path: Path, seed: int = 0) -> Path:
-    """Write the weights of torch-fidelity's Inception network drawn at random, in the layout of the released file."""
-    from torch_fidelity import feature_extractor_inceptionv3 as source
-
-    with (
-        patch.object(source, "load_state_dict_from_url", lambda *_, **__: {}),
-        patch.object(nn.Module, "load_state_dict", lambda *_, **__: None),
-    ):
-        network = source.FeatureExtractorInceptionV3("x", ["2048"])
-    torch.manual_seed(seed)
-    for layer in network.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight)
-    torch.save(network.state_dict(), path)
-    return path
 
 
 def run(module: str, options: str) -> str:
