@@ -34,7 +34,7 @@ def test_the_distance_of_two_gaussians_is_the_closed_form():
 
 def test_a_reference_of_given_moments_needs_no_samples():
     mean, covariance = torch.full((WIDTH,), 0.3, dtype=torch.float64), 0.25 * torch.eye(WIDTH).double()
-    found = frechet(with_moments(normal(300, 2), 0.0, 1.0), Gaussian(mean, covariance))
+    found = frechet(with_moments(normal(300, 2), 0.0, 1.0), Gaussian.of_moments(mean, covariance))
     assert found["value"] == pytest.approx(WIDTH * (0.3**2 + 0.5**2), rel=1e-10)
 
 
@@ -63,17 +63,35 @@ def test_fewer_samples_than_features_are_no_less_exact():
         assert found == pytest.approx(expected.item(), rel=1e-10)
 
 
+@pytest.mark.parametrize("count", [200, 900])
+def test_small_spreads_count_beside_large_ones(count):
+    """Uncorrelated features of spreads 1 to 1e-7; the sets differ in the small ones only: the sum of (s - t)^2."""
+    first, second = torch.logspace(0, -7, 150).double(), torch.logspace(0, -7, 150).double()
+    second[first < 1e-3] *= 1.5
+    features = torch.randn(count, 150, generator=torch.Generator().manual_seed(15)).double()
+    plain = torch.linalg.qr(features - features.mean(0)).Q * (count - 1) ** 0.5
+    plain = torch.nn.functional.pad(plain, (0, 100))  # fewer or more samples than features
+    first, second = (torch.nn.functional.pad(spread, (0, 100)) for spread in (first, second))
+    expected = (first - second).square().sum().item()
+    assert 1e-7 < expected < 1e-5
+    for one, other in ((first, second), (second, first)):
+        found = frechet(plain * one, Gaussian.of(plain * other))["value"]
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_interval_of_a_paired_difference_is_that_of_a_paired_bootstrap():
     """Pairs are drawn again with repetition, 400 times, and both distances computed from scratch."""
-    reference = Gaussian(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
-    distance = published.FrechetDistance(reference)
+    reference = Gaussian.of_moments(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
     first = normal(600, 20, mean=0.3)
     second = torch.where(torch.arange(600)[:, None] % 3 == 0, normal(600, 21, mean=0.4), first)
     generator, values = torch.Generator().manual_seed(22), []
     for _ in range(400):
         chosen = torch.randint(600, (600,), generator=generator)
-        one, other = ((part.mean(0), part.T.cov()) for part in (second[chosen], first[chosen]))
-        values.append(distance(*one) - distance(*other))
+        one, other = (
+            published.gaussian_distance(Gaussian.of(part), reference)
+            for part in (second[chosen], first[chosen])
+        )
+        values.append(one - other)
     found = frechet_difference(second, first, reference)
     reach = 1.96 * float(np.std(values))
     assert found["high"] - found["value"] == pytest.approx(reach, rel=0.35)
@@ -86,16 +104,16 @@ def test_the_interval_of_a_paired_difference_is_that_of_a_paired_bootstrap():
 
 def test_the_moments_without_a_group_are_those_of_the_others():
     features, reference = normal(61, 5, mean=100.0), Gaussian.of(normal(50, 6))
-    whole, left_out = published._leave_groups_out(features, published.FrechetDistance(reference))
+    whole, left_out = published._leave_groups_out(features, reference)
     kept = [features[torch.arange(61) % published.GROUPS != group] for group in range(published.GROUPS)]
-    direct = [published.FrechetDistance(reference)(one.mean(0), one.T.cov()) for one in kept]
+    direct = [published.gaussian_distance(Gaussian.of(one), reference) for one in kept]
     assert left_out == pytest.approx(direct, rel=1e-9)
     assert whole == pytest.approx(frechet_distance(features, normal(50, 6)), rel=1e-9)
 
 
 def test_intervals_hold_what_they_say():
     """Of 200 sets of one law, the interval holds the law's expected distance at this size about 95 % of the time."""
-    reference = Gaussian(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
+    reference = Gaussian.of_moments(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
     figures = [frechet(normal(400, 100 + seed, mean=0.4), reference) for seed in range(200)]
     expected = float(np.mean([figure["value"] for figure in figures]))
     held = sum(figure["low"] <= expected <= figure["high"] for figure in figures)
@@ -103,7 +121,7 @@ def test_intervals_hold_what_they_say():
 
 
 def test_a_paired_difference_resolves_what_single_distances_do_not():
-    reference = Gaussian(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
+    reference = Gaussian.of_moments(torch.zeros(WIDTH).double(), torch.eye(WIDTH).double())
     first = normal(400, 7, mean=0.4)
     second = first + 0.01  # sample by sample a little further off
     difference = frechet_difference(second, first, reference)

@@ -99,7 +99,7 @@ class SampleFiles:
             raise ValueError(
                 f"{self.path}: mu {list(mean.shape)} and sigma {list(covariance.shape)} do not fit"
             )
-        return Gaussian(mean, covariance)
+        return Gaussian.of_moments(mean, covariance)
 
     @property
     def moments(self) -> Gaussian | None:

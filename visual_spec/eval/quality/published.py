@@ -3,7 +3,8 @@
 The Frechet distance grows with the noise in its moments, so resamples with repetition lie above the value itself. Its
 interval is therefore that of a delete-a-group jackknife (Efron and Stein 1981): the samples are dealt into groups, each
 is left out in turn, and value +- 1.96 standard errors is told. The moments of a group are summed once, so the interval
-costs one eigendecomposition a group. Sums are in double precision.
+costs one eigendecomposition a group. Roots of its eigenvalues are less precise than the value, alike in all groups.
+Sums are in double precision.
 """
 
 from __future__ import annotations
@@ -23,43 +24,42 @@ GROUPS = 20  # of the jackknife
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Mean [D] and covariance [D, D] of the features of a reference, in double precision."""
+    """Mean and covariance of features, in double precision.
+
+    Attributes:
+        mean: [D].
+        root: [K, D], with root.T @ root the covariance. K is at most D.
+    """
 
     mean: Tensor
-    covariance: Tensor
+    root: Tensor
 
     @classmethod
     def of(cls, features: Tensor) -> Gaussian:
-        """Of features [N, D]; the covariance is the unbiased one."""
+        """Of features [N, D]; the covariance is the unbiased one. Its root never passes through squares."""
         check_features(features, features)
         features = features.double()
-        return cls(features.mean(0), features.T.cov())
+        mean = features.mean(0)
+        root = (features - mean) / math.sqrt(len(features) - 1)
+        return cls(mean, torch.linalg.qr(root, mode="r").R if len(root) > root.shape[1] else root)
+
+    @classmethod
+    def of_moments(cls, mean: Tensor, covariance: Tensor) -> Gaussian:
+        """Of a mean [D] and a covariance [D, D], whose eigenvalues below zero are rounding."""
+        values, vectors = torch.linalg.eigh(covariance)
+        return cls(mean, values.clamp_min(0).sqrt()[:, None] * vectors.T)
 
 
-class FrechetDistance:
-    """Squared Frechet distance to one reference (Heusel et al. 2017, eq. 6).
+def gaussian_distance(first: Gaussian, second: Gaussian) -> float:
+    """The squared Frechet distance (Heusel et al. 2017, eq. 6).
 
-    With S1 = R R^T, the trace of the root of S1 S2 is that of the symmetric R^T S2 R. R is taken once, and has as many
-    columns as S1 has rank. Sets of fewer samples than features have eigenvalues that are zero but for rounding. They
-    are left out, because the roots of thousands of them would add up to 1e-5.
+    With S1 = A^T A and S2 = B^T B, the trace of the root of S1 S2 is the sum of the singular values of A B^T. Roots of
+    eigenvalues of the product itself would turn rounding of 1e-16 into 1e-8 for each of thousands.
     """
-
-    def __init__(self, reference: Gaussian) -> None:
-        values, vectors = torch.linalg.eigh(reference.covariance)
-        kept = _above_rounding(values)
-        self._root = vectors[:, kept] * values[kept].sqrt()  # [D, rank]
-        self._reference = reference
-
-    def __call__(self, mean: Tensor, covariance: Tensor) -> float:
-        values = torch.linalg.eigvalsh(self._root.T @ covariance @ self._root)
-        inner = values[_above_rounding(values)].sqrt().sum()
-        traces = self._reference.covariance.trace() + covariance.trace()
-        return max(0.0, ((self._reference.mean - mean).square().sum() + traces - 2 * inner).item())
-
-
-def _above_rounding(values: Tensor) -> Tensor:
-    """Which of the ascending eigenvalues of a matrix of no negative ones are more than rounding."""
-    return values > len(values) * torch.finfo(values.dtype).eps * values[-1:].clamp_min(0)
+    inner = torch.linalg.svdvals(first.root @ second.root.T).sum()
+    shift = (first.mean - second.mean).square().sum()
+    distance = shift + first.root.square().sum() + second.root.square().sum() - 2 * inner
+    return max(0.0, distance.item())
 
 
 def frechet(drawn: Tensor, reference: Gaussian) -> Figure:
@@ -68,8 +68,7 @@ def frechet(drawn: Tensor, reference: Gaussian) -> Figure:
     Raises:
         ValueError: other features than the reference's, fewer than 2 samples a group, or values that are not finite.
     """
-    whole, left_out = _leave_groups_out(drawn, FrechetDistance(reference))
-    found = _jackknife(whole, left_out)
+    found = _jackknife(*_leave_groups_out(drawn, reference))
     return found | {"low": max(0.0, found["low"])}
 
 
@@ -84,18 +83,17 @@ def frechet_difference(first: Tensor, second: Tensor, reference: Gaussian) -> Fi
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} samples given; paired sets have one size")
-    distance = FrechetDistance(reference)
-    one, one_left = _leave_groups_out(first, distance)
-    other, other_left = _leave_groups_out(second, distance)
+    one, one_left = _leave_groups_out(first, reference)
+    other, other_left = _leave_groups_out(second, reference)
     return _jackknife(one - other, [a - b for a, b in zip(one_left, other_left, strict=True)])
 
 
-def _leave_groups_out(features: Tensor, distance: FrechetDistance) -> tuple[float, list[float]]:
+def _leave_groups_out(features: Tensor, reference: Gaussian) -> tuple[float, list[float]]:
     """The distance of all samples, and without each group. Sample i is in group i modulo their number."""
     check_features(features, features)
-    if features.shape[1] != len(distance._reference.mean):
+    if features.shape[1] != len(reference.mean):
         raise ValueError(
-            f"{features.shape[1]} features of a sample, and {len(distance._reference.mean)} of the reference"
+            f"{features.shape[1]} features of a sample, and {len(reference.mean)} of the reference"
         )
     count = min(GROUPS, len(features) // 2)
     features = features.double()
@@ -105,18 +103,19 @@ def _leave_groups_out(features: Tensor, distance: FrechetDistance) -> tuple[floa
     sums = torch.stack([group.sum(0) for group in groups])  # [G, D]
     squares = torch.stack([group.T @ group for group in groups])  # [G, D, D]
 
-    def moments(size: int, total: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-        mean = total / size
-        return centre + mean, (square - size * torch.outer(mean, mean)) / (size - 1)
+    def without(place: int) -> float:
+        size = len(features) - len(groups[place])
+        mean = (total - sums[place]) / size
+        covariance = (square - squares[place] - size * torch.outer(mean, mean)) / (size - 1)
+        inner = (
+            torch.linalg.eigvalsh(reference.root @ covariance @ reference.root.T).clamp_min(0).sqrt().sum()
+        )
+        shift = (reference.mean - centre - mean).square().sum()
+        return (shift + reference.root.square().sum() + covariance.trace() - 2 * inner).item()
 
     total, square = sums.sum(0), squares.sum(0)
-    whole = distance(*moments(len(features), total, square))
-    left_out = [
-        distance(*moments(len(features) - len(group), total - sums[place], square - squares[place]))
-        for place, group in enumerate(groups)
-        if count > 1
-    ]
-    return whole, left_out
+    whole = gaussian_distance(Gaussian.of(features), reference)
+    return whole, [without(place) for place in range(count)] if count > 1 else []
 
 
 def _jackknife(value: float, left_out: list[float]) -> Figure:
