@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import check_choice, check_flag, check_request
@@ -69,7 +70,12 @@ class OrderedSampler(Sampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_request(model, law, batch_size, any_order=True)
-        name, own = self.name_for(model), trained_order(model)
+        own = trained_order(model)
+        if own == ANY_ORDER:
+            raise ValueError(
+                f"{type(model).__name__} was trained for any order; use AnyOrderSampler(order=...)."
+            )
+        name = self.name_for(model)
         check_choice(f"trained_order of {type(model).__name__}", own, tuple(ORDERS))
         asked, order = order_of(own, model.grid), self.order_for(model)
         who = f"{type(model).__name__} was trained for order {own!r}"
