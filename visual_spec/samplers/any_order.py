@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class AnyOrderSampler(AlongOrderSampler):
     Args:
         order: "random" (of each sample its own), "halton", "rolled_halton", "raster", or all slots of the grid in the
             order of decoding.
-        steps: calls; None: one a token. The number of tokens grows from call to call by MaskGIT's cosine schedule,
-            which RandAR uses (88 calls for 256 tokens).
+        steps: calls; None: one a token. The number of tokens grows from call to call by MaskGIT's cosine schedule.
+            (The paper decodes 256 tokens in 88 calls.)
 
     Raises:
         ValueError: a setting has another value.
@@ -48,14 +49,9 @@ class AnyOrderSampler(AlongOrderSampler):
     def lossless(self) -> bool:
         return self.config.steps is None
 
-    def bounds(self, num_tokens: int) -> list[int]:
+    def bounds(self, num_tokens: int) -> tuple[int, ...]:
         """Return how many places are decoded before each call and after the last: 0 to `num_tokens`."""
-        steps = self.config.steps
-        if steps is None:
-            return list(range(num_tokens + 1))
-        shares = hidden_shares("cosine", "maskgit", steps)
-        hidden = hidden_counts(shares, "maskgit", torch.tensor([num_tokens]))
-        return [num_tokens - int(count) for count in hidden] + [num_tokens]
+        return _bounds(num_tokens, self.config.steps)
 
     def first_places(self, num_tokens: int) -> int:
         return self.bounds(num_tokens)[1]
@@ -71,7 +67,7 @@ class AnyOrderSampler(AlongOrderSampler):
     def window_of(self, model: Any) -> int:
         bounds = self.bounds(model.grid.num_tokens)
         # A call feeds the tokens of the call before and asks for its own.
-        return max(after - before for before, after in zip(bounds, [*bounds[2:], bounds[-1]], strict=False))
+        return max(after - before for before, after in zip(bounds, (*bounds[2:], bounds[-1]), strict=False))
 
     def num_calls(self, run: Run) -> int:
         return len(self.bounds(run.num_tokens)) - 2  # the prefill decodes the first places
@@ -97,6 +93,15 @@ class AnyOrderSampler(AlongOrderSampler):
         count = logits.shape[1]
         places = torch.arange(first, first + count, device=run.device).expand(len(state.tokens), -1)
         state.tokens.scatter_(1, places, draw_tokens(run.law, run.noise, logits, places, run.guided))
-        state.commit_call[:, first : first + count] = int(state.round)
+        state.commit_call[:, first : first + count].fill_(int(state.round))
         state.lengths = torch.full_like(state.lengths, first + count)
         run.lap("verify")
+
+
+@cache
+def _bounds(num_tokens: int, steps: int | None) -> tuple[int, ...]:
+    if steps is None:
+        return tuple(range(num_tokens + 1))
+    shares = hidden_shares("cosine", "maskgit", steps)
+    hidden = hidden_counts(shares, "maskgit", torch.tensor([num_tokens]))
+    return (*(num_tokens - int(count) for count in hidden), num_tokens)
