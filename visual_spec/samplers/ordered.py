@@ -35,8 +35,8 @@ class OrderedSampler(Sampler):
     approximation is refused unless `allow_approximate` is set.
 
     Args:
-        order: "raster", "diagonal" (ZipAR with window 1), "nar" (near to far), "par4" or "par16" (4 or 16 regions);
-            None: the order that the model was trained for.
+        order: "raster", "diagonal" (ZipAR with window 1), "nar" (near to far), "par4" or "par16" (4 or 16 regions),
+            "blocks2" or "blocks4" (blocks of 2 x 2 or 4 x 4 tokens); None: the order that the model was trained for.
         allow_approximate: also decode models in an order that they were not trained for.
 
     Raises:
@@ -104,6 +104,12 @@ class OrderedSampler(Sampler):
         learned = self.order_for(run.model).learned
         state = OrderedState.begin(run, scratch=learned)
         state.tokens[:, run.num_tokens :] = run.model.vocab_size + torch.arange(learned, device=run.device)
+        first = steps_on(self.name_for(run.model), run.model.grid, run.device)[0].emitted
+        if len(first) > 1:  # slot 0 is drawn
+            rest = first[1:].expand(len(state.tokens), -1)
+            drawn = draw_tokens(run.law, run.noise, run.cache.logits[:, 1:], rest, run.guided)
+            state.tokens.scatter_(1, rest, drawn)
+            state.lengths = state.lengths + len(first) - 1
         run.lap("verify")
         return state
 

@@ -192,6 +192,7 @@ class TabularOrderModel(nn.Module):
         trained_order: the order that the model claims to be trained for.
         heads: H, output heads; a slot's logits are the mean of those that answer.
         learned: K, learned tokens.
+        first: the slots that the prefill predicts.
         conditions, seed, scale: as in `TabularModel`.
 
     Raises:
@@ -209,6 +210,7 @@ class TabularOrderModel(nn.Module):
         *,
         heads: int = 1,
         learned: int = 0,
+        first: Sequence[int] = (0,),
         conditions: int = 1,
         seed: int = 0,
         scale: float = 1.2,
@@ -222,12 +224,8 @@ class TabularOrderModel(nn.Module):
         length = grid.num_tokens
         shape = (conditions + 1, heads, (vocab_size + 1) ** length, length, vocab_size)
         checked_size(shape)
-        self.grid, self.vocab_size, self.trained_order, self.learned = (
-            grid,
-            vocab_size,
-            trained_order,
-            learned,
-        )
+        self.grid, self.vocab_size = grid, vocab_size
+        self.trained_order, self.learned, self.first = trained_order, learned, first
         generator = torch.Generator().manual_seed(seed)
         by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
         by_place = torch.randn(
@@ -239,7 +237,9 @@ class TabularOrderModel(nn.Module):
     def prefill(
         self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
     ) -> TabularState:
-        """Choose the table of every row, and predict slot 0 by the mean of all heads. `condition`: as `TabularModel`.
+        """Choose the table of every row, and predict the first slots by the mean of all heads.
+
+        `condition`: as `TabularModel`.
 
         Raises:
             ValueError: the condition has another shape, dtype or range.
@@ -248,7 +248,8 @@ class TabularOrderModel(nn.Module):
         tables = tables_of(condition, batch_size, len(self.logits) - 1, guided).to(device)
         size = self.grid.num_tokens + self.learned + window
         return TabularState(
-            logits=self.logits[tables, :, -1, 0].mean(1),  # nothing is seen: the last context
+            # Nothing is seen: the last context.
+            logits=self.logits[tables, :, -1][:, :, self.first].mean(1).squeeze(1),  # [R, V] or [R, P, V]
             guided=guided,
             window=window,
             tokens=torch.zeros(batch_size, size, dtype=torch.long, device=device),
