@@ -108,14 +108,50 @@ def test_parallel_decoding_draws_each_group_given_those_before(steps, groups, la
         assert (total_variation(want, joint_along(model, order)) > 1e-2) == (steps < 6)
 
 
-def test_the_number_of_calls_is_told_by_the_joint():
-    """Three tokens, one draft: the prefill commits one token, and two calls more are made if the draft is refused."""
-    model = TabularAnyOrderModel(TokenGrid(1, 3), 3)
-    found = Enumerator(SpeculativeAnyOrderSampler(1, "raster", "exact"), model).run()
-    pairs = model.joint[0].view(3, 3, 3).sum(2)  # of the first two tokens
-    first, second = pairs.sum(1), pairs.sum(0)
-    refused = sum(float(first[x] * total_variation(pairs[x] / first[x], second)) for x in range(3))
-    assert refused > 0.05 and found.calls == pytest.approx(2 + refused, abs=1e-10)
+def expected_calls(joint: Tensor, num_drafts: int) -> float:
+    """The mean number of calls of ASSD on a joint [V, ..., V] along its axes, by recursion over all that may happen."""
+    count, size = joint.dim(), len(joint)
+
+    def law(known: tuple[int, ...], place: int) -> Tensor:
+        left = joint[known]
+        others = [other - len(known) for other in range(len(known), count) if other != place]
+        left = left.sum(others) if others else left
+        return left / left.sum()
+
+    def draft(known: tuple[int, ...]) -> float:
+        """Calls from a drafting one on; its first place stands."""
+        if len(known) == count:
+            return 0.0
+        first, behind = law(known, len(known)), range(len(known) + 1, min(len(known) + 1 + num_drafts, count))
+        drafts = [law(known, place) for place in behind]
+        return 1 + sum(float(first[x]) * verify((*known, x), drafts) for x in range(size))
+
+    def verify(known: tuple[int, ...], drafts: list[Tensor]) -> float:
+        return 0.0 if len(known) == count else 1 + walk(known, drafts)
+
+    def walk(known: tuple[int, ...], drafts: list[Tensor]) -> float:
+        """Calls behind a verifying one, from its first open draft on."""
+        if len(known) == count:
+            return 0.0
+        target = law(known, len(known))
+        kept = target.minimum(drafts[0]) if drafts else torch.zeros_like(target)  # then the bonus
+        return sum(
+            float(kept[x]) * (walk((*known, x), drafts[1:]) if drafts else 0.0)
+            + float(target[x] - kept[x]) * draft((*known, x))
+            for x in range(size)
+        )
+
+    return draft(())
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "num_drafts"), [(3, 3, 1), (5, 2, 1), (5, 2, 2), (6, 2, 1), (6, 2, 3)]
+)
+def test_the_number_of_calls_is_told_by_the_joint(length, size, num_drafts):
+    model = TabularAnyOrderModel(TokenGrid(1, length), size)
+    found = Enumerator(SpeculativeAnyOrderSampler(num_drafts, "raster", "exact"), model).run()
+    want = expected_calls(model.joint[0].view([size] * length), num_drafts)
+    assert 2 < want < length and found.calls == pytest.approx(want, abs=1e-10)
 
 
 # -- planted bugs ----------------------------------------------------------------------------------------------------

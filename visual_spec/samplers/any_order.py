@@ -74,8 +74,8 @@ class AnyOrderSampler(AlongOrderSampler):
 
     def prepare(self, run: Run) -> State:
         state = State.begin(run, scratch=0)
-        if run.cache.ahead.shape[1] > 1:
-            self._draw(run, state, 1, run.cache.ahead[:, 1:])
+        if run.cache.logits.shape[1] > 1:
+            self._draw(run, state, 1, run.cache.logits[:, 1:])
         return state
 
     def step(self, run: Run, state: State) -> None:

@@ -79,7 +79,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
         state = AnyOrderDraftState.begin(
             run, scratch=self.config.num_drafts + 2, drafted=none.long(), laws=none
         )
-        self._draft(run, state, run.cache.ahead[:, 1:])
+        self._draft(run, state, run.cache.logits[:, 1:])
         return state
 
     def step(self, run: Run, state: AnyOrderDraftState) -> None:

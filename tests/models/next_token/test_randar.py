@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_calls_along_an_order_compute_what_the_sequence_says(loaded, width):
     tokens = drawn()
     want, by_place = expected(weights, tokens), tokens.gather(1, ORDERS)
     along, state = begun(model)
-    found = [state.logits[:, None]]
+    found = [state.logits[:, :1]]
     for first in range(0, LENGTH - 1, width):
         places = torch.arange(first, min(first + width, LENGTH - 1)).expand(2, -1)
         wrong = (by_place.gather(1, places) + 1) % VOCAB
@@ -127,7 +128,7 @@ def test_places_asked_in_parallel_are_asked_as_if_each_came_next(loaded):
         moved = torch.cat([ORDERS[:, :known], ORDERS[:, place:], ORDERS[:, known:place]], 1)
         close(logits[:, place], expected(weights, tokens, moved)[:, known])
     for place in range(LENGTH):
-        close(state.ahead[:, place], expected(weights, tokens, ORDERS.roll(-place, 1))[:, 0])
+        close(state.logits[:, place], expected(weights, tokens, ORDERS.roll(-place, 1))[:, 0])
 
 
 def test_rows_go_at_their_own_pace_and_may_leave(loaded):
@@ -165,6 +166,21 @@ def test_samplers_draw_along_the_sequence(loaded, acceptance):
         assert torch.equal(sampler(model, LABELS, law=law, batch_size=2).tokens, tokens)
 
 
+def test_parallel_decoding_asks_every_place_of_a_group_as_the_next(loaded):
+    """The likeliest tokens: each place behind the groups before, which are fed in their order."""
+    weights, model = loaded
+    order, sampler = ORDERS[0], AnyOrderSampler(ORDERS[0].tolist(), steps=3)
+    bounds, tokens = sampler.bounds(LENGTH), torch.zeros(2, LENGTH, dtype=torch.long)
+    assert bounds == (0, 2, 5, 9)
+    for first, stop in pairwise(bounds):
+        found = tokens.clone()
+        for place in range(first, stop):
+            moved = torch.cat([order[:first], order[place:], order[first:place]]).expand(2, -1)
+            found[:, order[place]] = expected(weights, tokens, moved)[:2, first].argmax(-1)
+        tokens = found
+    assert torch.equal(sampler(model, LABELS, law=TokenLaw(top_k=1), batch_size=2).tokens, tokens)
+
+
 @pytest.mark.parametrize("zero", [True, False])
 def test_captions_are_seen_without_their_padding(zero):
     torch.manual_seed(0)
@@ -181,7 +197,7 @@ def test_captions_are_seen_without_their_padding(zero):
     along = AlongOrder(model, ORDERS, first=2)
     state = along.prefill(caption, batch_size=2, guided=False, window=LENGTH)
     places = torch.arange(LENGTH - 1).expand(2, -1)
-    found = torch.cat([state.logits[:, None], along(state, tokens.gather(1, ORDERS)[:, :-1], places)], 1)
+    found = torch.cat([state.logits[:, :1], along(state, tokens.gather(1, ORDERS)[:, :-1], places)], 1)
     prefixes, words = model.embed_condition(caption)
     rows = zip(prefixes.detach(), tokens, ORDERS, words, strict=True)
     close(found, torch.stack([straight_line(weights, *row, prefix_turn=float(not zero)) for row in rows]))

@@ -24,23 +24,21 @@ SlotOrder = str | Sequence[int]  # one of `masking.FIXED_ORDERS`, or all slots o
 
 @dataclass
 class AlongOrderState(DecodeState):
-    """A batch of an `AlongOrder`. Places count along the order.
+    """A batch of an `AlongOrder`. Places count along the order. Its logits [R, P, V] predict the first P places.
 
     Attributes:
         inner: the any-order model's own state.
         order: long [B, L + window], the slot at each place; places past the grid are their own slots.
         rank: long [B, L], the place of each slot.
-        ahead: [R, P, V], what the prefill predicts at the first P places, given the condition only.
     """
 
     inner: Any
     order: Tensor
     rank: Tensor
-    ahead: Tensor
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
-        self.logits, self.ahead = self.logits[rows], self.ahead[rows]
+        self.logits = self.logits[rows]
         self.order, self.rank = self.order[samples], self.rank[samples]
         self.inner.select(samples)
 
@@ -70,9 +68,7 @@ class AlongOrder(nn.Module):
             condition, batch_size=batch_size, guided=guided, window=window, asked=order[:, : self.first]
         )
         device = inner.logits.device
-        return AlongOrderState(
-            inner.logits[:, 0], guided, window, inner, order.to(device), rank.to(device), inner.logits
-        )
+        return AlongOrderState(inner.logits, guided, window, inner, order.to(device), rank.to(device))
 
     def ask(self, state: AlongOrderState, tokens: Tensor, places: Tensor, known: Tensor) -> Tensor:
         """Predict places, and feed tokens at the first of them.
