@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.samplers.core.any_order import AlongOrderSampler, SlotOrder, check_slot_order
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.checks import check_choice, check_count
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label
-from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.verification import draw_near, draw_tokens
 
 
@@ -90,11 +89,10 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
             self._commit_and_draft(run, state)
 
     def propose(self, run: Run, state: AnyOrderDraftState) -> Draft:
-        slots = state.next_slots(self.config.num_drafts)
-        there = slots < run.num_tokens
-        rows = torch.arange(slots.shape[1], device=slots.device).where(there, NO_DRAFT)
+        # Drafts for places past the grid are tested too: what they commit is scratch.
+        rows = torch.arange(state.drafted.shape[1], device=run.device).expand_as(state.drafted)
         label = Label(state.laws, rows, (0, run.model.vocab_size))
-        return Draft(state.drafted.where(there, -1), label, "its own parallel law")
+        return Draft(state.drafted, label, "its own parallel law")
 
     def _commit_and_draft(self, run: Run, state: AnyOrderDraftState) -> None:
         """Feed the newest token, ask the places behind in parallel, commit the first of them and draft the others."""
@@ -115,9 +113,12 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
         self._draft(run, state, logits[:, 1:])
 
     def _draft(self, run: Run, state: AnyOrderDraftState, logits: Tensor) -> None:
-        """Draw drafts for the places behind the text from logits [R, N, V], which know nothing of each other."""
+        """Draw drafts for the places behind the text from logits [R, N, V], which know nothing of each other.
+
+        Each is drawn with its place's own noise, under both acceptances: the call that tests a draft commits its place,
+        so no noise is drawn again of which a test has told something.
+        """
         slots = state.next_slots(self.config.num_drafts)
         state.laws = run.law(logits, slots, run.guided)
-        stream, round = (TOKEN, 0) if self.identical else (DRAFT, state.round)
-        state.drafted = run.noise.categorical(state.laws, slots, stream, round)
+        state.drafted = run.noise.categorical(state.laws, slots, TOKEN)
         run.lap("draft")
