@@ -30,6 +30,7 @@ from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSample
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
 from visual_spec.samplers.ordered import OrderedSampler
 
 NAMES = ["tench, Tinca tinca", "goldfish", "shark", "crane", "hen", "crane", "owl"]
@@ -139,6 +140,9 @@ def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
     )
     parallel = pipe([3, 5], generator=seeded(1, 2))
     assert (parallel.trace.target_calls == 5).all() and not parallel.trace.lossless
+    pipe.sampler = SpeculativeMaskedSampler()  # of the same settings
+    with pytest.raises(TypeError, match=r"does not fit a next-token model; .* OrderedSampler\.$"):
+        pipe([3])
     pipe.sampler = SpeculativeJacobiSampler()
     with pytest.raises(ValueError, match="trained for order 'any', .* Use AnyOrderSampler"):
         pipe([3])

@@ -21,6 +21,7 @@ from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import fitting
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -68,7 +69,7 @@ class TokenImagePipeline(VisualPipeline):
         calls, plain, fast = RASTER_TREE_ORDER, "autoregressive", "speculative-jacobi"
         if "allow_approximate" in sampler:
             plain = fast = "ordered"
-        elif "order" in sampler:
+        elif sampler.get("_class_name") in [entry.class_name for entry in fitting((ANY_ORDER,))]:
             calls, plain = (ANY_ORDER,), saved_sampler("any-order", {"order": sampler["order"]})
             fast = saved_sampler("speculative-any-order", sampler)
         return PipelineFacts(
