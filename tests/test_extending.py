@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
-SAMPLER, MODEL, USE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+SAMPLER, MODEL, USE, ANY_ORDER = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 [LINE] = re.findall(r"```diff\n\+(.*)\n```", PAGE)
 
 # What a newcomer does with the new sampler, in one process.
@@ -91,3 +91,20 @@ def test_a_new_model_decodes_with_every_next_token_sampler():
         found = sampler(names["model"], names["classes"], generator=generator, **request)
         assert torch.equal(found.tokens, names["plain"].tokens) or acceptance == "exact"
         assert found.trace.identical == (acceptance == "identical") and found.trace.lossless
+
+
+def test_a_new_any_order_model_is_decoded():
+    """The page asserts the same tokens; the model also differs by class and knows what it was fed."""
+    names: dict = {}
+    torch.manual_seed(0)
+    exec(compile(ANY_ORDER, "EXTENDING.md", "exec"), names)
+    trace = names["fast"].trace
+    assert trace.identical and trace.target_calls.sum() < 32
+    order = list(range(15, -1, -1))
+    found = [
+        names["AnyOrderSampler"](order)(
+            names["model"], torch.tensor([label]), law=names["TokenLaw"](temperature=0.0)
+        ).tokens
+        for label in range(3)
+    ]
+    assert len({tuple(tokens[0].tolist()) for tokens in found}) == 3

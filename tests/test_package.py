@@ -123,7 +123,8 @@ def test_public_names_resolve(name):
 
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        AttributeError, match="no attribute 'Sampler'; it has AmusedImagePipeline, AudioPipeline"
+        AttributeError,
+        match="no attribute 'Sampler'; it has AmusedImagePipeline, AnyOrderSampler, AudioPipeline",
     ):
         visual_spec.Sampler  # noqa: B018
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.pipelines.maskgct import MaskgctPipeline
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
     from visual_spec.pipelines.video import VideoPipeline
+    from visual_spec.samplers.any_order import AnyOrderSampler
+    from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
     from visual_spec.samplers.autoregressive import AutoregressiveSampler
     from visual_spec.samplers.columns import ColumnAutoregressiveSampler
     from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.exactness.regions import hash_rows, quantised
+from visual_spec.samplers.core.any_order import AlongOrderState
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.rows import RowState
 from visual_spec.samplers.core.window import widest
@@ -147,6 +148,28 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     return regions, parts
 
 
+def _along_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """`_chain_key` along an order, for a cache by slot. Drafts count until the call that verifies them."""
+    length, absurd = run.num_tokens, run.model.vocab_size - 1
+    # The last group of a plain decode is fed by the next call, and so is the newest token of a speculative one.
+    groups = hasattr(sampler, "bounds")
+    fed = torch.full_like(state.lengths, sampler.bounds(length)[state.round]) if groups else state.lengths - 1
+    inner = state.cache.inner
+    out = F.pad(state.cache.rank >= fed[:, None], (0, inner.tokens.shape[1] - length), value=True)
+    inner.tokens = _scrub(inner.tokens, out, absurd)
+    state.tokens = _scrub(state.tokens, ~_before(state.lengths, state.tokens.shape[1]), absurd)
+    state.commit_call = torch.zeros_like(state.commit_call)
+    regions = regions.masked_fill(_before(state.lengths, length), 0)
+    parts = [state.lengths, state.tokens, inner.tokens, regions]
+    if not groups:
+        pending = state.round % 2 == 0
+        gone = (state.next_slots(state.drafted.shape[1]) >= length) | (not pending)
+        state.drafted = state.drafted.masked_fill(gone, absurd)
+        state.laws = state.laws.masked_fill(gone[..., None], 0)
+        parts += [torch.full_like(state.lengths, pending), state.drafted, _laws_key(state.laws)]
+    return regions, parts
+
+
 def _row_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, list[Tensor]]:
     """`_chain_key` for states of several open rows."""
     length, order = run.num_tokens, sampler.order(run.model.grid)
@@ -214,5 +237,7 @@ _KEYS = {
 def settled(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, Tensor]:
     """Scrub states: the regions that still count, and one number [N] a state, equal for equal states."""
     kind = next((_KEYS[kind] for kind in type(state).__mro__ if kind in _KEYS), _other_key)
+    if isinstance(getattr(state, "cache", None), AlongOrderState):
+        kind = _along_key
     regions, parts = kind(sampler, run, state, regions)
     return regions, hash_rows(torch.cat([part.long().reshape(len(part), -1) for part in parts], 1))

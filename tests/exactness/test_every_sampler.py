@@ -13,15 +13,18 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.mixtures import Mixture, MixtureModel, far_apart, straight_chain
 from tests.exactness.regions import total_variation
+from tests.exactness.test_any_order_law import joint_along
 from tests.exactness.test_masked_speculative import ORDERS, one_a_call
 from tests.exactness.test_scales_law import parts as pyramid
 from tests.exactness.test_scales_law import product_law
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
+from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
 from visual_spec.samplers.continuous import ContinuousSampler
+from visual_spec.samplers.core.any_order import slots_in_order
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.configuration import register_to_config
@@ -75,6 +78,10 @@ def enumerated(entry: SamplerEntry) -> tuple[Enumeration, Tensor]:
     if entry.calls == MASKED:
         hiding = TabularMaskedModel(TokenGrid(2, 2), 2)
         return Enumerator(sampler, hiding).run(), one_a_call(hiding, ORDERS[sampler.config.order])
+    if entry.calls == ANY_ORDER:
+        joint = TabularAnyOrderModel(TokenGrid(2, 2), 3)
+        order = slots_in_order(sampler.config.order, joint.grid, torch.zeros(1, dtype=torch.long))[0]
+        return Enumerator(sampler, joint).run(), joint_along(joint, order.tolist())
     if entry.calls == COLUMNS:
         valid = CodebookPattern.delay([0, 1]).valid(2).T
         model, other = (TabularColumnModel(valid, 2, seed=seed) for seed in (0, 50))

@@ -54,6 +54,22 @@ def four_regions(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
     return {0: before}, earlier
 
 
+def blocks_of_two(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
+    def block(slot: int) -> tuple[int, int]:
+        frame, row, column = grid.coordinates(slot)
+        return frame * grid.height + row // 2 * 2, column // 2 * 2
+
+    def corner(block: tuple[int, int]) -> int:
+        return block[0] * grid.width + block[1]
+
+    own = block(slot)
+    earlier = {other for other in range(grid.num_tokens) if block(other) < own}
+    if not earlier:
+        return {}, set()
+    before = max(block(other) for other in earlier)
+    return {0: slot - corner(own) + corner(before)}, earlier
+
+
 def product_law(model: TabularOrderModel, law: TokenLaw, definition: Definition, guided: bool) -> Tensor:
     """The probability of every sequence: at each slot the law of the mean of its heads, all slots multiplied."""
     size, length = model.vocab_size, model.grid.num_tokens
@@ -66,8 +82,8 @@ def product_law(model: TabularOrderModel, law: TokenLaw, definition: Definition,
             context = 0
             for other in range(length):
                 context = context * (size + 1) + (tokens[other] if other in seen else size)
-            if slot == 0:
-                logits = model.logits[tables, :, context, 0].mean(1)
+            if not heads:  # the prefill
+                logits = model.logits[tables, :, context, slot].mean(1)
             else:
                 parts = [
                     model.logits[tables, h, context, slot] + model.places[h, place, slot]
@@ -89,19 +105,25 @@ CASES = [
     pytest.param("par4", TokenGrid(2, 2), 3, PLAIN, id="par4-2x2"),
     pytest.param("par4", TokenGrid(2, 4), 2, PLAIN, id="par4-2x4"),
     pytest.param("par4", TokenGrid(4, 2), 2, GUIDED, id="par4-4x2-guided"),
+    pytest.param("blocks2", TokenGrid(2, 4), 2, PLAIN, id="blocks2-2x4"),
+    pytest.param("blocks2", TokenGrid(4, 2), 2, GUIDED, id="blocks2-4x2-guided"),
+    pytest.param("blocks2", TokenGrid(2, 2, frames=2), 2, PLAIN, id="blocks2-2x2x2"),
 ]
+DEFINITIONS = {"nar": near_to_far, "par4": four_regions, "blocks2": blocks_of_two}
 
 
 def made(name: str, grid: TokenGrid, vocab_size: int) -> TabularOrderModel:
     if name == "nar":
         return TabularOrderModel(grid, vocab_size, name, heads=3 if grid.frames > 1 else 2)
+    if name == "blocks2":
+        return TabularOrderModel(grid, vocab_size, name, first=(0, 1, grid.width, grid.width + 1))
     return TabularOrderModel(grid, vocab_size, name, learned=3)
 
 
 def distance(name: str, grid: TokenGrid, vocab_size: int, law: TokenLaw) -> float:
     model = made(name, grid, vocab_size)
     found = Enumerator(OrderedSampler(), model, law)
-    want = product_law(model, law, near_to_far if name == "nar" else four_regions, law.guided)
+    want = product_law(model, law, DEFINITIONS[name], law.guided)
     assert float(want.sum()) == pytest.approx(1, abs=1e-10)
     result = found.run()
     assert float(result.law.sum()) == pytest.approx(1, abs=1e-10)
@@ -153,6 +175,7 @@ def unmoved(order: orders.Order) -> orders.Order:
         (swapped, "nar", TokenGrid(3, 2)),
         (causal, "nar", TokenGrid(2, 3)),
         (unmoved, "par4", TokenGrid(2, 4)),
+        (unmoved, "blocks2", TokenGrid(2, 4)),
     ],
 )
 def test_catches(bug, name, grid, monkeypatch):

@@ -1,5 +1,6 @@
 """From official files to pictures: loading directly, converting to folders, class-conditional drawing, bad input."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,19 @@ from tests.official import (
 )
 from tests.tiny import seeded, tiny_pipeline, tiny_transformer, tiny_vq_model
 from tests.tiny_t5 import tiny_features, tiny_t5, tiny_tokenizer
+from visual_spec.cli import main
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.convert import convert
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.any_order import AnyOrderSampler
+from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
 from visual_spec.samplers.ordered import OrderedSampler
 
 NAMES = ["tench, Tinca tinca", "goldfish", "shark", "crane", "hen", "crane", "owl"]
@@ -113,6 +118,40 @@ def test_near_to_far_files_are_drawn_in_their_order(files, tmp_path):
     pipe.sampler = SpeculativeJacobiSampler()
     with pytest.raises(ValueError, match="trained for order 'nar', .* Use OrderedSampler"):
         pipe([3])
+
+
+def test_any_order_files_are_drawn_in_any_order(files, tmp_path, capsys):
+    """RandAR's keys. Saved, loaded, drawn on the command line beside one token a call; refused to other samplers."""
+    weights = random_weights(transformer_shapes(2, 16, vocab=12, classes=7))
+    weights["pos_instruct_embeddings"] = weights["cls_embedding.embedding_table.weight"][:1] * 0.7
+    torch.save({"model": weights}, tmp_path / "randar.pt")
+    pipe: Any = ClassImagePipeline.from_official(tmp_path / "randar.pt", files["tokenizer"], image_size=8)
+    assert isinstance(pipe.sampler, SpeculativeAnyOrderSampler) and pipe.transformer.trained_order == "any"
+    assert (pipe.plain_sampler, pipe.fast_sampler) == ("any-order", "speculative-any-order")
+    drawn = quiet(pipe)([3, 5], generator=seeded(1, 2))
+    assert drawn.tokens.shape == (2, 16) and (drawn.trace.target_calls <= 16).all() and drawn.trace.identical
+    pipe.save_pretrained(tmp_path / "saved")
+    again = quiet(load_pipeline(tmp_path / "saved"))
+    assert again([3, 5], generator=seeded(1, 2)).tokens.equal(drawn.tokens)
+    pipe.sampler = AnyOrderSampler("raster", steps=5)
+    assert (pipe.plain_sampler, pipe.fast_sampler) == (
+        "any-order:order=raster",
+        "speculative-any-order:order=raster",
+    )
+    parallel = pipe([3, 5], generator=seeded(1, 2))
+    assert (parallel.trace.target_calls == 5).all() and not parallel.trace.lossless
+    pipe.sampler = SpeculativeMaskedSampler()  # of the same settings
+    with pytest.raises(TypeError, match=r"does not fit a next-token model; .* OrderedSampler\.$"):
+        pipe([3])
+    pipe.sampler = SpeculativeJacobiSampler()
+    with pytest.raises(ValueError, match="trained for order 'any', .* Use AnyOrderSampler"):
+        pipe([3])
+
+    capsys.readouterr()
+    command = ["generate", "3", "--model", str(tmp_path / "saved"), "--out", str(tmp_path / "out"), "--json"]
+    assert main([*command, "--sampler", "speculative-any-order:num_drafts=3", "--compare"]) == 0
+    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert document["comparison"][0]["identical"] and document["comparison"][0]["plain_calls"] == 16
 
 
 def test_guidance_may_end_before_the_picture(files):

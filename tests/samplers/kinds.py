@@ -17,9 +17,10 @@ from tests.samplers.test_columns import MODEL as COLUMN_MODEL
 from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
 from tests.tiny import seeded
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
+from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import SamplerEntry
 
@@ -96,6 +97,7 @@ KINDS = {
     ORDER: _pictures,
     COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
     MASKED: Kind(TabularMaskedModel(TokenGrid(1, 5), 3, conditions=3), _table),
+    ANY_ORDER: Kind(TabularAnyOrderModel(TokenGrid(1, 5), 5, conditions=3), _table),
     CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
     SCALES: Kind(
         TableScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": FormulaTokenizer(SIDES, 7)}
@@ -132,6 +134,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     ),
     "MultiscaleSampler": dict(pool=3, radius=None, max_rounds=None),
     "OrderedSampler": dict(order="diagonal", allow_approximate=True),
+    "AnyOrderSampler": dict(order=[4, 0, 2, 1, 3], steps=3),
+    "SpeculativeAnyOrderSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
     "ZipARSampler": dict(window=2, adaptive=True, measure=True),
     "ParallelJacobiSampler": dict(
         rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True

@@ -20,11 +20,11 @@ from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
 from visual_spec.models.continuous import mar as continuous_mar
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, SCALES
+from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, MASKED, SCALES
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
-from visual_spec.models.next_token.llamagen import TextCondition
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.samplers import mulo
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
@@ -228,6 +228,15 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
         stand_in(monkeypatch)
         with FakeTensorMode(allow_non_fake_inputs=True):
             watch(monkeypatch, sampler, without_numbers(model), without_numbers(labels), LAW)
+    elif entry.calls == ANY_ORDER:
+        shape: dict[str, Any] = dict(
+            vocab_size=8, dim=16, num_layers=1, num_heads=2, grid_size=4, num_classes=3, order="any"
+        )
+        monkeypatch.setattr(LlamaGenTransformer, "check_condition", lambda *_: None)
+        stand_in(monkeypatch)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            labels = without_numbers(torch.tensor([0, 1, 2]))
+            watch(monkeypatch, sampler, without_numbers(LlamaGenTransformer(**shape)), labels, LAW)
     elif entry.calls in (COLUMNS, MASKED):
         watch_music(monkeypatch, sampler)
     elif entry.calls == CONTINUOUS:

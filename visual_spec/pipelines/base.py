@@ -118,14 +118,18 @@ class VisualPipeline(DiffusionPipeline):
 
         Args:
             settings: of the pipeline, as in its model_index.json.
-            sampler: the configuration of its sampler.
+            sampler: the configuration of its sampler, as it is saved.
         """
         raise NotImplementedError(f"{cls.__name__} does not say what it is; give it a method facts_of.")
 
     @property
     def facts(self) -> PipelineFacts:
         """What this pipeline is, with the sampler that it has now."""
-        return self.facts_of(self.config, getattr(self.sampler, "config", {}))
+        config = {
+            **getattr(self.sampler, "config", {}),
+            "_class_name": type(self.sampler).__name__,
+        }  # as saved
+        return self.facts_of(self.config, config)
 
     @property
     def medium(self) -> str:

@@ -80,7 +80,7 @@ class ClassImagePipeline(TokenImagePipeline):
             image_size: side of the pictures in pixels; None: what the file or its name says.
             dtype: of all weights; None keeps that of each file.
             sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls; for a NAR file
-                `OrderedSampler()`.
+                `OrderedSampler()`, for a RandAR file `SpeculativeAnyOrderSampler()`.
             id2label: see the class.
 
         Raises:

@@ -8,7 +8,8 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from einops import rearrange
 
-from visual_spec.models.core.calls import RASTER_TREE_ORDER
+from visual_spec.models.core import any_order
+from visual_spec.models.core.calls import ANY_ORDER, RASTER_TREE_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
@@ -16,10 +17,11 @@ from visual_spec.models.next_token.llamagen_checkpoint import load_pair, officia
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.registry import fitting
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -62,14 +64,20 @@ class TokenImagePipeline(VisualPipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Beside `OrderedSampler` in any order stands the model's own order."""
-        ordered = "ordered" if "allow_approximate" in sampler else None
+        """See `VisualPipeline.facts_of`. Beside `OrderedSampler` in any order stands the model's own order, and beside
+        samplers of any-order models one token a call in the same order."""
+        calls, plain, fast = RASTER_TREE_ORDER, "autoregressive", "speculative-jacobi"
+        if "allow_approximate" in sampler:
+            plain = fast = "ordered"
+        elif sampler.get("_class_name") in [entry.class_name for entry in fitting((ANY_ORDER,))]:
+            calls, plain = (ANY_ORDER,), saved_sampler("any-order", {"order": sampler["order"]})
+            fast = saved_sampler("speculative-any-order", sampler)
         return PipelineFacts(
             medium="image",
             unit="tokens",
-            calls=RASTER_TREE_ORDER,
-            plain_sampler=ordered or "autoregressive",
-            fast_sampler=ordered or "speculative-jacobi",
+            calls=calls,
+            plain_sampler=plain,
+            fast_sampler=fast,
             default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},
         )
 
@@ -184,7 +192,8 @@ class TokenImagePipeline(VisualPipeline):
 
 def own_sampler(model: Any) -> Any:
     """Return the sampler of a model that none is chosen for: the tokens, or the law, of its own order."""
-    return make_sampler("speculative-jacobi" if trained_order(model) == RASTER_ORDER else "ordered")
+    known = {RASTER_ORDER: "speculative-jacobi", any_order.ANY_ORDER: "speculative-any-order"}
+    return make_sampler(known.get(trained_order(model), "ordered"))
 
 
 def load_official(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.samplers.core.any_order import placed_in_grid, slots_in_order
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.checks import check_choice
@@ -32,9 +33,9 @@ from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_masked_model
-from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
-from visual_spec.samplers.core.noise import DRAFT, TOKEN, CounterNoise
-from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
+from visual_spec.samplers.core.masking import FIXED_ORDERS
+from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.trace import SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import Verdict
 
 
@@ -170,10 +171,7 @@ class SpeculativeMaskedSampler(ChainSampler):
         watch: Stopwatch | None = None,
         **parts: Any,
     ) -> Run:
-        slots = torch.arange(model.grid.num_tokens).expand(len(keys), -1)
-        noise = CounterNoise(keys, keys.device)
-        score = fixed_order(self.config.order, model.grid, Spans(slots.shape[1], 1), noise, slots)
-        order = score.sort(dim=1, descending=True, stable=True).indices
+        order = slots_in_order(self.config.order, model.grid, keys)
         return super().begin(OrderedModel(model, order), condition, law, keys, watch, **parts)
 
     def prepare(self, run: Run) -> SpeculativeMaskedState:
@@ -203,8 +201,4 @@ class SpeculativeMaskedSampler(ChainSampler):
         super().settle(run, state, slots, verdict)
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
-        """Put what was decoded along the order into the grid."""
-        order = run.model.order.to(tokens.device)
-        calls = trace["commit_call"]
-        trace["commit_call"] = torch.empty_like(calls).scatter_(1, order.cpu(), calls)
-        return SampleResult(torch.empty_like(tokens).scatter_(1, order, tokens), DecodeTrace(**trace))
+        return placed_in_grid(run.model.order, tokens, trace)

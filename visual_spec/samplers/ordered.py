@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import check_choice, check_flag, check_request
@@ -34,8 +35,8 @@ class OrderedSampler(Sampler):
     approximation is refused unless `allow_approximate` is set.
 
     Args:
-        order: "raster", "diagonal" (ZipAR with window 1), "nar" (near to far), "par4" or "par16" (4 or 16 regions);
-            None: the order that the model was trained for.
+        order: "raster", "diagonal" (ZipAR with window 1), "nar" (near to far), "par4" or "par16" (4 or 16 regions),
+            "blocks2" or "blocks4" (blocks of 2 x 2 or 4 x 4 tokens); None: the order that the model was trained for.
         allow_approximate: also decode models in an order that they were not trained for.
 
     Raises:
@@ -69,7 +70,12 @@ class OrderedSampler(Sampler):
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_request(model, law, batch_size, any_order=True)
-        name, own = self.name_for(model), trained_order(model)
+        own = trained_order(model)
+        if own == ANY_ORDER:
+            raise ValueError(
+                f"{type(model).__name__} was trained for any order; use AnyOrderSampler(order=...)."
+            )
+        name = self.name_for(model)
         check_choice(f"trained_order of {type(model).__name__}", own, tuple(ORDERS))
         asked, order = order_of(own, model.grid), self.order_for(model)
         who = f"{type(model).__name__} was trained for order {own!r}"
@@ -98,6 +104,12 @@ class OrderedSampler(Sampler):
         learned = self.order_for(run.model).learned
         state = OrderedState.begin(run, scratch=learned)
         state.tokens[:, run.num_tokens :] = run.model.vocab_size + torch.arange(learned, device=run.device)
+        first = steps_on(self.name_for(run.model), run.model.grid, run.device)[0].emitted
+        if len(first) > 1:  # slot 0 is drawn
+            rest = first[1:].expand(len(state.tokens), -1)
+            drawn = draw_tokens(run.law, run.noise, run.cache.logits[:, 1:], rest, run.guided)
+            state.tokens.scatter_(1, rest, drawn)
+            state.lengths = state.lengths + len(first) - 1
         run.lap("verify")
         return state
 

@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
 
 DRAFTER = "drafter"
 
@@ -93,6 +93,20 @@ SAMPLERS = (
         ORDER,
         "lossless in the model's own order; in others approximate, not measured",
         settings=(),
+    ),
+    SamplerEntry(
+        "any-order",
+        f"{_HERE}.any_order:AnyOrderSampler",
+        ANY_ORDER,
+        "the reference; several tokens a call (RandAR): a law of its own",
+        plain=True,
+    ),
+    SamplerEntry(
+        "speculative-any-order",
+        f"{_HERE}.any_order_speculative:SpeculativeAnyOrderSampler",
+        ANY_ORDER,
+        "identical or lossless, to one token a call in its order",
+        settings=("", "acceptance=exact"),
     ),
     SamplerEntry(
         "columns", f"{_HERE}.columns:ColumnAutoregressiveSampler", COLUMNS, "the reference", plain=True

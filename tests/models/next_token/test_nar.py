@@ -198,6 +198,6 @@ def test_refuses_calls_in_raster_order(tmp_path):
     for order, frames in (("spiral", 1), ("nar", 2)):
         with pytest.raises(
             ValueError,
-            match=f"order='{order}' of {frames} frames; pass raster, or nar, par4 or par16 of one frame",
+            match=f"order='{order}' of {frames} frames; pass raster, or nar, par4, par16 or any of one frame",
         ):
             LlamaGenTransformer(dim=16, num_heads=2, num_layers=1, order=order, num_frames=frames)

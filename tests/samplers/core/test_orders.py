@@ -9,7 +9,16 @@ import torch
 
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core import orders
-from visual_spec.samplers.core.orders import ORDERS, Order, diagonal, near_to_far, order_of, raster, regions
+from visual_spec.samplers.core.orders import (
+    ORDERS,
+    Order,
+    blocks,
+    diagonal,
+    near_to_far,
+    order_of,
+    raster,
+    regions,
+)
 
 GRIDS = [
     TokenGrid(4, 4),
@@ -26,8 +35,10 @@ GRIDS = [
 
 
 def fits(name: str, grid: TokenGrid) -> bool:
-    side = {"par4": 2, "par16": 4}.get(name)
-    return side is None or (grid.frames == 1 and grid.height % side == grid.width % side == 0)
+    side = {"par4": 2, "par16": 4, "blocks2": 2, "blocks4": 4}.get(name)
+    if side is None:
+        return True
+    return (grid.frames == 1 or "blocks" in name) and grid.height % side == grid.width % side == 0
 
 
 CASES = [
@@ -62,7 +73,9 @@ def check_availability(order: Order, grid: TokenGrid) -> None:
 def test_each_slot_is_emitted_once_from_what_is_there(name, grid):
     order = order_of(name, grid)
     check_availability(order, grid)
-    assert order.steps[0].emitted.tolist() == [0]
+    side = int(name[-1]) if "blocks" in name else 1
+    first = [row * grid.width + column for row in range(side) for column in range(side)]
+    assert order.steps[0].emitted.tolist() == first
 
 
 @pytest.mark.parametrize(("name", "grid"), CASES)
@@ -77,6 +90,7 @@ PUBLISHED = [
     ("par4", TokenGrid(24, 24), 147),
     ("par16", TokenGrid(24, 24), 51),
     ("diagonal", TokenGrid(40, 64), 103),
+    ("blocks2", TokenGrid(128, 128), 4096),  # 2048 pixels
 ]
 
 
@@ -139,6 +153,27 @@ def test_regions_are_told_by_the_reordered_sequence(grid, count):
     assert position == len(sequence) - count  # the last group is not fed
 
 
+@pytest.mark.parametrize(("grid", "side"), [(TokenGrid(4, 6), 2), (TokenGrid(4, 4, frames=2), 2)])
+def test_blocks_are_told_by_coordinates(grid, side):
+    """A step emits the slots of one block, and the same place of the block before answers."""
+
+    def place(slot: int) -> tuple[int, int]:
+        _, row, column = grid.coordinates(slot)
+        return row % side, column % side
+
+    def block(slot: int) -> int:
+        frame, row, column = grid.coordinates(slot)
+        return (frame * grid.height + row) // side * (grid.width // side) + column // side
+
+    for number, step in enumerate(blocks(grid, side).steps[1:], 1):
+        assert {block(slot) for slot in step.emitted.tolist()} == {number}
+        for slot, [position] in zip(step.emitted.tolist(), step.answers.tolist(), strict=True):
+            before = int(step.slots[position])
+            assert place(before) == place(slot) and block(before) == number - 1
+        for seen in step.seen.tolist():
+            assert seen == [block(slot) < number for slot in range(grid.num_tokens)]
+
+
 def test_joined_steps_are_one_pass():
     order = regions(TokenGrid(4, 4), 4)
     whole = order.joined()
@@ -158,6 +193,12 @@ def test_joined_steps_are_one_pass():
 def test_refuses_regions_that_do_not_fit(grid, count):
     with pytest.raises(ValueError, match=f"{count} regions of a grid of .* pass a square number"):
         regions(grid, count)
+
+
+@pytest.mark.parametrize("grid", [TokenGrid(3, 4), TokenGrid(4, 6)])
+def test_refuses_blocks_that_do_not_fit(grid):
+    with pytest.raises(ValueError, match="blocks of 4 x 4 in frames of .* multiples of 4"):
+        blocks(grid, 4)
 
 
 # -- planted bugs ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 RASTER = "raster"  # NextTokenModel: a window of tokens in raster order
 TREE = "tree"  # TreeModel: several continuations of one sequence
 ORDER = "order"  # OrderModel: positions out of raster order, each with its own mask
+ANY_ORDER = "any-order"  # AnyOrderModel: any slots, each asked by name
 SCALES = "scales"  # ScaleModel: all tokens of a scale at once
 COLUMNS = "columns"  # ColumnModel: columns of several codebooks
 MASKED = "masked"  # MaskedModel: all hidden tokens at once

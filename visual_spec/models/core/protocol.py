@@ -70,8 +70,8 @@ class DecodeState:
     """One batch during decoding. A model subclasses it with its caches.
 
     Attributes:
-        logits: [R, V], the prediction of slot 0. R = B, or 2B when guided: the conditional rows, then the
-            unconditional ones.
+        logits: [R, V], the prediction of slot 0; [R, P, V] where a prefill predicts P slots. R = B, or 2B when guided:
+            the conditional rows, then the unconditional ones.
         guided: whether there are unconditional rows.
         window: the largest number of slots that one call will score.
         fixed: whether all calls must run the same kernels: then none may be shortened to what it needs.

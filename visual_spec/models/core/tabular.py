@@ -6,7 +6,7 @@ The exactness proofs run on it, and it is the cheapest model to try a sampler wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,12 +77,7 @@ class TabularModel(nn.Module):
         if not 0 <= dependence <= 1:
             raise ValueError(f"dependence={dependence}; pass a share between 0 and 1.")
         shape = (conditions + 1, grid.num_tokens, vocab_size**order, vocab_size)
-        size = shape[0] * shape[1] * shape[2] * shape[3]
-        if size > _LARGEST_TABLE:
-            raise ValueError(
-                f"a table of shape {shape} has {size} logits, more than {_LARGEST_TABLE}; "
-                "pass a smaller order, vocabulary or grid."
-            )
+        checked_size(shape, "order, vocabulary or grid")
         self.grid = grid
         self.vocab_size = vocab_size
         self.order = order
@@ -108,7 +103,7 @@ class TabularModel(nn.Module):
             ValueError: the condition has another shape, dtype or range.
         """
         device = self.logits.device
-        tables = _tables_of(condition, batch_size, self.conditions, guided).to(device)
+        tables = tables_of(condition, batch_size, self.conditions, guided).to(device)
         return TabularState(
             logits=self.logits[tables, 0, 0],
             guided=guided,
@@ -197,6 +192,7 @@ class TabularOrderModel(nn.Module):
         trained_order: the order that the model claims to be trained for.
         heads: H, output heads; a slot's logits are the mean of those that answer.
         learned: K, learned tokens.
+        first: the slots that the prefill predicts.
         conditions, seed, scale: as in `TabularModel`.
 
     Raises:
@@ -214,6 +210,7 @@ class TabularOrderModel(nn.Module):
         *,
         heads: int = 1,
         learned: int = 0,
+        first: Sequence[int] = (0,),
         conditions: int = 1,
         seed: int = 0,
         scale: float = 1.2,
@@ -226,17 +223,9 @@ class TabularOrderModel(nn.Module):
             )
         length = grid.num_tokens
         shape = (conditions + 1, heads, (vocab_size + 1) ** length, length, vocab_size)
-        if math.prod(shape) > _LARGEST_TABLE:
-            raise ValueError(
-                f"a table of shape {shape} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
-                "pass a smaller vocabulary or grid."
-            )
-        self.grid, self.vocab_size, self.trained_order, self.learned = (
-            grid,
-            vocab_size,
-            trained_order,
-            learned,
-        )
+        checked_size(shape)
+        self.grid, self.vocab_size = grid, vocab_size
+        self.trained_order, self.learned, self.first = trained_order, learned, first
         generator = torch.Generator().manual_seed(seed)
         by_context = torch.randn(shape, generator=generator, dtype=torch.float64)
         by_place = torch.randn(
@@ -248,16 +237,19 @@ class TabularOrderModel(nn.Module):
     def prefill(
         self, condition: Tensor | None, *, batch_size: int, guided: bool, window: int
     ) -> TabularState:
-        """Choose the table of every row, and predict slot 0 by the mean of all heads. `condition`: as `TabularModel`.
+        """Choose the table of every row, and predict the first slots by the mean of all heads.
+
+        `condition`: as `TabularModel`.
 
         Raises:
             ValueError: the condition has another shape, dtype or range.
         """
         device = self.logits.device
-        tables = _tables_of(condition, batch_size, len(self.logits) - 1, guided).to(device)
+        tables = tables_of(condition, batch_size, len(self.logits) - 1, guided).to(device)
         size = self.grid.num_tokens + self.learned + window
         return TabularState(
-            logits=self.logits[tables, :, -1, 0].mean(1),  # nothing is seen: the last context
+            # Nothing is seen: the last context.
+            logits=self.logits[tables, :, -1][:, :, self.first].mean(1).squeeze(1),  # [R, V] or [R, P, V]
             guided=guided,
             window=window,
             tokens=torch.zeros(batch_size, size, dtype=torch.long, device=device),
@@ -355,11 +347,7 @@ class TabularColumnModel(nn.Module):
                 f"vocab_size={vocab_size}, conditions={conditions}, order={order}, dependence={dependence}; pass "
                 "vocab_size >= 1, conditions >= 1, order >= 0 and a dependence between 0 and 1."
             )
-        if math.prod(shape) > _LARGEST_TABLE:
-            raise ValueError(
-                f"a table of shape {shape} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
-                "pass a smaller order or vocabulary, or fewer steps or codebooks."
-            )
+        checked_size(shape, "order or vocabulary, or fewer steps or codebooks")
         self.vocab_size = self.special_id = vocab_size
         self.order = order
         generator = torch.Generator().manual_seed(seed)
@@ -382,7 +370,7 @@ class TabularColumnModel(nn.Module):
         Raises:
             ValueError: the condition has another shape, dtype or range.
         """
-        tables = _tables_of(condition, batch_size, self.conditions, guided).to(self.logits.device)
+        tables = tables_of(condition, batch_size, self.conditions, guided).to(self.logits.device)
         size = (batch_size, self.grid.width + window, self.grid.codebooks)
         return TabularColumnState(
             logits=self.logits[tables, 0, 0],
@@ -486,11 +474,7 @@ class TabularMaskedModel(nn.Module):
             )
         entries = grid.num_tokens * grid.codebooks
         shape = (conditions + 1, grid.codebooks, (vocab_size + 1) ** entries, grid.num_tokens, vocab_size)
-        if math.prod(shape) > _LARGEST_TABLE:
-            raise ValueError(
-                f"a table of shape {shape} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
-                "pass a smaller vocabulary or grid."
-            )
+        checked_size(shape)
         self.grid = grid
         self.vocab_size = self.mask_id = vocab_size
         table = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -508,7 +492,7 @@ class TabularMaskedModel(nn.Module):
             ValueError: the condition has another shape, dtype or range.
         """
         device = self.logits.device
-        tables = _tables_of(condition, batch_size, self.conditions, guided).to(device)
+        tables = tables_of(condition, batch_size, self.conditions, guided).to(device)
         return TabularMaskedState(guided, device, tables)
 
     def forward(self, state: TabularMaskedState, tokens: Tensor, stage: int) -> Tensor:
@@ -521,7 +505,23 @@ class TabularMaskedModel(nn.Module):
         return self.logits[state.tables, stage, context.repeat(repeats)]
 
 
-def _tables_of(condition: Tensor | None, batch_size: int, conditions: int, guided: bool) -> Tensor:
+def checked_size(shape: Sequence[int], smaller: str = "vocabulary or grid") -> None:
+    """Refuse a table that no test should make.
+
+    Args:
+        smaller: what to pass less of.
+
+    Raises:
+        ValueError: the table has more than 2**26 logits.
+    """
+    if math.prod(shape) > _LARGEST_TABLE:
+        raise ValueError(
+            f"a table of shape {tuple(shape)} has {math.prod(shape)} logits, more than {_LARGEST_TABLE}; "
+            f"pass a smaller {smaller}."
+        )
+
+
+def tables_of(condition: Tensor | None, batch_size: int, conditions: int, guided: bool) -> Tensor:
     """Return the table number of each row: long [R]. The unconditional table is the last."""
     if condition is None:
         condition = torch.zeros(batch_size, dtype=torch.long)

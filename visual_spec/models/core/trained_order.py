@@ -22,8 +22,9 @@ def trained_order(model: Any) -> str:
 class TrainedOrderModel(NextTokenModel, Protocol):
     """A model of image tokens that was trained for an order of `samplers.core.orders`.
 
-    Its prefill predicts slot 0. A call feeds any slots, and is told which slots to predict, and which position's head
-    answers for each. Raster samplers refuse such a model; `OrderedSampler` decodes it.
+    Its prefill predicts slot 0, or the P slots of the order's first step with logits [R, P, V]. A call feeds any slots,
+    and is told which slots to predict, and which position's head answers for each. Raster samplers refuse such a model;
+    `OrderedSampler` decodes it.
     """
 
     @property

@@ -18,12 +18,14 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.trained_order import LEARNED_TOKENS, RASTER_ORDER
+from visual_spec.models.next_token import llamagen_any_order
 from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
     TransformerBlock,
@@ -139,7 +141,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             attend to single words; a small model then learns captions far sooner.
         order: the order the model was trained for (`TrainedOrderModel`): "raster"; "nar", near to far, with a second
             head that predicts the slot below and reads `branch_layers` more blocks than the first; "par4" or "par16",
-            regions, with learned tokens, whose keys vanish like those of the prefix.
+            regions, with learned tokens, whose keys vanish like those of the prefix; "any", RandAR's any-order model
+            (`llamagen_any_order`).
         num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
             learned embeddings of the frame, row and column of a token are added to it.
 
@@ -171,9 +174,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         branch_layers: int = 1,
     ):
         super().__init__()
-        if order not in (RASTER_ORDER, "nar", *LEARNED_TOKENS) or (order != RASTER_ORDER and num_frames > 1):
+        known = (RASTER_ORDER, "nar", *LEARNED_TOKENS, ANY_ORDER)
+        if order not in known or (order != RASTER_ORDER and num_frames > 1):
             raise ValueError(
-                f"order={order!r} of {num_frames} frames; pass raster, or nar, par4 or par16 of one frame"
+                f"order={order!r} of {num_frames} frames; pass raster, or nar, par4, par16 or any of one frame"
             )
         if (num_classes is None) == (caption_dim is None):
             raise ValueError(
@@ -202,6 +206,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         if order in LEARNED_TOKENS:
             learned = nn.Embedding(LEARNED_TOKENS[order], dim)
             self.spe_tok_embeddings = nn.ModuleDict({"special_embeddings": learned})
+        if order == ANY_ORDER:
+            self.pos_instruct_embeddings = nn.Parameter(torch.randn(1, dim) * 0.02)
         self.grid = TokenGrid(grid_size, grid_size, num_frames)
         if num_frames > 1:
             self.place_embeddings = nn.ParameterList(
@@ -344,22 +350,42 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     @loads_weights
     @torch.no_grad()
     def prefill(
-        self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool, window: int
+        self,
+        condition: TextCondition | Tensor,
+        *,
+        batch_size: int,
+        guided: bool,
+        window: int,
+        asked: Tensor | None = None,
     ) -> LlamaGenState:
         """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
 
+        A model of any order is told the slots `asked [B, P]`, and the logits are `[R, P, V]`, see `AnyOrderModel`.
+
         Raises:
-            TypeError, ValueError: as in `check_condition`; or the cache of the batch does not fit the GPU.
+            TypeError, ValueError: as in `check_condition`; the cache of the batch does not fit the GPU; or a model of
+                any order is not told `asked`.
         """
         self.check_condition(condition, batch_size)
         hidden, prefix_mask = self.embed_condition(condition, guided=guided)
         rows, prefix, dim = hidden.shape
         heads = self.config["num_heads"]
-        places = prefix + self.grid.num_tokens + self.learned_tokens + window
+        any_order = self.trained_order == ANY_ORDER
+        places = prefix + (1 + any_order) * (self.grid.num_tokens + self.learned_tokens + window)
         shape = (len(self.layers), rows, heads, places, dim // heads)
         sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
         check_cache_fits(sample_bytes, batch_size, hidden.device)
         cache = StaticCache.allocate(hidden, shape)
+        table = self.rotary_table().to(hidden.device)
+        if any_order:
+            if asked is None:
+                raise ValueError("this model decodes in any order; pass asked, the first slots to predict.")
+            asked = asked.to(hidden.device)
+            features = self.norm(
+                llamagen_any_order.prefill(self, cache, hidden, prefix_mask, table, asked)
+            )  # [R, P, dim]
+            logits = self._head(features)
+            return LlamaGenState(logits, guided, window, cache, table, prefix_mask, features)
         cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
         causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
         mask = (causal & prefix_mask[:, None, :]) | torch.eye(prefix, dtype=torch.bool, device=hidden.device)
@@ -380,7 +406,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             guided=guided,
             window=window,
             cache=cache,
-            rotary=self.rotary_table().to(hidden.device),
+            rotary=table,
             prefix_mask=prefix_mask,
             features=features,
         )
@@ -401,11 +427,17 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
         Writes the cache at those slots and attends to the prefix and to all slots up to each token's own. With
         `visible`, tokens are nodes of a tree, see `TreeModel`. With `seen`, slots come in any order, see `OrderModel`.
-        A model that was trained for another order is called as a `TrainedOrderModel`.
+        A model that was trained for another order is called as a `TrainedOrderModel`, one of any order as an
+        `AnyOrderModel`.
 
         Raises:
             ValueError: as in `check_raster`; or a model that was trained for another order is not told `answers`.
         """
+        if self.trained_order == ANY_ORDER:
+            if seen is None:
+                raise ValueError("this model decodes in any order; pass seen.")
+            state.features = self.norm(llamagen_any_order.forward(self, state, tokens, slots, seen))
+            return self._head(state.features)
         if self.trained_order == RASTER_ORDER:
             check_raster(slots, predicted, self.grid.num_tokens)
         elif seen is None or answers is None:

@@ -1,8 +1,9 @@
-"""Official LlamaGen, NAR and PAR checkpoint files: recognise them, check every key, build the model.
+"""Official LlamaGen, NAR, PAR and RandAR checkpoint files: recognise them, check every key, build the model.
 
 The keys and shapes of a file determine its architecture. A NAR file (arXiv 2503.10696) has the keys of LlamaGen, blocks
 of the lower head behind those of the trunk, and `medusa_norm` and `medusa_output`, the lower head itself. A PAR file
-(arXiv 2412.15119) has learned tokens, `spe_tok_embeddings`, one for each region but the first.
+(arXiv 2412.15119) has learned tokens, `spe_tok_embeddings`, one for each region but the first. A RandAR file (arXiv
+2412.01827) has one embedding for its position instructions, `pos_instruct_embeddings`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 
+from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.checkpoints import (
     Checkpoint,
     Difference,
@@ -117,6 +119,12 @@ def par_architecture(preset: str, order: str, **changes: Any) -> Architecture:
     return Architecture(name, LlamaGenTransformer, preset, config)
 
 
+def randar_architecture(preset: str, **changes: Any) -> Architecture:
+    """Return RandAR's any-order transformer of a preset."""
+    config = {**llamagen.PRESETS[preset], **changes, "order": ANY_ORDER}
+    return Architecture(f"RandAR-{preset}, {_kind(changes)}", LlamaGenTransformer, preset, config)
+
+
 def tokenizer_architecture(preset: str, **changes: Any) -> Architecture:
     """Return a tokenizer preset."""
     config = {**llamagen_vq.PRESETS[preset], **changes}
@@ -190,6 +198,8 @@ def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
             if (size["num_layers"], size["dim"]) == (layers, dim):
                 if learned is not None and len(learned) in orders:
                     yield par_architecture(preset, orders[len(learned)], **changes)
+                if "pos_instruct_embeddings" in weights:
+                    yield randar_architecture(preset, **changes)
                 yield transformer_architecture(preset, **changes)
     elif codes is not None and codes.ndim == 2:
         for preset in llamagen_vq.PRESETS:
@@ -314,7 +324,7 @@ def _of_kind(checkpoint: Checkpoint, model: type[ModelMixin]) -> Architecture:
 def official_defaults(model: LlamaGenTransformer) -> dict[str, Any]:
     """Return the guidance scale and top-k of the official sampling code.
 
-    NAR: scale 7.5 for text and 2.0 for classes, no top-k. PAR: those of LlamaGen.
+    NAR: scale 7.5 for text and 2.0 for classes, no top-k. PAR and RandAR: those of LlamaGen.
 
     Text: scale 7.5 and top-k 1000. Classes: no top-k, and the scale of the published FID (README of LlamaGen): 2.0 for
     B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published scale take that of the next smaller size.

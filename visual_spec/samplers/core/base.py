@@ -172,7 +172,8 @@ class State:
             scratch: number of slots past the grid that calls may write.
             more: the other fields of a subclass.
         """
-        logits = run.cache.logits[:, None]  # [R, 1, V]
+        logits = run.cache.logits  # [R, V], or [R, P, V] of the first P slots
+        logits = logits[:, None] if logits.dim() == 2 else logits[:, :1]
         slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
         tokens = slots.new_zeros(run.batch_size, run.num_tokens + scratch)
         tokens[:, :1] = draw_tokens(run.law, run.noise, logits, slots, run.guided)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.protocol import NextTokenModel
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
@@ -36,10 +37,16 @@ def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int, *, any_
             "Use a sampler that accepts whole columns."
         )
     check_allowed(law, model.vocab_size)
-    if not any_order and trained_order(model) != RASTER_ORDER:
+    own = trained_order(model)
+    if not any_order and own != RASTER_ORDER:
+        use = (
+            "AnyOrderSampler()"
+            if own == ANY_ORDER
+            else "OrderedSampler(), which follows the model's own order"
+        )
         raise ValueError(
-            f"{type(model).__name__} was trained for order {trained_order(model)!r}, and this sampler decodes in "
-            "raster order. Use OrderedSampler(), which follows the model's own order."
+            f"{type(model).__name__} was trained for order {own!r}, and this sampler decodes in raster order. "
+            f"Use {use}."
         )
 
 

@@ -1,11 +1,14 @@
 """Decoding orders as plain data: what each target call emits, what it feeds, what that sees, and which head answers.
 
-An order is a tuple of steps, the same for all samples. Step 0 is the prefill: it feeds the condition and emits slot 0.
+An order is a tuple of steps, the same for all samples. Step 0 is the prefill: it feeds the condition and emits slot 0,
+or the first block.
 
 * `raster`: one token a call, the reference.
 * `diagonal`: a raster model along anti-diagonals (ZipAR, arXiv 2412.04062; Diagonal Decoding, 2503.14070).
-* `near_to_far`: all slots of one distance from the corner, one head a dimension (NAR, arXiv 2503.10696).
+* `near_to_far`: all slots of one distance from the corner, one head a dimension (NAR, arXiv 2503.10696); of a clip, its
+  planes of equal frame + row + column.
 * `regions`: one token of every region of the picture (PAR, arXiv 2412.15119).
+* `blocks`: all tokens of a square block (Token-Shuffle, arXiv 2504.17789).
 
 The rotary index of a position is the slot it is fed at. PAR's published rotary table is permuted because its cache runs
 in decoding order; a cache that is written by slot needs no permutation.
@@ -95,10 +98,16 @@ class Order:
 Call = tuple[Sequence[int], Sequence[int], Sequence[Sequence[int]]]
 
 
-def _order(grid: TokenGrid, heads: tuple[str, ...], calls: Sequence[Call], learned: int = 0) -> Order:
+def _order(
+    grid: TokenGrid,
+    heads: tuple[str, ...],
+    calls: Sequence[Call],
+    learned: int = 0,
+    emitted: Sequence[int] = (0,),
+) -> Order:
     """Return an order whose positions see all that is fed up to their own call, both ways within a call."""
     seen = torch.zeros(grid.num_tokens + learned, dtype=torch.bool)
-    steps = [_prefill(grid, heads, learned)]
+    steps = [_prefill(grid, heads, learned, emitted)]
     for emitted, fed, answers in calls:
         slots = torch.tensor(fed)
         seen = seen.index_fill(0, slots, True)
@@ -108,10 +117,13 @@ def _order(grid: TokenGrid, heads: tuple[str, ...], calls: Sequence[Call], learn
     return Order(heads, tuple(steps), learned)
 
 
-def _prefill(grid: TokenGrid, heads: tuple[str, ...], learned: int = 0) -> Step:
-    none, one = torch.zeros(0, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+def _prefill(
+    grid: TokenGrid, heads: tuple[str, ...], learned: int = 0, emitted: Sequence[int] = (0,)
+) -> Step:
+    none = torch.zeros(0, dtype=torch.long)
     seen = torch.zeros(0, grid.num_tokens + learned, dtype=torch.bool)
-    return Step(one, none, none, seen, one.expand(1, len(heads)))
+    answers = torch.zeros(len(emitted), len(heads), dtype=torch.long)
+    return Step(torch.tensor(emitted), none, none, seen, answers)
 
 
 def raster(grid: TokenGrid) -> Order:
@@ -166,6 +178,29 @@ def regions(grid: TokenGrid, count: int) -> Order:
     return _order(grid, ("same place",), calls, count - 1)
 
 
+def blocks(grid: TokenGrid, side: int) -> Order:
+    """Return Token-Shuffle's order: all tokens of a block of `side` x `side` in one step, blocks in raster order.
+
+    Steps: L / side^2. The prefill emits the first block. A call feeds the tokens of a block, which the model may merge
+    into one position, and its position r predicts place r of the next block.
+
+    Raises:
+        ValueError: the blocks do not fit the grid.
+    """
+    if grid.height % side or grid.width % side:
+        raise ValueError(
+            f"blocks of {side} x {side} in frames of {grid.height} x {grid.width} tokens; pass a grid whose height and "
+            f"width are multiples of {side}."
+        )
+    slots = torch.arange(grid.num_tokens).view(
+        grid.frames, grid.height // side, side, grid.width // side, side
+    )
+    first, *others = slots.permute(0, 1, 3, 2, 4).reshape(-1, side * side).tolist()
+    each = [[position] for position in range(side * side)]
+    calls: list[Call] = [(block, before, each) for before, block in pairwise([first, *others])]
+    return _order(grid, ("same place",), calls, emitted=first)
+
+
 def diagonal(grid: TokenGrid, window: int = 1) -> Order:
     """Return ZipAR's order for a raster model: `RowOrder`, every open row advancing in every call.
 
@@ -196,12 +231,18 @@ def _regions(count: int) -> Recipe:
     return Recipe(partial(regions, count=count), lambda grid: count + grid.num_tokens // count - 1)
 
 
+def _blocks(side: int) -> Recipe:
+    return Recipe(partial(blocks, side=side), lambda grid: grid.num_tokens // side**2)
+
+
 ORDERS: dict[str, Recipe] = {
     RASTER_ORDER: Recipe(raster, lambda grid: grid.num_tokens),
     "diagonal": Recipe(diagonal, lambda grid: RowOrder.over(grid, 1).calls),
     "nar": Recipe(near_to_far, lambda grid: grid.frames + grid.height + grid.width - 2),
     "par4": _regions(4),
     "par16": _regions(16),
+    "blocks2": _blocks(2),
+    "blocks4": _blocks(4),
 }
 
 

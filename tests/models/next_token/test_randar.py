@@ -1,0 +1,241 @@
+"""RandAR's layout: what calls in any order give, beside the forward of its whole sequence, written out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.next_token import straight
+from tests.models.next_token.test_llamagen import text_condition
+from tests.models.next_token.test_llamagen_checkpoint import on_meta
+from tests.official import add_tiny_presets, random_weights, transformer_shapes
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, recognise
+from visual_spec.samplers.any_order import AnyOrderSampler
+from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.any_order import AlongOrder
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.ordered import OrderedSampler
+
+VOCAB, CLASSES, SIDE = 12, 7, 3
+LABELS = torch.tensor([3, 6])
+ORDERS = torch.tensor([[4, 0, 8, 2, 6, 1, 7, 3, 5], [8, 7, 1, 0, 2, 6, 3, 5, 4]])
+LENGTH = SIDE * SIDE
+
+
+def randar_shapes(layers: int, dim: int, **more: Any) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes: a transformer with one embedding for all position instructions."""
+    return transformer_shapes(layers, dim, **more) | {"pos_instruct_embeddings": (1, dim)}
+
+
+@pytest.fixture(autouse=True)
+def tiny_presets(monkeypatch):
+    add_tiny_presets(monkeypatch)
+
+
+@pytest.fixture
+def loaded(tmp_path) -> tuple[dict[str, Tensor], LlamaGenTransformer]:
+    weights = random_weights(randar_shapes(2, 16, vocab=VOCAB, classes=CLASSES), torch.float64)
+    torch.save({"model": weights}, tmp_path / "randar.pt")
+    return weights, load_transformer(tmp_path / "randar.pt", image_size=2 * SIDE, patch_size=2)
+
+
+def straight_line(
+    weights: dict[str, Tensor],
+    prefix: Tensor,
+    tokens: Tensor,
+    order: Tensor,
+    words: Tensor | None = None,
+    prefix_turn: float = 0.0,
+) -> Tensor:
+    """Logits [L, V], by place, of one picture: prefix, then instruction and token of every place, causal.
+
+    Two attention heads, of 8 channels each; a quarter of the channels turns by row, as many by column.
+
+    Args:
+        prefix: [T, dim].
+        words: bool [T], the positions of the prefix that others see.
+        prefix_turn: what queries and keys of the prefix are multiplied by.
+    """
+    frequencies = 10000.0 ** (-torch.arange(0, 4, 2, dtype=torch.float64) / 4)
+    angles = torch.cat([(order // SIDE)[:, None] * frequencies, (order % SIDE)[:, None] * frequencies], 1)
+    turn = torch.polar(torch.ones_like(angles), angles)  # [L, 4]
+    embedding = weights["pos_instruct_embeddings"].view(2, 4, 2)  # heads, pairs
+    told = torch.view_as_real(torch.view_as_complex(embedding) * turn[:, None]).flatten(1)  # [L, dim]
+    pairs = torch.stack([told, weights["tok_embeddings.weight"][tokens[order]]], 1).flatten(0, 1)
+    x, length = torch.cat([prefix, pairs]), len(prefix)
+    turn = torch.cat([torch.full((length, 4), prefix_turn), turn.repeat_interleave(2, 0)])[:, None]
+    mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    if words is not None:
+        mask[:, :length] &= words
+        mask |= torch.eye(len(x), dtype=torch.bool)
+    for layer in range(2):
+        x = straight.layer(weights, layer, x, mask, turn)
+    return straight.norm(weights, x, "norm")[length::2] @ weights["output.weight"].T
+
+
+def expected(weights: dict[str, Tensor], tokens: Tensor, orders: Tensor = ORDERS) -> Tensor:
+    """`straight_line` of a batch, conditional rows, then unconditional ones: [2B, L, V]."""
+    labels = [*LABELS.tolist(), CLASSES, CLASSES]
+    prefixes = weights["cls_embedding.embedding_table.weight"][labels][:, None]
+    rows = zip(prefixes, tokens.repeat(2, 1), orders.repeat(2, 1), strict=True)
+    return torch.stack([straight_line(weights, *row) for row in rows])
+
+
+def begun(model: Any, window: int = LENGTH, first: int = 1) -> tuple[AlongOrder, Any]:
+    along = AlongOrder(model, ORDERS, first)
+    return along, along.prefill(LABELS, batch_size=2, guided=True, window=window)
+
+
+def drawn(seed: int = 1) -> Tensor:
+    return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def close(found: Tensor, want: Tensor) -> None:
+    assert float((found - want).abs().max()) < 1e-12 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("width", [1, 2, LENGTH - 1])
+def test_calls_along_an_order_compute_what_the_sequence_says(loaded, width):
+    """One place a call, two, and all in one pass with a permutation mask; drafts that were wrong are fed again."""
+    weights, model = loaded
+    tokens = drawn()
+    want, by_place = expected(weights, tokens), tokens.gather(1, ORDERS)
+    along, state = begun(model)
+    found = [state.logits[:, :1]]
+    for first in range(0, LENGTH - 1, width):
+        places = torch.arange(first, min(first + width, LENGTH - 1)).expand(2, -1)
+        wrong = (by_place.gather(1, places) + 1) % VOCAB
+        along(state, wrong, places)
+        found.append(along(state, by_place.gather(1, places), places))
+    close(torch.cat(found, 1), want)
+
+
+def test_places_asked_in_parallel_are_asked_as_if_each_came_next(loaded):
+    """Every place behind the known ones, put right behind them in the sequence; and the first ones of the prefill."""
+    weights, model = loaded
+    tokens, known = drawn(), 3
+    along, state = begun(model, window=LENGTH + 1, first=LENGTH)
+    fed = tokens.gather(1, ORDERS)[:, :known]
+    places = torch.arange(LENGTH).expand(2, -1)
+    logits = along.ask(state, fed, places, places.clamp(max=known))
+    for place in range(known, LENGTH):
+        moved = torch.cat([ORDERS[:, :known], ORDERS[:, place:], ORDERS[:, known:place]], 1)
+        close(logits[:, place], expected(weights, tokens, moved)[:, known])
+    for place in range(LENGTH):
+        close(state.logits[:, place], expected(weights, tokens, ORDERS.roll(-place, 1))[:, 0])
+
+
+def test_rows_go_at_their_own_pace_and_may_leave(loaded):
+    weights, model = loaded
+    tokens = drawn(2)
+    want, by_place = expected(weights, tokens), tokens.gather(1, ORDERS)
+    along, state = begun(model, window=4)
+    every = torch.arange(LENGTH + 4)
+    for place in range(5):
+        one = torch.tensor([[place], [min(place, 2)]])
+        along(state, by_place.gather(1, one), one)
+    places = torch.stack([every[5:8], every[3:6]])
+    logits = along(state, by_place.gather(1, places), places)
+    for row in range(4):
+        close(logits[row], want[row, places[row % 2] + 1])
+    state.select(torch.tensor([1]))
+    logits = along(state, by_place[1:, 6:7], every[None, 6:7])
+    close(logits, want[1::2, 7:8])
+    along(state, by_place[1:, :3], every[None, LENGTH : LENGTH + 3])  # scratch room
+    logits = along(state, by_place[1:, 7:8], every[None, 7:8])
+    close(logits, want[1::2, 8:9])
+
+
+@pytest.mark.parametrize("acceptance", ["identical", "exact"])
+def test_samplers_draw_along_the_sequence(loaded, acceptance):
+    """The likeliest tokens, found place by place by the forward of the whole sequence."""
+    weights, model = loaded
+    order = ORDERS[0].tolist()
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    for place, slot in enumerate(order):
+        conditional, other = expected(weights, tokens, ORDERS[[0, 0]])[:, place].chunk(2)
+        tokens[:, slot] = (other + 1.5 * (conditional - other)).argmax(-1)
+    law = TokenLaw(guidance_scale=1.5, top_k=1)
+    for sampler in (AnyOrderSampler(order), SpeculativeAnyOrderSampler(3, order, acceptance)):
+        assert torch.equal(sampler(model, LABELS, law=law, batch_size=2).tokens, tokens)
+
+
+def test_parallel_decoding_asks_every_place_of_a_group_as_the_next(loaded):
+    """The likeliest tokens: each place behind the groups before, which are fed in their order."""
+    weights, model = loaded
+    order, sampler = ORDERS[0], AnyOrderSampler(ORDERS[0].tolist(), steps=3)
+    bounds, tokens = sampler.bounds(LENGTH), torch.zeros(2, LENGTH, dtype=torch.long)
+    assert bounds == (0, 2, 5, 9)
+    for first, stop in pairwise(bounds):
+        found = tokens.clone()
+        for place in range(first, stop):
+            moved = torch.cat([order[:first], order[place:], order[first:place]]).expand(2, -1)
+            found[:, order[place]] = expected(weights, tokens, moved)[:2, first].argmax(-1)
+        tokens = found
+    assert torch.equal(sampler(model, LABELS, law=TokenLaw(top_k=1), batch_size=2).tokens, tokens)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_captions_are_seen_without_their_padding(zero):
+    torch.manual_seed(0)
+    config: dict[str, Any] = dict(
+        vocab_size=VOCAB, dim=16, num_layers=2, num_heads=2, grid_size=SIDE, order="any"
+    )
+    text: dict[str, Any] = dict(prefix_length=5, num_classes=None, caption_dim=12, zero_prefix_keys=zero)
+    model: Any = LlamaGenTransformer(**config, **text).double().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(8)
+    caption = text_condition(2, [3, 1])
+    caption.features = caption.features.double()
+    tokens, weights = drawn(), model.state_dict()
+    along = AlongOrder(model, ORDERS, first=2)
+    state = along.prefill(caption, batch_size=2, guided=False, window=LENGTH)
+    places = torch.arange(LENGTH - 1).expand(2, -1)
+    found = torch.cat([state.logits[:, :1], along(state, tokens.gather(1, ORDERS)[:, :-1], places)], 1)
+    prefixes, words = model.embed_condition(caption)
+    rows = zip(prefixes.detach(), tokens, ORDERS, words, strict=True)
+    close(found, torch.stack([straight_line(weights, *row, prefix_turn=float(not zero)) for row in rows]))
+
+
+@pytest.mark.parametrize("name", ["B", "L", "XL", "XXL"])
+def test_no_key_is_missing_or_left_over(name):
+    layers, _, dim = {"B": (12, 12, 768), "L": (24, 16, 1024), "XL": (36, 20, 1280), "XXL": (48, 24, 1536)}[
+        name
+    ]
+    shapes = randar_shapes(layers, dim, classes=1000)
+    architecture = recognise(on_meta({**shapes, "freqs_cis": (257, 32, 2)}))
+    assert architecture.name == f"RandAR-{name}, class-conditional" and architecture.shapes() == shapes
+
+
+def test_a_saved_model_keeps_its_order(loaded, tmp_path):
+    weights, model = loaded
+    assert set(model.state_dict()) == set(weights)
+    model.save_pretrained(tmp_path / "folder")
+    again: Any = LlamaGenTransformer.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
+    law = TokenLaw(top_k=1)
+    one, other = (
+        AnyOrderSampler("raster")(each, LABELS, law=law, batch_size=2).tokens for each in (model, again)
+    )
+    assert again.trained_order == "any" and torch.equal(one, other)
+
+
+def test_other_calls_and_samplers_are_refused(loaded):
+    model: Any = loaded[1]
+    with pytest.raises(ValueError, match="decodes in any order; pass asked"):
+        model.prefill(LABELS, batch_size=2, guided=False, window=1)
+    _, state = begun(model)
+    with pytest.raises(ValueError, match="decodes in any order; pass seen"):
+        model(state.inner, LABELS[:, None], LABELS[:, None])
+    request: dict[str, Any] = dict(law=TokenLaw(), batch_size=2)
+    with pytest.raises(ValueError, match="trained for order 'any', .* Use AnyOrderSampler"):
+        AutoregressiveSampler()(model, LABELS, **request)
+    with pytest.raises(ValueError, match="trained for any order; use AnyOrderSampler"):
+        OrderedSampler()(model, LABELS, **request)
+    with pytest.raises(ValueError, match="teacher_forced scores raster order"):
+        model.teacher_forced(torch.zeros(2, LENGTH, dtype=torch.long), LABELS)

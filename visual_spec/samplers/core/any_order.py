@@ -1,0 +1,202 @@
+"""Any-order models along an order: what their samplers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visual_spec.models.core.any_order import ANY_ORDER, AnyOrderModel
+from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.trained_order import trained_order
+from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.checks import check_choice, check_request
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
+from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
+
+SlotOrder = str | Sequence[int]  # one of `masking.FIXED_ORDERS`, or all slots of the grid
+
+
+@dataclass
+class AlongOrderState(DecodeState):
+    """A batch of an `AlongOrder`. Places count along the order. Its logits [R, P, V] predict the first P places.
+
+    Attributes:
+        inner: the any-order model's own state.
+        order: long [B, L + window], the slot at each place; places past the grid are their own slots.
+        rank: long [B, L], the place of each slot.
+    """
+
+    inner: Any
+    order: Tensor
+    rank: Tensor
+
+    def select(self, samples: Tensor) -> None:
+        rows = self.rows(samples)
+        self.logits = self.logits[rows]
+        self.order, self.rank = self.order[samples], self.rank[samples]
+        self.inner.select(samples)
+
+
+class AlongOrder(nn.Module):
+    """An any-order model as a `NextTokenModel` whose slots are the places of an order.
+
+    Args:
+        model: the any-order model.
+        order: long [B, L], the slots of each sample in the order of decoding.
+        first: places that the prefill asks.
+    """
+
+    def __init__(self, model: AnyOrderModel, order: Tensor, first: int = 1) -> None:
+        super().__init__()
+        self.model, self.order, self.first = model, order, first
+        self.grid = TokenGrid(1, model.grid.num_tokens)
+        self.vocab_size = model.vocab_size
+
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> AlongOrderState:
+        """Run the condition, and predict the first places from it alone."""
+        length = self.grid.num_tokens
+        behind = torch.arange(length, length + window).expand(batch_size, -1)
+        order = torch.cat([self.order.cpu(), behind], 1)  # [B, L + window]
+        rank = order[:, :length].argsort(1)
+        inner = self.model.prefill(
+            condition, batch_size=batch_size, guided=guided, window=window, asked=order[:, : self.first]
+        )
+        device = inner.logits.device
+        return AlongOrderState(inner.logits, guided, window, inner, order.to(device), rank.to(device))
+
+    def ask(self, state: AlongOrderState, tokens: Tensor, places: Tensor, known: Tensor) -> Tensor:
+        """Predict places, and feed tokens at the first of them.
+
+        Args:
+            tokens: long [B, F].
+            places: long [B, W].
+            known: long [B, W], how many places of the order each position sees.
+
+        Returns:
+            logits [R, W, V].
+        """
+        seen = state.rank[:, None] < known[..., None]  # [B, W, L]
+        return self.model(state.inner, tokens, state.order.gather(1, places), seen=seen)
+
+    def forward(self, state: AlongOrderState, tokens: Tensor, slots: Tensor) -> Tensor:
+        """As `NextTokenModel`: feed `tokens [B, W]` at consecutive places, predict the places behind: [R, W, V].
+
+        One call with a permutation mask: a position sees the places before its own, whatever was asked there before.
+        """
+        places = torch.cat([slots, slots[:, -1:] + 1], 1)  # [B, W + 1]
+        return self.ask(state, tokens, places, places)[:, 1:]
+
+
+class AlongOrderSampler(Sampler):
+    """A sampler of any-order models. A method reads places: `run.model` is an `AlongOrder`.
+
+    It reads the setting `order`, a `SlotOrder`.
+    """
+
+    takes: tuple[str, ...] = ()
+
+    def first_places(self, num_tokens: int) -> int:
+        """Return how many places the prefill asks."""
+        return 1
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        check_any_order_model(model, law, batch_size)
+        order, count = self.config.order, model.grid.num_tokens
+        if not isinstance(order, str) and len(order) != count:
+            raise ValueError(
+                f"an order of {len(order)} slots for a grid of {count}; pass every slot of it once."
+            )
+
+    def begin(
+        self,
+        model: Any,
+        condition: Any,
+        law: TokenLaw,
+        keys: Tensor,
+        watch: Stopwatch | None = None,
+        **parts: Any,
+    ) -> Run:
+        order = slots_in_order(self.config.order, model.grid, keys)
+        along = AlongOrder(model, order, self.first_places(order.shape[1]))
+        return super().begin(along, condition, law, keys, watch, **parts)
+
+    def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        return placed_in_grid(run.model.order, tokens, trace)
+
+
+def slots_in_order(order: SlotOrder, grid: TokenGrid, keys: Tensor) -> Tensor:
+    """Return the slots of each sample in the order of decoding, long [B, L], on the device of the keys.
+
+    Args:
+        keys: int64 [B], the keys of the samples: a random order depends on its sample only.
+    """
+    if not isinstance(order, str):
+        return torch.tensor(order, device=keys.device).expand(len(keys), -1)
+    slots = torch.arange(grid.num_tokens, device=keys.device).expand(len(keys), -1)
+    noise = CounterNoise(keys, keys.device)
+    score = fixed_order(order, grid, Spans(slots.shape[1], 1), noise, slots)
+    return score.sort(dim=1, descending=True, stable=True).indices
+
+
+def placed_in_grid(order: Tensor, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+    """Return the result of what was decoded by place, by slot.
+
+    Args:
+        order: long [B, L], the slot at each place.
+        tokens: long [B, L], by place.
+        trace: the fields of the trace; `commit_call` is by place.
+    """
+    order, calls = order.to(tokens.device), trace["commit_call"]
+    trace["commit_call"] = torch.empty_like(calls).scatter_(1, order.cpu(), calls)
+    return SampleResult(torch.empty_like(tokens).scatter_(1, order, tokens), DecodeTrace(**trace))
+
+
+def check_slot_order(order: object) -> None:
+    """Refuse a setting that is no order of slots.
+
+    Raises:
+        ValueError: an unknown name, or numbers that are not 0 to L - 1, each once.
+    """
+    if isinstance(order, str):
+        check_choice("order", order, FIXED_ORDERS)
+        return
+    slots = list(order) if isinstance(order, list | tuple) else []
+    if not slots or any(type(slot) is not int for slot in slots) or sorted(slots) != list(range(len(slots))):
+        raise ValueError(
+            f"order={order!r}; pass one of {', '.join(FIXED_ORDERS)}, or all slots of the grid in the order of "
+            "decoding, each once."
+        )
+
+
+def check_any_order_model(model: Any, law: TokenLaw, batch_size: int) -> None:
+    """Refuse, before any compute, a request that no sampler of any-order models can decode.
+
+    Raises:
+        ValueError: the model is of another kind, a batch size below 1, ids beyond the vocabulary, or guidance up to a
+            slot.
+    """
+    who = type(model).__name__
+    if hasattr(model, "mask_id"):
+        raise ValueError(
+            f"{who} is a masked model: every hidden token is predicted from all known ones, so its predictions along "
+            "an order come from as many calls and need not agree with one joint law, and one call cannot verify "
+            "drafts. Use SpeculativeMaskedSampler, which scores them in rows, or MaskedSampler."
+        )
+    if trained_order(model) != ANY_ORDER:
+        raise ValueError(
+            f"{who} was trained for order {trained_order(model)!r}; this sampler decodes any-order models, such as "
+            "RandAR's. Use AutoregressiveSampler or SpeculativeJacobiSampler for raster order, OrderedSampler for "
+            "others."
+        )
+    check_request(model, law, batch_size, any_order=True)
+    if law.guidance_until is not None:
+        raise ValueError(
+            f"guidance_until={law.guidance_until} counts slots in raster order, and this sampler decodes in another; "
+            "pass guidance_until=None."
+        )
