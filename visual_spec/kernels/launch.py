@@ -31,8 +31,12 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def fused(activations: Tensor) -> bool:
-    """Return whether the kernels of a network's layers take these: on a GPU, not float64, and without gradients."""
-    return on_gpu(activations) and activations.dtype in FLOATS and not torch.is_grad_enabled()
+    """Return whether the kernels of a network's layers take these: on a GPU, not float64, and without gradients.
+
+    Not where `torch.autocast` chooses the dtype of every operation.
+    """
+    plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"))
+    return on_gpu(activations) and activations.dtype in FLOATS and plain
 
 
 def on_host(tensor: Tensor) -> bool:
