@@ -1,4 +1,4 @@
-"""LlamaGen by the kernels of its layers, in Triton's interpreter; run by tests/models/next_token/test_fused_llamagen.py."""
+"""LlamaGen by the kernels of its layers, in Triton's interpreter; tests/models/next_token runs this file."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_call_of_xl_takes_at_most_600_launches(monkeypatch, joined):
     assert call <= 600 and prompt <= 600
 
 
-# -- compiled blocks -----------------------------------------------------------------------------------------------------
+# -- compiled blocks ---------------------------------------------------------------------------------------------------
 
 
 def test_compiled_blocks_are_the_ones_that_run():
