@@ -35,7 +35,7 @@ def window_case(
     prefix: int = 7,
     dtype: torch.dtype = torch.float32,
     scale: float | None = None,
-    stale: float = 1e4,
+    stale: float = math.nan,
 ) -> WindowCase:
     """Queries at some places of a cache; what stands behind their text is `stale`, and must not be read."""
     draw = torch.Generator().manual_seed(len(places) + heads)
