@@ -1,4 +1,4 @@
-"""Milliseconds of the law kernels and of the samplers' chains of PyTorch ops, and the share of the memory's bandwidth.
+"""Milliseconds of the kernels and of the chains of PyTorch ops that they replace, and the share of the bandwidth.
 
     python scripts/bench_kernels.py [--vocab 16384 65536] [--window 1 32 64] [--batch 1]
 
@@ -28,6 +28,9 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, a copy moves {top / 1e9:.0f} GB/s")
     for vocab, window in product(args.vocab, args.window):
         for row in kernel_bench.rows(vocab, window, args.batch, device=device, bandwidth=top):
+            print(json.dumps(row), flush=True)
+    for window in args.window:
+        for row in kernel_bench.layer_rows(window, args.batch, device=device, bandwidth=top):
             print(json.dumps(row), flush=True)
 
 

@@ -18,7 +18,7 @@ from visual_spec.kernels.head_step import head_step_triton
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small heads have several."""
-    monkeypatch.setattr(module, "_READ", 16)
+    monkeypatch.setattr(module, "_READ", 32)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from tests.kernels.heads import case as head_case
 from tests.kernels.laws import LAWS, Window, window
+from tests.kernels.layers import opened, summed
 from tests.kernels.relaxing import codes, laws
 from tests.kernels.verification import case, compare
+from visual_spec.kernels.add_norm import add_norm_triton
 from visual_spec.kernels.clustered_mass import clustered_mass_triton
 from visual_spec.kernels.draw import draw_reference, draw_triton
+from visual_spec.kernels.gated import gated_triton
 from visual_spec.kernels.grouped_mass import grouped_mass_triton
 from visual_spec.kernels.head_step import head_step_reference, head_step_triton
 from visual_spec.kernels.lantern_mass import lantern_mass_triton
@@ -32,7 +35,9 @@ from visual_spec.kernels.philox import (
     philox_uniform_reference,
     philox_uniform_triton,
 )
+from visual_spec.kernels.rotary_write import rotary_write_reference, rotary_write_triton
 from visual_spec.kernels.verify import verify_triton
+from visual_spec.kernels.window_attention import window_attention_reference, window_attention_triton
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
@@ -153,6 +158,59 @@ def test_head_step(width, count, dtype, settings):
         # Not further from the exact computation than the definition in this dtype.
         allowed = 1.5 * float((other - exact).abs().max()) + 1e-5 * float(exact.abs().max())
         assert float((one - exact).abs().max()) <= allowed
+
+
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
+# Rows, positions, heads, heads of keys, numbers of a head, and places: LlamaGen-XL, its prompt, 3B, and Emu3.
+LAYERS = (
+    [(2, 3, 4, 2, 12, 150)]
+    if INTERPRETED
+    else [
+        (2, 32, 20, 20, 64, 728),
+        (2, 120, 20, 20, 64, 728),
+        (4, 1, 32, 32, 100, 700),
+        (2, 16, 32, 8, 128, 4096),
+    ]
+)
+
+
+@pytest.mark.parametrize("sizes", LAYERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_window_attention_and_cache_write(sizes, dtype):
+    rows, positions, heads, groups, dim, size = sizes
+    draw = torch.Generator().manual_seed(0)
+    projected = torch.randn(rows, positions, heads + 2 * groups, dim, generator=draw).to(dtype)
+    keys, values = torch.randn(2, rows, groups, size, dim, generator=draw).to(dtype)
+    first = torch.randint(size - positions, (rows, 1), generator=draw)
+    places, mask = first + torch.arange(positions), torch.rand(rows, 7, generator=draw) > 0.5
+    angles = 6 * torch.rand(rows, positions, 1, 1, dim // 2, generator=draw)
+    cosine, sine = angles.cos(), angles.sin()
+    turns = torch.stack([cosine, cosine], -1), torch.stack([-sine, sine], -1)
+    held = there((keys, values))
+    queries = rotary_write_triton(there(projected), *there(turns), *held, there(places))
+    expected = rotary_write_reference(projected, *turns, keys, values, places)
+    near: dict[str, Any] = (
+        dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    )
+    for one, other in zip(here((queries, *held)), (expected, keys, values), strict=True):
+        torch.testing.assert_close(one, other, **near)
+    found = window_attention_triton(queries, *held, there(places), there(mask), dim**-0.5)
+    exact = [here(one).double() for one in (queries, *held)]
+    expected = window_attention_reference(*exact, places, mask, dim**-0.5)
+    torch.testing.assert_close(here(found).double(), expected, **near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_sum_norm_and_gate(dtype):
+    x, change, weight = torch.randn(3, 6, 1280, generator=torch.Generator().manual_seed(0)).to(dtype)
+    near: dict[str, Any] = (
+        dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    )
+    found = here(add_norm_triton(*there((x, change, weight[0])), 1e-5))
+    for one, other in zip(found, summed(x, change, weight[0], 1e-5), strict=True):
+        torch.testing.assert_close(one.double(), other, **near)
+    found = here(gated_triton(*there((x, change))))
+    torch.testing.assert_close(found.double(), opened(x, change), **near)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -31,18 +31,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
-from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.launch import FLOATS, launcher, on_gpu, rows_of_numbers, triton
 
 # Rows, of which a guided sample has two, that the kernel takes: more are work for a library's product.
 MOST_ROWS = 128
 LAW_NUMBERS = ("of_x", "of_output", "low", "high", "width")
 # Tensors of a head: weight and bias of the input projection, six of each block, weight and bias of the last layer.
 _OF_BLOCK = 6
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Columns that a program computes, and numbers of a row that it reads at a time.
-_COLUMNS, _READ = 16, 128
+# Columns that a program computes, numbers of a row that it reads at a time (the last kernel half of them), and warps:
+# more numbers a warp do not fit into the registers.
+_COLUMNS, _READ, _WARPS = 16, 64, 8
 # A tile of a product has at least so many rows, and more do not fit into the registers.
 _FEWEST, _MOST = 16, 64
 
@@ -90,7 +90,7 @@ def takes(x: Tensor, rows: int, weights: Sequence[Tensor]) -> bool:
         and x.dtype == torch.float32
         and plain
         and len(weights) >= 4 + _OF_BLOCK
-        and weights[0].dtype in _DTYPES
+        and weights[0].dtype in FLOATS
         and not torch.is_grad_enabled()
     )
 
@@ -204,7 +204,7 @@ def head_step_triton(
         return outputs
     (first, first_bias), blocks, (last, last_bias) = weights[:2], weights[2:-2], weights[-2:]
     width, kind = len(first), first.dtype
-    if x.dtype != torch.float32 or kind not in _DTYPES or modulations.dtype != kind:
+    if x.dtype != torch.float32 or kind not in FLOATS or modulations.dtype != kind:
         raise TypeError(
             f"points are {x.dtype}, weights {kind} and modulations {modulations.dtype}; pass points in float32, and "
             "weights and modulations in float32, bfloat16 or float16, both in the same."
@@ -217,22 +217,24 @@ def head_step_triton(
     tile = max(_FEWEST, min(_MOST, 1 << (rows - 1).bit_length()))
     grid = (-(-rows // tile), -(-width // _COLUMNS))
     sizes = (rows, count, dim, modulations.stride(0))
-    shape: dict[str, Any] = dict(WIDTH=width, DIM=max(16, 1 << (dim - 1).bit_length()), READ=_READ)
+    shape: dict[str, Any] = dict(
+        WIDTH=width, DIM=max(16, 1 << (dim - 1).bit_length()), READ=_READ, num_warps=_WARPS
+    )
     with torch.cuda.device_of(x):
         for index in range(len(blocks) // _OF_BLOCK):
             norm, norm_bias, up, up_bias, down, down_bias = blocks[
                 _OF_BLOCK * index : _OF_BLOCK * (index + 1)
             ]
             entry = (hidden, inner, x, first, first_bias)
-            more = dict(FIRST=index == 0, ROWS=tile, COLUMNS=_COLUMNS, num_warps=4, **shape)
+            more = dict(FIRST=index == 0, ROWS=tile, COLUMNS=_COLUMNS, **shape)
             shift = 3 * index * width
-            _launch(_up_kernel)[grid](
+            launcher(_up_kernel)[grid](
                 *entry, norm, norm_bias, up, up_bias, modulations, *sizes, shift, **more
             )
-            _launch(_down_kernel)[grid](
+            launcher(_down_kernel)[grid](
                 *entry, down, down_bias, modulations, *sizes, shift + 2 * width, **more
             )
-        _launch(_final_kernel)[(-(-count // _FEWEST),)](
+        launcher(_final_kernel)[(-(-count // _FEWEST),)](
             *outputs,
             hidden,
             x,
@@ -250,14 +252,9 @@ def head_step_triton(
             LEARNED=len(last) == 2 * dim,
             NOISY=noise is not None,
             ROWS=_FEWEST,
-            num_warps=4,
-            **shape,
+            **shape | dict(READ=_READ // 2),
         )
     return outputs
-
-
-def _launch(kernel: Any) -> Any:
-    return wrap_triton(kernel) if compiled(kernel) else kernel
 
 
 if triton is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.library import wrap_triton
 from torch.nn import Parameter
 
 # Untyped: to a type checker a kernel is a function that cannot be called.
@@ -19,9 +21,22 @@ if triton is not None and not hasattr(triton.language, "tuple"):
     triton = None
 
 
+# What kernels of layers compute with; their sums are float32.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def on_gpu(tensor: Tensor) -> bool:
     """Return whether a kernel can run on the tensor's device."""
     return triton is not None and tensor.device.type == "cuda"
+
+
+def fused(activations: Tensor) -> bool:
+    """Return whether the kernels of a network's layers take these: on a GPU, not float64, and without gradients.
+
+    Not where `torch.autocast` chooses the dtype of every operation.
+    """
+    plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"))
+    return on_gpu(activations) and activations.dtype in FLOATS and plain
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -32,6 +47,11 @@ def on_host(tensor: Tensor) -> bool:
 def compiled(kernel: Any) -> bool:
     """Return False for a kernel of Triton's interpreter, which tracers need not see."""
     return triton is not None and isinstance(kernel, triton.JITFunction)
+
+
+def launcher(kernel: Any) -> Any:
+    """Return what `[grid](...)` launches a kernel with, in an operator that tracers look into."""
+    return wrap_triton(kernel) if compiled(kernel) else kernel
 
 
 def rows_of_numbers(values: Tensor) -> Tensor:

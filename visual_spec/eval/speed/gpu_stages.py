@@ -516,12 +516,20 @@ def _bench_folder(model: str, options: list[str]) -> dict[str, Any]:
 
 
 def kernel_bandwidth(dry: bool) -> Parts:
-    """Law kernels beside the chain of PyTorch ops, by vocabulary and window."""
+    """Kernels of laws and of layers beside the chains of PyTorch ops, by vocabulary, window and batch."""
     if dry:
-        return {"vocabulary 64, window 2": partial(_kernels, 64, 2, "cpu")}
-    return {
+        layers = partial(_layer_kernels, 2, 1, "cpu", (16, 32, 2, 3, 9))
+        return {
+            "vocabulary 64, window 2": partial(_kernels, 64, 2, "cpu"),
+            "layer, window 2, batch 1": layers,
+        }
+    parts: Parts = {
         f"vocabulary {vocab}, window {window}": partial(_kernels, vocab, window, "cuda")
         for vocab, window in product((16384, 65536), (32, 1))
+    }
+    return parts | {
+        f"layer, window {window}, batch {batch}": partial(_layer_kernels, window, batch, "cuda")
+        for window, batch in ((32, 1), (1, 1), (16, 8), (1, 64))
     }
 
 
@@ -529,6 +537,15 @@ def _kernels(vocab: int, window: int, device: str) -> dict[str, Any]:
     here = choose_device(device)
     top = measure.copy_bandwidth(here, None if here.type == "cuda" else 4)
     rows = list(kernel_bench.rows(vocab, window, 1, device=here, bandwidth=top))
+    return dict(copy_bandwidth=top, rows=rows)
+
+
+def _layer_kernels(
+    window: int, batch: int, device: str, sizes: tuple[int, ...] = kernel_bench.XL
+) -> dict[str, Any]:
+    here = choose_device(device)
+    top = measure.copy_bandwidth(here, None if here.type == "cuda" else 4)
+    rows = list(kernel_bench.layer_rows(window, batch, device=here, bandwidth=top, sizes=sizes))
     return dict(copy_bandwidth=top, rows=rows)
 
 

@@ -1,7 +1,9 @@
-"""Milliseconds of the law kernels and of the samplers' chains of PyTorch ops, and the share of the memory's bandwidth.
+"""Milliseconds of the kernels and of the chains of PyTorch ops that they replace, and the share of the bandwidth.
 
-Logits are random bfloat16 with guidance. Bytes are what must move: the logits of both rows, and for `verify` the law
-written and, of the half of the drafts that is refused, the law read. The bandwidth is that of a copy on the device.
+Laws: logits are random bfloat16 with guidance. Bytes are what must move: the logits of both rows, and for `verify` the
+law written and, of the half of the drafts that is refused, the law read. Layers: one of LlamaGen-XL, guided, bfloat16,
+halfway through a picture of 24 x 24 tokens. Bytes are the inputs and outputs, and of the cache what the text fills. The
+bandwidth is that of a copy on the device.
 """
 
 from __future__ import annotations
@@ -10,10 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from visual_spec.eval.speed import measure
+from visual_spec.kernels.add_norm import add_norm, add_norm_reference
 from visual_spec.kernels.draw import draw
+from visual_spec.kernels.gated import gated, gated_reference
+from visual_spec.kernels.rotary_write import rotary_write, rotary_write_reference
 from visual_spec.kernels.verify import verify
+from visual_spec.kernels.window_attention import window_attention
+from visual_spec.models.next_token.llamagen_blocks import turns_of
 from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.law import TokenLaw
@@ -26,6 +35,8 @@ FILTERS = {
     "both": TokenLaw(guidance_scale=4.0, top_k=2000, top_p=0.9),
 }
 OPS = ("draw", "verify")
+# Width, hidden width, heads, positions of the prompt, and tokens of a picture.
+XL = (1280, 3584, 20, 120, 576)
 
 
 def rows(
@@ -39,20 +50,70 @@ def rows(
     """
     for filters, law in FILTERS.items():
         for op in OPS:
-            size, kernel, chain = _times(op, law, vocab_size, window, batch_size, device)
-            rate = size / kernel * 1e3
-            yield dict(
-                op=op,
-                filters=filters,
-                vocab=vocab_size,
-                window=window,
-                batch=batch_size,
-                kernel_ms=kernel,
-                chain_ms=chain,
-                faster=chain / kernel,
-                gb_per_s=rate / 1e9,
-                share=rate / bandwidth,
-            )
+            times = _times(op, law, vocab_size, window, batch_size, device)
+            what = dict(op=op, filters=filters, vocab=vocab_size, window=window, batch=batch_size)
+            yield what | _figures(*times, bandwidth)
+
+
+@torch.no_grad()
+def layer_rows(
+    window: int, batch_size: int, *, device: torch.device, bandwidth: float, sizes: tuple[int, ...] = XL
+) -> Iterator[dict[str, Any]]:
+    """One dict as of `rows` for each kernel of a transformer layer; it has no filters, and no vocabulary.
+
+    Args:
+        sizes: as in `XL`.
+    """
+    dim, hidden, heads, prefix, length = sizes
+    make = {"dtype": torch.bfloat16, "device": device}
+    count, size = 2 * batch_size, dim // heads
+    x, change = torch.randn(2, count, window, dim, **make)
+    gate, up = torch.randn(2, count, window, hidden, **make)
+    projected = torch.randn(count, window, 3 * heads, size, **make)
+    keys, values = torch.randn(2, count, heads, prefix + length + window, size, **make)
+    places = torch.arange(window, device=device).repeat(count, 1) + prefix + length // 2
+    turns = turns_of(torch.randn(count, window, size // 2, 2, device=device))
+    weight, words = x[0, 0], torch.ones(count, prefix, dtype=torch.bool, device=device)
+    queries = projected[:, :, :heads]
+    seen = torch.arange(keys.shape[2], device=device) <= places[..., None]
+    mask = torch.zeros(seen.shape, **make).masked_fill_(~seen, -torch.inf)[
+        :, None
+    ]  # [2B, 1, W, S], one a call
+
+    def masked() -> Tensor:
+        return F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, attn_mask=mask)
+
+    read = 2 * count * heads * (prefix + length // 2 + window) * size
+    ops: dict[str, tuple[int, Callable[[], Any], Callable[[], Any]]] = {
+        "add_norm": (
+            4 * x.numel(),
+            lambda: add_norm(x, change, weight, 1e-5),
+            lambda: add_norm_reference(x, change, weight, 1e-5),
+        ),
+        "gated": (3 * gate.numel(), lambda: gated(gate, up), lambda: gated_reference(gate, up)),
+        "rotary_write": (
+            2 * projected.numel(),
+            lambda: rotary_write(projected, turns, keys, values, places),
+            lambda: rotary_write_reference(projected, *turns, keys, values, places),
+        ),
+        "window_attention": (
+            read + 2 * queries.numel(),
+            lambda: window_attention(queries, keys, values, places, words),
+            masked,
+        ),
+    }
+    for op, (numbers, kernel, chain) in ops.items():
+        times = 2 * numbers, milliseconds(kernel, device), milliseconds(chain, device)
+        yield dict(op=op, filters="-", vocab="-", window=window, batch=batch_size) | _figures(
+            *times, bandwidth
+        )
+
+
+def _figures(size: int, kernel: float, chain: float, bandwidth: float) -> dict[str, float]:
+    """Of bytes, and milliseconds of kernel and chain."""
+    rate = size / kernel * 1e3
+    share = rate / bandwidth
+    return dict(kernel_ms=kernel, chain_ms=chain, faster=chain / kernel, gb_per_s=rate / 1e9, share=share)
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device) -> float:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visual_spec.models.core.cache import Places
+
 
 class Attention(nn.Module):
     """Multi-head self-attention with biases."""
@@ -49,9 +51,23 @@ class Block(nn.Module):
         self.attn = Attention(dim, heads)
         self.mlp = Mlp(dim, 4 * dim)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`x [R, W, dim]`, each place attending to those that a bool mask [R or 1, 1, W or 1, W] shows, or to all."""
-        return self.finish(x, *self.attn.project(self.norm1(x)), mask)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        held: tuple[Tensor, Tensor] | None = None,
+        places: Places | None = None,
+    ) -> Tensor:
+        """`x [R, W, dim]`, each place attending to those that a bool mask [R or 1, 1, W or 1, S] shows, or to all.
+
+        Args:
+            held: keys and values [R, H, S, D] of a cache, written at `places`; None: only x is seen.
+        """
+        query, key, value = self.attn.project(self.norm1(x))
+        if held is not None:
+            assert places is not None
+            key, value = places.write(held, key.transpose(1, 2), value.transpose(1, 2))
+        return self.finish(x, query, key, value, mask)
 
     def finish(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """The rest of `forward`, behind the projections of normalised `x`; keys and values may be of other places."""

@@ -21,6 +21,7 @@ from visual_spec.models.continuous.blocks import Block, check_labels, embed_labe
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar import HEADS, check_sizes
+from visual_spec.models.core.cache import Places
 from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid
@@ -197,14 +198,10 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         if at.device.type == "cpu":  # reading the maximum costs no synchronisation and spares the unused tail
             size = int(at.max()) + 1
         mask = (torch.arange(size, device=at.device) <= at[..., None])[:, None]  # [R, 1, W, S]
-        rows = torch.arange(len(at), device=at.device)[:, None]
+        places = Places()
+        places.set(at, size)
         for block, keys, values in zip(self.blocks, state.keys, state.values, strict=True):
-            assert isinstance(block, Block)
-            query, key, value = block.attn.project(block.norm1(hidden))
-            keys.transpose(1, 2)[rows, at] = key.transpose(1, 2)
-            values.transpose(1, 2)[rows, at] = value.transpose(1, 2)
-            hidden = hidden + block.attn.attend(query, keys[:, :, :size], values[:, :, :size], mask)
-            hidden = hidden + block.mlp(block.norm2(hidden))
+            hidden = block(hidden, mask, (keys, values), places)
         return self.norm(hidden)
 
     def _prefix(self, classes: Tensor) -> Tensor:

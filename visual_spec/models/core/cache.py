@@ -100,6 +100,17 @@ class Places:
             return self.rows, self.slots
         return self.rows.to(device), self.slots.to(device)
 
+    def write(self, held: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values [R, W, H, D] into those of a layer [R, H, S, D]. Returns views of what it reads."""
+        at = self.on(held[0].device) if self.run is None else (slice(None), self.run)
+        for whole, new in zip(held, (keys, values), strict=True):
+            whole.transpose(1, 2)[at] = new
+        return self.read(held)
+
+    def read(self, held: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return views [R, H, size, D] of the keys and values that a layer reads."""
+        return held[0][:, :, : self.size], held[1][:, :, : self.size]
+
 
 class StaticCache:
     """Slots that are allocated once, written by slot and masked by position.
@@ -148,12 +159,11 @@ class StaticCache:
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values [R, W, H, D] of a layer. Returns all that the layer reads: views [R, H, size, D]."""
-        held_keys, held_values = self.keys[layer], self.values[layer]
-        run, size = self.places.run, self.places.size
-        at = self.places.on(held_keys.device) if run is None else (slice(None), run)
-        held_keys.transpose(1, 2)[at] = keys
-        held_values.transpose(1, 2)[at] = values
-        return held_keys[:, :, :size], held_values[:, :, :size]
+        return self.places.write(self.layer(layer), keys, values)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [R, H, S, D] of a layer."""
+        return self.keys[index], self.values[index]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the contents of slots `sources` [R, D] to slots `targets` [R, D], in all layers."""
@@ -262,6 +272,15 @@ class WindowCache:
         held, own = self.positions[:, None], slots[..., None]
         near = (held < self.sink) | (held > own - self.window)
         return (held >= 0) & (held <= own) & near
+
+    @property
+    def places(self) -> Places:
+        """Where the next forward writes."""
+        return self.held.places
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [R, H, S, D] of a layer, by place."""
+        return self.held.layer(index)
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write and read as `StaticCache.update`; all S places are read."""

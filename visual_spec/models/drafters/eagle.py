@@ -24,6 +24,7 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
+    Shared,
     TransformerBlock,
     feed_forward_width,
     rotary_table,
@@ -179,10 +180,9 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
             features = torch.where(before.any(-1, keepdim=True), state.tree[rows, parent], features)
         hidden = self._mix(state.target, tokens, features)
         turns = turns_of(state.rotary[slots.clamp_max(num_tokens - 1)])
-        q, k, v = self.block.attention.project(self.block.attention_norm(hidden), turns)
-        keys, values = state.cache.update(0, k, v)
-        hidden = hidden + self.block.attention.attend(q, keys, values, seen[:, None])
-        predicted = self._finish(state.target, hidden)
+        no_prefix = seen[:, 0, :0]  # [R, 0]
+        shared = Shared(turns, state.cache.places, seen[:, None], no_prefix)
+        _, predicted = state.target.norm.after(*self.block(hidden, None, state.cache.layer(0), shared))
         if visible is None:
             state.features[rows, slots + 1] = predicted
         else:

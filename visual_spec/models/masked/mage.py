@@ -234,14 +234,10 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
 def _through(blocks: nn.ModuleList, hidden: Tensor, cache: StaticCache | None) -> Tensor:
     """`hidden [B, W, dim]` behind the layers; with a cache, places also see what it holds of the others."""
     for index, block in enumerate(blocks):
-        assert isinstance(block, Block)
         if cache is None:
             hidden = block(hidden)
-            continue
-        query, key, value = block.attn.project(block.norm1(hidden))
-        key, value = cache.update(index, key.transpose(1, 2), value.transpose(1, 2))
-        hidden = hidden + block.attn.attend(query, key, value, None)
-        hidden = hidden + block.mlp(block.norm2(hidden))
+        else:
+            hidden = block(hidden, None, cache.layer(index), cache.places)
     return hidden
 
 

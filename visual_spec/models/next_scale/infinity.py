@@ -23,6 +23,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.kernels.rotary_write import Turns
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import Side, checked_stop, shape_of, sides_of
@@ -35,7 +36,7 @@ from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, bl
 from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
 from visual_spec.models.next_scale.var import Attend, Attention, HeadNorm, VARState, modulated
 from visual_spec.models.next_token.llamagen import TextCondition
-from visual_spec.models.next_token.llamagen_blocks import RMSNorm, Turns, rotary_table, turns_of
+from visual_spec.models.next_token.llamagen_blocks import RMSNorm, rotary_table, turns_of
 
 # Released are 2b (with `infinity_vae_d32reg.pth`) and 8b (with `infinity_vae_d56_f8_14_patchify.pth`).
 PRESETS: dict[str, dict[str, Any]] = {

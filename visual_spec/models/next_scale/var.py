@@ -21,6 +21,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.kernels.rotary_write import Turns, rotate
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.checkpoints import (
     Checkpoint,
@@ -36,7 +37,6 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.scale_cache import ScaleCache, WholeCache, block_causal
 from visual_spec.models.next_scale.scale_pruning import Apply, PrunedMaps, whole
-from visual_spec.models.next_token.llamagen_blocks import Turns, rotate
 
 # Tokens per side of each map, by picture size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {

@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.cache import on_host, seen_in_order, seen_in_tree, seen_up_to
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
+from visual_spec.models.core.transformers_attention import window_calls
 from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
 
 _PROMPT_STEP = 32  # prompts are padded to multiples of this where shapes are fixed
@@ -164,6 +166,11 @@ class CachedDecoder:
         return self.decoder.config._attn_implementation
 
     @property
+    def _head_dim(self) -> int:
+        config = self.decoder.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @property
     def device(self) -> torch.device:
         """The device of the input tokens: that of the embedding, or the one that offloading moves it to."""
         target = getattr(getattr(self.table, "_hf_hook", None), "execution_device", None)
@@ -208,8 +215,7 @@ class CachedDecoder:
         positions, start = prompt.where
         # Slots run up to num_tokens + window - 1, with at most one row end per slot; a tree uses two places a node.
         config, num_places = self.decoder.config, length + self.length + 2 * window + 1
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * num_places
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * self._head_dim * num_places
         sample_bytes = numbers * self.decoder.dtype.itemsize * (rows // batch_size)
         check_cache_fits(sample_bytes, batch_size, self.device)
         cache = SlotCache(config.num_hidden_layers, num_places)
@@ -217,7 +223,7 @@ class CachedDecoder:
         causal = places[0] <= places[0][:, None]  # [T, T]
         # Padding sees itself, because attention over no position gives nan.
         visible = (causal & prompt.mask[:, None]) | torch.eye(length, dtype=torch.bool, device=self.device)
-        hidden = self._forward(cache, self.table(prompt.ids), positions, places, visible)
+        hidden = self._forward(cache, self.table(prompt.ids), positions, places, visible, prompt.mask)
         features = hidden[:, -1:]
         return CachedState(
             logits=self._logits(features)[:, 0],
@@ -295,7 +301,7 @@ class CachedDecoder:
                 offsets = torch.cat([offsets, ends.clamp_max(self.length + 2 * state.window)], 1)
                 embeddings = torch.cat([embeddings, self._end_embedding(len(slots), count)], 1)
         seen = seen_up_to(offsets, self.length + 2 * state.window + 1, state.fixed)  # [R, W + E, S - T]
-        hidden = self._picture_forward(state, embeddings, offsets, offsets, seen)
+        hidden = self._picture_forward(state, embeddings, offsets, offsets, seen, in_order=True)
         if answers is None:
             return hidden
         return hidden[torch.arange(len(slots), device=slots.device)[:, None], answers]
@@ -341,30 +347,50 @@ class CachedDecoder:
         return torch.where(last[..., None], hidden[:, size:], hidden[:, :size])
 
     def _picture_forward(
-        self, state: CachedState, embeddings: Tensor, offsets: Tensor, places: Tensor, seen: Tensor
+        self,
+        state: CachedState,
+        embeddings: Tensor,
+        offsets: Tensor,
+        places: Tensor,
+        seen: Tensor,
+        in_order: bool = False,
     ) -> Tensor:
-        """The decoder output for the picture's tokens `offsets [R, W]`, cached at `places [R, W]` after the prompt."""
+        """The decoder output for the picture's tokens `offsets [R, W]`, cached at `places [R, W]` after the prompt.
+
+        `in_order`: `seen` shows every place up to the own one.
+        """
         prompt = state.prompt_mask.shape[1]
         visible = torch.cat([state.prompt_mask[:, None].expand(-1, seen.shape[1], -1), seen], -1)
         positions = self.positions(state.start, offsets.clamp_max(self.length - 1))
-        return self._forward(state.cache, embeddings, positions, prompt + places, visible)
+        prefix_mask = state.prompt_mask if in_order else None
+        return self._forward(state.cache, embeddings, positions, prompt + places, visible, prefix_mask)
 
     def _forward(
-        self, cache: SlotCache, embeddings: Tensor, positions: Tensor, places: Tensor, visible: Tensor
+        self,
+        cache: SlotCache,
+        embeddings: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        visible: Tensor,
+        prefix_mask: Tensor | None,
     ) -> Tensor:
-        """Return the decoder output [R, W, dim]; bool `visible [R, W, S]` masks the places that each position sees."""
+        """Return the decoder output [R, W, dim]; bool `visible [R, W, S]` masks the places that each position sees.
+
+        With `prefix_mask` [R, T], these are the places up to the own one, and of the prefix those that it shows: then
+        a GPU needs no mask.
+        """
         cache.at(places, visible.shape[-1])
+        inputs: dict[str, Any] = dict(
+            inputs_embeds=embeddings, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        if prefix_mask is not None and takes(embeddings, self._head_dim):
+            with window_calls(self.decoder, places, prefix_mask) as more:
+                return self.decoder(**inputs, **more).last_hidden_state
         mask = visible[:, None]
         if self._attention == "eager":  # eager attention adds the mask
             least = torch.finfo(embeddings.dtype).min
             mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, least)
-        return self.decoder(
-            inputs_embeds=embeddings,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        return self.decoder(**inputs, attention_mask=mask).last_hidden_state
 
     def _logits(self, features: Tensor) -> Tensor:
         logits = self.score(features)

@@ -18,6 +18,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.memory import check_cache_fits
@@ -28,6 +29,7 @@ from visual_spec.models.core.trained_order import LEARNED_TOKENS, RASTER_ORDER
 from visual_spec.models.next_token import llamagen_any_order
 from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
+    Shared,
     TransformerBlock,
     feed_forward_width,
     rotary_table,
@@ -381,24 +383,22 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             if asked is None:
                 raise ValueError("this model decodes in any order; pass asked, the first slots to predict.")
             asked = asked.to(hidden.device)
-            features = self.norm(
-                llamagen_any_order.prefill(self, cache, hidden, prefix_mask, table, asked)
+            features = llamagen_any_order.prefill(
+                self, cache, hidden, prefix_mask, table, asked
             )  # [R, P, dim]
             logits = self._head(features)
             return LlamaGenState(logits, guided, window, cache, table, prefix_mask, features)
         cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
-        causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
-        mask = (causal & prefix_mask[:, None, :]) | torch.eye(prefix, dtype=torch.bool, device=hidden.device)
-        trunk = hidden
-        for index, block in enumerate(self.layers):
-            assert isinstance(block, TransformerBlock)
-            q, k, v = block.attention.project(block.attention_norm(hidden))
-            if self.config["zero_prefix_keys"]:
-                q, k = torch.zeros_like(q), torch.zeros_like(k)
-            hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask[:, None])
-            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-            trunk = hidden if index < self.config["num_layers"] else trunk
-        features = self.norm(trunk[:, -1:])
+        turns = turns_of(self.unturned(table).expand(1, prefix, -1, -1))
+        mask = None
+        if not self._reads_windows(hidden):
+            causal = torch.ones(prefix, prefix, dtype=torch.bool, device=hidden.device).tril()
+            mask = (causal & prefix_mask[:, None, :]) | torch.eye(
+                prefix, dtype=torch.bool, device=hidden.device
+            )
+            mask = mask[:, None]
+        features, hidden = self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask))
+        features = features[:, -1:]
         nar = self.trained_order == "nar"
         answers = torch.zeros(1, 2, dtype=torch.long, device=hidden.device) if nar else None
         return LlamaGenState(
@@ -436,7 +436,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         if self.trained_order == ANY_ORDER:
             if seen is None:
                 raise ValueError("this model decodes in any order; pass seen.")
-            state.features = self.norm(llamagen_any_order.forward(self, state, tokens, slots, seen))
+            state.features = llamagen_any_order.forward(self, state, tokens, slots, seen)
             return self._head(state.features)
         if self.trained_order == RASTER_ORDER:
             check_raster(slots, predicted, self.grid.num_tokens)
@@ -449,6 +449,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             visible = None if visible is None else visible.repeat(2, 1, 1)
             seen = None if seen is None else seen.repeat(2, 1, 1)
         cache, prefix = state.cache, state.prefix_mask.shape[1]
+        hidden = self._embed(tokens, slots)
         first_scratch = prefix + self.grid.num_tokens
         places = prefix + slots
         if visible is not None:
@@ -458,21 +459,20 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         elif seen is not None:
             seen = seen_in_order(places, F.pad(seen, (prefix, 0), value=True), state.window)
             cache.at(places, seen.shape[-1])
+        elif isinstance(cache, StaticCache) and self._reads_windows(
+            hidden
+        ):  # not a ring, whose places are no order
+            cache.at(places, cache.num_slots)
         else:
             seen = cache.causal(places, state.fixed)
-        seen[..., :prefix] &= state.prefix_mask[:, None]
-        hidden = self._embed(tokens, slots)
-        # Added to the scores: attention would turn a bool mask into this one in every layer.
-        mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]  # [R, 1, W, S]
+        mask = None
+        if seen is not None:
+            seen[..., :prefix] &= state.prefix_mask[:, None]
+            # Added to the scores: attention would turn a bool mask into this one in every layer.
+            mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]  # [R, 1, W, S]
         turns = turns_of(state.rotary[slots.clamp_max(len(state.rotary) - 1)])
-        trunk = hidden
-        for index, block in enumerate(self.layers):
-            assert isinstance(block, TransformerBlock)
-            q, k, v = block.attention.project(block.attention_norm(hidden), turns)
-            hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask)
-            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-            trunk = hidden if index < self.config["num_layers"] else trunk
-        state.features = self.norm(trunk)
+        shared = Shared(turns, cache.places, mask, state.prefix_mask)
+        state.features, hidden = self.run(hidden, cache, shared)
         return self._merged(state.features, hidden, answers)
 
     @torch.no_grad()
@@ -482,6 +482,26 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             nodes, slots = nodes.repeat(2, 1), slots.repeat(2, 1)
         prefix = state.prefix_mask.shape[1]
         state.cache.copy(prefix + self.grid.num_tokens + nodes, prefix + slots)
+
+    def run(self, hidden: Tensor, cache: StaticCache, shared: Shared) -> tuple[Tensor, Tensor]:
+        """Return what the head reads, and what the last block leaves for the head of a branch, `[R, W, dim]` each."""
+        features, change = hidden, None
+        for index, block in enumerate(self.layers):
+            hidden, change = block(hidden, change, cache.layer(index), shared)
+            if index + 1 == self.config["num_layers"]:
+                (hidden, features), change = self.norm.after(hidden, change), None
+        return features, hidden if change is None else hidden + change
+
+    def _reads_windows(self, hidden: Tensor) -> bool:
+        """Return whether attention takes the places of a window in place of a mask."""
+        return takes(hidden, self.config["dim"] // self.config["num_heads"])
+
+    def unturned(self, table: Tensor) -> Tensor:
+        """Return the row `[1, D / 2, 2]` of a rotary table for the prefix."""
+        unturned = torch.zeros_like(table[:1])  # cosine 0 and sine 0: the key vanishes
+        if not self.config["zero_prefix_keys"]:
+            unturned[..., 0] = 1.0
+        return unturned
 
     def _head(self, features: Tensor) -> Tensor:
         logits = self.output(features)
@@ -536,10 +556,9 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         embedded = self._embed(tokens[:, :-1], slots, hidden_tokens)
         hidden = torch.cat([prefix_embeddings, embedded], 1)
         table = self.rotary_table()
-        unrotated = torch.zeros_like(table[:1])  # cosine 0 and sine 0: the key vanishes
-        if not self.config["zero_prefix_keys"]:
-            unrotated[..., 0] = 1.0
-        table = torch.cat([unrotated.expand(prefix, -1, -1), table[:length]])[None].to(tokens.device)
+        table = torch.cat([self.unturned(table).expand(prefix, -1, -1), table[:length]])[None].to(
+            tokens.device
+        )
         turns = turns_of(table)
         causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
         words = F.pad(prefix_mask, (0, length), value=True)

@@ -11,7 +11,6 @@ do not see each other's instructions, because the model was never shown an instr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.models.core.cache import StaticCache
-from visual_spec.models.next_token.llamagen_blocks import TransformerBlock, Turns, rotate, turns_of
+from visual_spec.models.next_token.llamagen_blocks import Shared, Turns, rotate, turns_of
 
 if TYPE_CHECKING:
     from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer
@@ -31,22 +30,22 @@ def instructions(embedding: Tensor, table: Tensor, heads: int) -> Tensor:
     return rotate(pairs, turns_of(table)).flatten(2)
 
 
-def run(
-    layers: Iterable[torch.nn.Module], cache: StaticCache, hidden: Tensor, seen: Tensor, turns: Turns
+def _run(
+    model: LlamaGenTransformer,
+    cache: StaticCache,
+    hidden: Tensor,
+    seen: Tensor,
+    turns: Turns,
+    prefix_mask: Tensor,
 ) -> Tensor:
-    """Return `hidden [R, N, dim]` after all blocks. The cache is written where it was set to.
+    """Run `hidden [R, N, dim]` through all blocks, and return what the head reads. Writes the cache where it was set.
 
     Args:
         seen: bool [R, N, S], the places of the cache that each position attends to.
         turns: those of the positions' rotary indices.
     """
     mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]  # [R, 1, N, S]
-    for index, block in enumerate(layers):
-        assert isinstance(block, TransformerBlock)
-        q, k, v = block.attention.project(block.attention_norm(hidden), turns)
-        hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask)
-        hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-    return hidden
+    return model.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask))[0]
 
 
 def prefill(
@@ -66,10 +65,7 @@ def prefill(
     (rows, length, _), places = prefix.shape, cache.num_slots
     asked = asked.repeat(rows // len(asked), 1)  # [R, P]
     told = table[asked.clamp(max=len(table) - 1)]  # [R, P, D / 2, 2]
-    unturned = torch.zeros_like(table[:1])  # cosine 0 and sine 0: queries and keys vanish
-    if not model.config["zero_prefix_keys"]:
-        unturned[..., 0] = 1.0
-    turns = turns_of(torch.cat([unturned.expand(rows, length, -1, -1), told], 1))
+    turns = turns_of(torch.cat([model.unturned(table).expand(rows, length, -1, -1), told], 1))
     hidden = torch.cat(
         [prefix, instructions(model.pos_instruct_embeddings, told, model.config["num_heads"])], 1
     )
@@ -80,13 +76,13 @@ def prefill(
     seen = torch.cat([causal, prefix_mask[:, None].expand(-1, asked.shape[1], -1)], 1)  # [R, T + P, T]
     seen = F.pad(seen, (0, places - length)).scatter(2, at[..., None], True)
     cache.at(at, places)
-    return run(model.layers, cache, hidden, seen, turns)[:, length:]
+    return _run(model, cache, hidden, seen, turns, prefix_mask)[:, length:]
 
 
 def forward(
     model: LlamaGenTransformer, state: LlamaGenState, tokens: Tensor, slots: Tensor, seen: Tensor
 ) -> Tensor:
-    """Answer a call of `AnyOrderModel`: what the head reads, before its norm, [R, W, dim]."""
+    """Answer a call of `AnyOrderModel`: what the head reads, [R, W, dim]."""
     cache, length, fed = state.cache, state.prefix_mask.shape[1], tokens.shape[1]
     if state.guided:
         tokens, slots, seen = tokens.repeat(2, 1), slots.repeat(2, 1), seen.repeat(2, 1, 1)
@@ -102,7 +98,7 @@ def forward(
     hidden = torch.cat([told, model.tok_embeddings(tokens)], 1)  # [R, W + F, dim]
     cache.at(torch.cat([own, places], 1), cache.num_slots)
     turns = turns_of(torch.cat([table, table[:, :fed]], 1))
-    return run(model.layers, cache, hidden, seen, turns)[:, : slots.shape[1]]
+    return _run(model, cache, hidden, seen, turns, state.prefix_mask)[:, : slots.shape[1]]
 
 
 def _instruction_places(cache: StaticCache, prefix: int, slots: Tensor) -> Tensor:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from visual_spec.kernels.add_norm import add_norm, norm_reference
+from visual_spec.kernels.gated import gated
+from visual_spec.kernels.launch import fused
+from visual_spec.kernels.rotary_write import Turns, rotary_write, rotate
+from visual_spec.kernels.window_attention import window_attention
+from visual_spec.models.core.cache import Places
 
 
 def feed_forward_width(dim: int) -> int:
@@ -38,24 +47,27 @@ def rotary_table(
     return torch.stack([grid.cos(), grid.sin()], -1)
 
 
-# Cosines and sines for `rotate`, `[R or 1, W, 1, 1, D / 2, 2]` each, the sines with the signs that they are added with.
-Turns = tuple[Tensor, Tensor]
-
-
 def turns_of(table: Tensor) -> Turns:
     """Return what `rotate` multiplies by, from `table [R or 1, W, D / 2, 2]`."""
     cosine, sine = table[:, :, None, None].unbind(-1)
     return torch.stack([cosine, cosine], -1), torch.stack([-sine, sine], -1)
 
 
-def rotate(x: Tensor, turns: Turns) -> Tensor:
-    """Rotate interleaved pairs of `x [R, W, N, H, D]` by `turns_of` a table, in the precision of the table.
+@dataclass
+class Shared:
+    """What all blocks of a call share.
 
-    Not a complex product, which is one operation but rounds by the shape of a call.
+    Attributes:
+        turns: of the tokens fed; zeros make a key vanish.
+        places: where the tokens' keys and values are written, and how many places are read.
+        mask: additive or bool `[R, 1, W, S]`; None: a token sees the places before its own, as `window_attention` says.
+        prefix_mask: bool `[R, T]`, the prefix positions that other tokens see; read where there is no mask.
     """
-    cosine, sine = turns
-    pairs = x.to(cosine.dtype).unflatten(-1, (-1, 2))
-    return (pairs * cosine + pairs.flip(-1) * sine).flatten(-2).to(x.dtype)
+
+    turns: Turns
+    places: Places
+    mask: Tensor | None
+    prefix_mask: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -65,9 +77,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float16, torch.bfloat16):  # as official: the norm in float32, then the weight
-            return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return norm_reference(x, self.weight, self.eps)
+
+    def after(self, hidden: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return `hidden + change [R, W, dim]`, and its norm; without a change `hidden` itself."""
+        if change is None:
+            return hidden, self(hidden)
+        return add_norm(hidden, change, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -76,6 +92,21 @@ class Attention(nn.Module):
         self.heads = heads
         self.wqkv = nn.Linear(dim, 3 * dim, bias=False)
         self.wo = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, held: tuple[Tensor, Tensor], shared: Shared) -> Tensor:
+        """Feed `x [R, W, dim]`: write keys and values into the layer's, `[R, H, S, D]`, and attend: `[R, W, dim]`."""
+        if fused(x):
+            projected = self.wqkv(x).unflatten(-1, (3 * self.heads, -1))  # [R, W, 3H, D]
+            q = rotary_write(projected, shared.turns, *held, shared.places.slots)
+            if shared.mask is None:
+                mixed = window_attention(q, *held, shared.places.slots, shared.prefix_mask)
+                return self.wo(mixed.flatten(2))
+            k, v = shared.places.read(held)
+        else:
+            q, *new = self.project(x, shared.turns)
+            k, v = shared.places.write(held, *new)
+        assert shared.mask is not None
+        return self.attend(q, k, v, shared.mask)
 
     def project(self, x: Tensor, turns: Turns | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values `[R, W, H, D]` of `x [R, W, dim]`; `turns` rotate queries and keys."""
@@ -97,7 +128,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(gated(self.w1(x), self.w3(x)))
 
 
 class TransformerBlock(nn.Module):
@@ -107,3 +138,19 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(dim, hidden)
         self.attention_norm = RMSNorm(dim, eps)
         self.ffn_norm = RMSNorm(dim, eps)
+
+    def forward(
+        self, hidden: Tensor, change: Tensor | None, held: tuple[Tensor, Tensor], shared: Shared
+    ) -> tuple[Tensor, Tensor]:
+        """Run the block on `hidden + change [R, W, dim]`.
+
+        Args:
+            hidden, change: as the block before returned them; no change before the first block.
+            held: keys and values of this block, `[R, H, S, D]`, written in place.
+
+        Returns:
+            Hidden states and a change that the next norm adds: one launch computes sum and norm.
+        """
+        hidden, x = self.attention_norm.after(hidden, change)
+        hidden, x = self.ffn_norm.after(hidden, self.attention(x, held, shared))
+        return hidden, self.feed_forward(x)

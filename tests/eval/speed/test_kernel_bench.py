@@ -1,0 +1,36 @@
+"""What the bench of layers compares is the same computation, and the bytes are those that must move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from visual_spec.eval.speed import kernel_bench
+
+
+def test_kernels_and_chains_of_a_layer_compute_the_same(monkeypatch):
+    results: list[Any] = []
+
+    def run(call: Any, device: torch.device) -> float:
+        results.append(call())
+        return 2.0
+
+    monkeypatch.setattr(kernel_bench, "milliseconds", run)
+    sizes = (16, 32, 2, 3, 9)  # width, hidden, heads, prompt, picture
+    found = list(kernel_bench.layer_rows(2, 1, device=torch.device("cpu"), bandwidth=1e6, sizes=sizes))
+    assert [row["op"] for row in found] == ["add_norm", "gated", "rotary_write", "window_attention"]
+    *plain, mixed, masked = results
+    for kernel, chain in zip(plain[::2], plain[1::2], strict=True):
+        torch.testing.assert_close(kernel, chain)
+    torch.testing.assert_close(mixed, masked.transpose(1, 2), rtol=2e-2, atol=2e-2)
+    rows, window, read = 2, 2, 3 + 4 + 2  # prompt, half a picture, the window
+    numbers = {
+        "add_norm": 4 * rows * window * 16,  # two in, two out
+        "gated": 3 * rows * window * 32,
+        "rotary_write": 2 * rows * window * 3 * 16,
+        "window_attention": 2 * rows * 16 * read + 2 * rows * window * 16,
+    }
+    for row in found:
+        assert row["gb_per_s"] == pytest.approx(2 * numbers[row["op"]] / 2e-3 / 1e9)

@@ -1,0 +1,70 @@
+"""LlamaGen by the kernels of its layers, in Triton's interpreter; tests/models/next_token runs this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import tiny_transformer
+from visual_spec.kernels import add_norm, gated, launch, rotary_write, window_attention
+from visual_spec.models.core.projections import fuse_projections
+from visual_spec.models.next_token.llamagen import TextCondition
+
+KERNELS = (add_norm, gated, rotary_write, window_attention)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Take the path of a GPU from here on, by the kernels themselves. Counts which of them ran."""
+    counts: dict[str, int] = {}
+
+    def watched(name: str, real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return real(*args)
+
+        return call
+
+    for module in KERNELS:
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, f"{name}_triton", watched(name, getattr(module, f"{name}_triton")))
+    for module in (launch, *KERNELS):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True, raising=False)
+    monkeypatch.setattr(window_attention, "_SPLIT", 8)
+    monkeypatch.setattr(window_attention, "_TILES", {4: (16, 8, 4)})
+    return counts
+
+
+def calls(model: Any, condition: TextCondition, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Logits of a prompt, of windows that go back at their own pace, of a tree, and of slots in any order."""
+    draw = torch.Generator().manual_seed(1)
+    features = condition.features.to(dtype)
+    state = model.prefill(TextCondition(features, condition.mask), batch_size=2, guided=True, window=4)
+    found = [state.logits]
+    for slots in ([[0, 1, 2, 3], [0, 1, 2, 3]], [[14, 15, 16, 17], [1, 2, 3, 4]]):
+        tokens = torch.randint(0, 12, (2, 4), generator=draw)
+        found.append(model(state, tokens, torch.tensor(slots)))
+    tokens = torch.randint(0, 12, (2, 3), generator=draw)
+    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool().expand(2, -1, -1)
+    found.append(model(state, tokens, torch.tensor([[9, 10, 10], [3, 4, 4]]), visible))
+    seen = torch.rand(2, 3, 16, generator=draw) > 0.5
+    found.append(model(state, tokens, torch.tensor([[9, 2, 7], [4, 1, 3]]), seen=seen))
+    return found
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_calls_equal_those_in_double_precision(request, joined):
+    model: Any = tiny_transformer(num_layers=1)
+    mask = torch.arange(6) >= torch.tensor([[2], [0]])
+    condition = TextCondition(torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0)), mask)
+    expected = calls(model.double(), condition, torch.float64)
+    model.float()
+    if joined:
+        fuse_projections(model)
+    counts = request.getfixturevalue("launched")
+    for found, exact in zip(calls(model, condition, torch.float32), expected, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+    # Of one layer, in five calls; attention not for the tree, nor for any order.
+    assert counts == {"rotary_write": 5, "window_attention": 3, "gated": 5, "add_norm": 10}

@@ -1,0 +1,164 @@
+"""Kernels of transformer layers: definitions, operators and kernels against loops in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.layers import PLACES, opened, summed, window_case, write_case
+from tests.kernels.test_compile import Recorder, compiled, spilled
+from visual_spec.kernels import add_norm as add_norm_module
+from visual_spec.kernels import gated as gated_module
+from visual_spec.kernels import launch
+from visual_spec.kernels import rotary_write as write_module
+from visual_spec.kernels import window_attention as module
+from visual_spec.kernels.add_norm import add_norm
+from visual_spec.kernels.gated import gated
+from visual_spec.kernels.rotary_write import rotary_write
+from visual_spec.kernels.window_attention import window_attention
+
+
+def test_kernels():
+    pytest.importorskip("triton")
+    run_interpreted("interpreted_layers.py")
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_window_attention(name):
+    given = window_case(PLACES[name], dtype=torch.float64, stale=1e4)
+    torch.testing.assert_close(window_attention(*given.arguments), given.expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rotary_write():
+    given = write_case(dtype=torch.float64)
+    queries = rotary_write(given.projected, given.turns, given.keys, given.values, given.places)
+    for found, expected in zip((queries, given.keys, given.values), given.expected, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # angles are float32
+
+
+def test_add_norm_and_gated():
+    hidden, change, weight = torch.randn(3, 2, 4, 12, dtype=torch.float64).unbind()
+    found, expected = add_norm(hidden, change, weight[0, 0], 1e-3), summed(hidden, change, weight[0, 0], 1e-3)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gated(hidden, change), opened(hidden, change), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_go_through_the_definitions(monkeypatch):
+    """Operators have none, so they are not asked where gradients are."""
+    monkeypatch.setattr(launch, "on_gpu", lambda tensor: True)
+    hidden = torch.randn(2, 4, 12, requires_grad=True)
+    total, normed = add_norm(hidden, hidden.detach(), torch.ones(12), 1e-5)
+    (total.sum() + normed.square().sum() + gated(hidden, hidden).sum()).backward()
+    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
+    assert not launch.fused(hidden) and not module.takes(hidden, 64)
+    with torch.no_grad():
+        assert launch.fused(hidden) and not launch.fused(hidden.double())
+        assert module.takes(hidden, 128) and not module.takes(hidden, 129)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    queries, keys, values, places, mask, _ = window_case(PLACES["window"]).arguments
+    wrong = {
+        "queries have shape": (queries[0], keys, values, places, mask),
+        "with H a multiple of G": (queries[:, :, :3], keys, values, places, mask),
+        "places have shape": (queries, keys, values, places[:, :2], mask),
+        "prefix mask has shape": (queries, keys, values, places, mask[:2]),
+    }
+    for text, arguments in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            window_attention(*arguments)
+    projected, turns, keys, values, places, _ = write_case()
+    for text, arguments in {
+        "keys": (projected, turns, keys[:, :, :, :4], values, places),
+        "H at least 1": (projected[:, :, :4], turns, keys, values, places),
+        "places have shape": (projected, turns, keys, values, places[:1]),
+        "a turn has shape": (projected, (turns[0], turns[1][:, :2]), keys, values, places),
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            rotary_write(*arguments)
+    with pytest.raises(ValueError, match="gate has shape"):
+        gated(queries, queries[:1])
+    with pytest.raises(ValueError, match="weight"):
+        add_norm(queries, queries, torch.ones(3), 1e-5)
+
+
+def test_operators_are_known_to_tracers_of_gpu_code():
+    attended, written = window_case(PLACES["window"]), write_case()
+    x, ops = torch.randn(2, 3, 12), torch.ops.visual_spec
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.window_attention, attended.arguments),
+        (ops.rotary_write, (written.projected, *written.turns, written.keys, written.values, written.places)),
+        (ops.add_norm, (x, x, x[0, 0], 1e-5)),
+        (ops.gated, (x, x)),
+    ]
+    for op, arguments in calls:
+        expected = op(*arguments)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            there = [
+                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda")
+                if isinstance(one, Tensor)
+                else one
+                for one in arguments
+            ]
+            found = op(*there)
+        pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
+        for one, other in pairs:
+            assert (one.device.type, one.shape, one.dtype, one.stride()) == (
+                "cuda",
+                other.shape,
+                other.dtype,
+                other.stride(),
+            )
+
+
+# Positions, heads, heads of keys, and numbers of a head: LlamaGen-XL one by one and by windows, its prompt, Emu3, 3B.
+SHAPES = [
+    (torch.bfloat16, "_split_kernel", 1, 20, 20, 64),
+    (torch.bfloat16, "_split_kernel", 32, 20, 20, 64),
+    (torch.bfloat16, "_split_kernel", 120, 20, 20, 64),
+    (torch.bfloat16, "_split_kernel", 32, 32, 8, 128),
+    (torch.bfloat16, "_split_kernel", 32, 32, 32, 100),
+    (torch.bfloat16, "_combine_kernel", 32, 32, 8, 128),
+    (torch.float32, "_split_kernel", 32, 20, 20, 64),
+    (torch.float32, "_split_kernel", 32, 32, 8, 128),
+]
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_attention_compiles_for_hopper(monkeypatch, tmp_path, sizes):
+    pytest.importorskip("triton")
+    dtype, kernel, window, heads, groups, dim = sizes
+    keys = torch.zeros(2, groups, 728, dim, dtype=dtype)
+    queries, places = torch.zeros(2, window, heads, dim, dtype=dtype), torch.zeros(2, window).long()
+    mask = torch.ones(2, 120, dtype=torch.bool)
+    for name in ("_split_kernel", "_combine_kernel"):
+        if name != kernel:
+            monkeypatch.setattr(module, name, Recorder())
+    call = module.window_attention_triton
+    binary = compiled(monkeypatch, module, kernel, lambda: call(queries, keys, keys, places, mask, 0.1))
+    assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", ["add_norm", "gated", "rotary_write"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiles_for_hopper(monkeypatch, tmp_path, name, dtype):
+    pytest.importorskip("triton")
+    x, turn = torch.zeros(2, 4, 4096, dtype=dtype), torch.zeros(2, 4, 1, 1, 64, 2)
+    held, places = torch.zeros(2, 8, 700, 128, dtype=dtype), torch.zeros(2, 4).long()
+    projected = torch.zeros(2, 4, 48, 128, dtype=dtype)
+    where, call = {
+        "add_norm": (add_norm_module, lambda: add_norm_module.add_norm_triton(x, x, x[0, 0], 1e-5)),
+        "gated": (gated_module, lambda: gated_module.gated_triton(x, x)),
+        "rotary_write": (
+            write_module,
+            lambda: write_module.rotary_write_triton(projected, turn, turn, held, held, places),
+        ),
+    }[name]
+    binary = compiled(monkeypatch, where, f"_{name}_kernel", call)
+    assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
