@@ -36,8 +36,10 @@ from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.models.next_token import llamagen_student
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
+from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def test_sizes_of_the_models_of_transformers():
             "Emu3-Gen": (Emu3TextModel(emu3), emu3, emu3.vocab_size),
             "GLM-Image, its token stage": (GlmImageTextModel(glm), glm, glm.vision_vocab_size),
         }
-    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MAR-", "MaskGIT", "MAGE", "MaskGCT")
+    own = ("LlamaGen", "DD1", "VAR", "MusicGen", "MAGNeT", "Infinity", "MAR-", "MaskGIT", "MAGE", "MaskGCT")
     others = {model.name: model for model in catalogue.MODELS if not model.name.startswith(own)}
     assert set(others) == set(found)
     for name, (module, config, head) in found.items():
@@ -141,6 +143,16 @@ def test_sizes_of_var(name):
     # Weights and the cache that decoding allocates.
     cache = cache_bytes(dict(network.config), None, 3, True, torch.bfloat16).held
     assert model.memory(2, batch_size=3) == 2 * model.parameters + cache
+
+
+@pytest.mark.parametrize("name", llamagen_student.STUDENTS)
+def test_sizes_of_students(name):
+    with torch.device("meta"):
+        network = LlamaGenStudent(**llamagen_student.STUDENTS[name])
+    (model,) = (m for m in catalogue.MODELS if m.name.startswith(f"DD1 student {name} "))
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.prefix) == (network.grid.num_tokens, 1)
+    assert (model.cached, model.calls) == (0, (catalogue.DISTILLED,))
 
 
 @pytest.mark.parametrize("name", mar.PRESETS)

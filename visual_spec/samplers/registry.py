@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, DISTILLED, MASKED, ORDER, RASTER, SCALES, TREE
 
 DRAFTER = "drafter"
 
@@ -158,6 +158,14 @@ SAMPLERS = (
         CONTINUOUS,
         "lossless",
         settings=(),
+    ),
+    SamplerEntry(
+        "distilled",
+        f"{_HERE}.distilled:DistilledSampler",
+        DISTILLED,
+        "the student's own law",
+        plain=True,
+        settings=("steps=1", "steps=2"),
     ),
 )
 
