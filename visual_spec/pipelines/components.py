@@ -24,6 +24,7 @@ COMPONENTS = {  # beside the samplers, which their registry names
     "CausalLatentTransformer": f"{_MODELS}.continuous.causal",
     "CaptionEncoder": f"{_MODELS}.text.caption_encoder",
     "ColumnEagleDrafter": f"{_MODELS}.drafters.column_eagle",
+    "ControlARTransformer": f"{_MODELS}.next_token.controlar",
     "EagleDrafter": f"{_MODELS}.drafters.eagle",
     "FeatureShortcut": f"{_MODELS}.masked.shortcut",
     "InfinityTransformer": f"{_MODELS}.next_scale.infinity",

@@ -31,6 +31,7 @@ from visual_spec.models.next_token.llamagen_blocks import (
     rotary_table,
     turns_of,
 )
+from visual_spec.models.next_token.llamagen_prefix import CaptionEmbedding, LabelEmbedding, entered
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -75,52 +76,27 @@ class LlamaGenState(DecodeState):
         rotary: `[L, D / 2, 2]`, at least float32: half precision is too coarse for angles.
         prefix_mask: bool `[R, T]`, the prefix positions that image tokens may attend to.
         features: `[R, W, dim]`, the head's input in the last call (prefill: W = 1), for drafters that read it.
+        side: what is added to the positions that predict each slot, see `entered`; None: nothing.
     """
 
     cache: StaticCache
     rotary: Tensor
     prefix_mask: Tensor
     features: Tensor
+    side: Tensor | None = None
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
         self.cache.select(rows)
         self.logits, self.prefix_mask = self.logits[rows], self.prefix_mask[rows]
         self.features = self.features[rows]
+        self.side = None if self.side is None else self.side[rows]
 
     def buffers(self) -> list[Tensor]:
-        return [*self.cache.buffers(), self.prefix_mask]
+        return [*self.cache.buffers(), self.prefix_mask, *([] if self.side is None else [self.side])]
 
     def narrow(self, width: int) -> None:
         self.features = self.features[:, :width]
-
-
-class LabelEmbedding(nn.Module):
-    """Class prefix: one position. Row `num_classes` of the table is the null class of guidance."""
-
-    def __init__(self, num_classes: int, dim: int):
-        super().__init__()
-        self.num_classes = num_classes
-        self.embedding_table = nn.Embedding(num_classes + 1, dim)
-
-
-class CaptionProjection(nn.Module):
-    def __init__(self, caption_dim: int, dim: int):
-        super().__init__()
-        self.fc1 = nn.Linear(caption_dim, dim, bias=False)
-        self.fc2 = nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-class CaptionEmbedding(nn.Module):
-    """Caption prefix: projected text features; `uncond_embedding` replaces the caption in guidance rows."""
-
-    def __init__(self, caption_dim: int, dim: int, length: int):
-        super().__init__()
-        self.cap_proj = CaptionProjection(caption_dim, dim)
-        self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
 
 
 class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
@@ -344,9 +320,18 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     @loads_weights
     @torch.no_grad()
     def prefill(
-        self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool, window: int
+        self,
+        condition: TextCondition | Tensor,
+        *,
+        batch_size: int,
+        guided: bool,
+        window: int,
+        side: Tensor | None = None,
     ) -> LlamaGenState:
         """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
+
+        Args:
+            side: see `entered`.
 
         Raises:
             TypeError, ValueError: as in `check_condition`; or the cache of the batch does not fit the GPU.
@@ -366,6 +351,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         trunk = hidden
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
+            hidden = entered(hidden, side, index, self.config["num_layers"], None)
             q, k, v = block.attention.project(block.attention_norm(hidden))
             if self.config["zero_prefix_keys"]:
                 q, k = torch.zeros_like(q), torch.zeros_like(k)
@@ -383,6 +369,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             rotary=self.rotary_table().to(hidden.device),
             prefix_mask=prefix_mask,
             features=features,
+            side=side,
         )
 
     @loads_weights
@@ -436,6 +423,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         trunk = hidden
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
+            hidden = entered(hidden, state.side, index, self.config["num_layers"], slots + 1)
             q, k, v = block.attention.project(block.attention_norm(hidden), turns)
             hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask)
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
