@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from tests.official import add_tiny_presets, random_weights, tokenizer_shapes, write_class_model
-from tests.tiny import seeded, tiny_pipeline
+from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder
 from tests.tiny_controlar import (
     CHANNELS,
     PIXELS,
@@ -158,3 +158,37 @@ def test_controls_that_do_not_fit_are_refused(files):
         with pytest.raises(ValueError, match="this model reads no control picture; leave them out"):
             plain("a red circle", **settings)
     assert (WORDS, CHANNELS) == tuple(texts(1)["prompt_embeds"].shape[1:])
+
+
+def test_the_command_draws_along_a_picture(files, tmp_path, capsys):
+    pipe = official(files)
+    pipe.text_encoder = tiny_text_encoder()
+    pipe.save_pretrained(tmp_path / "saved")
+    edges, other = tmp_path / "edges.png", tmp_path / "odd.png"
+    array = np.random.default_rng(0).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)
+    Image.fromarray(array).save(edges)
+    other.write_text("no picture")
+    command = ["generate", "red circle", "--model", str(tmp_path / "saved"), "--seed", "3", "--json", "--out"]
+
+    def run(out: str, *more: str) -> int:
+        return cli.main([*command, str(tmp_path / out), *more])
+
+    assert run("one", "--control", str(edges), "--control-strength", "0.8") == 0
+    told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert (told["control"], told["control_strength"]) == (str(edges), 0.8)
+    (drawn,) = (tmp_path / "one").glob("*.png")
+    expected = pipe("red circle", control=array, control_strength=0.8, generator=seeded(3)).images[0]
+    assert np.array_equal(np.asarray(Image.open(drawn)), np.asarray(expected))
+    for more, message in [
+        ((), "draws along a control picture; pass control"),
+        (("--control", str(other)), "odd.png is no picture; pass a file such as edges.png"),
+        (("--control", str(tmp_path / "none.png")), "none.png"),
+    ]:
+        assert run("two", *more) == 2 and re.search(message, capsys.readouterr().err)
+    assert (
+        cli.main(
+            ["generate", "0", "--model", "shapes_var", "--control", str(edges), "--out", str(tmp_path / "x")]
+        )
+        == 2
+    )
+    assert "--control is for a ControlAR, and shapes_var is none" in capsys.readouterr().err
