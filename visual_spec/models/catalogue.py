@@ -216,6 +216,10 @@ MODELS = [
     _llamagen("7B", 32, 4096, 384, 6_614_589_440),
     _llamagen("XL", 36, 1280, 256, 777_923_840, "t2i_XL_stage1_256.pt", text=True),
     _llamagen("XL", 36, 1280, 512, 777_923_840, "t2i_XL_stage2_512.pt", text=True),
+    KnownModel(
+        "ControlAR text 512", "edge_base.safetensors, depth_base.safetensors", _TEXT,
+        512, 1024, 120, 881_543_680, 2 * 36 * 1280, "official layout",
+    ),
     _student("B", 98_321_672),
     _student("L", 326_155_272),
     _var(16, 256, 310_283_520),

@@ -23,7 +23,7 @@ class DistilledState(NamedTuple):
 
     Attributes:
         classes: [B, dim], embeddings of the condition.
-        table: what the model computed once: the rotary table, or the mask of its attention.
+        table: what the model computed once for all calls, such as a rotary table.
     """
 
     classes: Tensor

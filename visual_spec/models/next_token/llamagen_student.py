@@ -177,8 +177,14 @@ def unpack_student(path: Path, content: Any) -> Checkpoint | None:
     """The averaged weights (`ema`) of a file of a student, else those under `model`; None: it is another file.
 
     Raises:
-        ValueError: as in `visual_spec.models.core.checkpoints.unpack_checkpoint`.
+        ValueError: as in `visual_spec.models.core.checkpoints.unpack_checkpoint`; or it is a student of VAR.
     """
+    trainer = content.get("trainer") if isinstance(content, Mapping) else None
+    if isinstance(trainer, Mapping) and "ema_parameters" in trainer:
+        raise ValueError(
+            f"{path} is a student of VAR, which this library does not read: docs/LOG.md names what is not known of its "
+            "layout. Students of LlamaGen are llamagen-B.pt and llamagen-L.pt."
+        )
     for name in ("ema", "model"):
         weights = content.get(name) if isinstance(content, Mapping) else None
         if isinstance(weights, Mapping) and is_llamagen_student(weights):
