@@ -423,7 +423,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         trunk = hidden
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
-            hidden = entered(hidden, state.side, index, self.config["num_layers"], slots + 1)
+            hidden = entered(hidden, state.side, index, self.config["num_layers"], slots)
             q, k, v = block.attention.project(block.attention_norm(hidden), turns)
             hidden = hidden + block.attention.attend(q, *cache.update(index, k, v), mask)
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))

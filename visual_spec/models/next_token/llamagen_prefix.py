@@ -37,24 +37,22 @@ class CaptionEmbedding(nn.Module):
         self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
 
 
-def entered(
-    hidden: Tensor, side: Tensor | None, layer: int, num_layers: int, predicted: Tensor | None
-) -> Tensor:
+def entered(hidden: Tensor, side: Tensor | None, layer: int, num_layers: int, slots: Tensor | None) -> Tensor:
     """Return `hidden [R, W, dim]` as it enters a layer: with the side embeddings of the slots that it predicts.
 
     G of them are added at even distances: before layers 0, n / G, 2 n / G, ...
 
     Args:
         side: `[R, G, L + 1, dim]`, by slot; the last, of no slot, are zero. None: there are none.
-        predicted: long `[R, W]`, the slot that each position predicts; L and more: none. None: the last position
-            predicts slot 0, and the others none.
+        slots: long `[R, W]`, where each position is fed; it predicts the slot behind, those past the grid none. None:
+            the prefix, whose last position predicts slot 0, and the others none.
     """
     if side is None:
         return hidden
     group, rest = divmod(layer, num_layers // side.shape[1])
     if rest or group >= side.shape[1]:
         return hidden
-    if predicted is None:
+    if slots is None:
         return torch.cat([hidden[:, :-1], hidden[:, -1:] + side[:, group, :1]], 1)
-    at = predicted.clamp_max(side.shape[2] - 1)[..., None].expand_as(hidden)
+    at = (slots + 1).clamp_max(side.shape[2] - 1)[..., None].expand_as(hidden)
     return hidden + side[:, group].gather(1, at)
