@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.pipelines.amused_image import AmusedImagePipeline
     from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
+    from visual_spec.pipelines.distilled_image import DistilledImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.infinity import InfinityPipeline
     from visual_spec.pipelines.latent_image import LatentImagePipeline
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.samplers.continuous_head import HeadSpeculativeSampler
     from visual_spec.samplers.continuous_jacobi import ContinuousJacobiSampler
     from visual_spec.samplers.core.law import TokenLaw
+    from visual_spec.samplers.distilled import DistilledSampler
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
     from visual_spec.samplers.masked import MaskedSampler
@@ -55,6 +57,7 @@ _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "AmusedImagePipeline": "visual_spec.pipelines.amused_image",
     "AudioPipeline": "visual_spec.pipelines.audio",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
+    "DistilledImagePipeline": "visual_spec.pipelines.distilled_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
     "LatentImagePipeline": "visual_spec.pipelines.latent_image",

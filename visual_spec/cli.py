@@ -105,6 +105,17 @@ def _add_generate(commands: Any) -> None:
         "--extend-stride", type=float, metavar="S", help="go beyond that by a window that moves S seconds"
     )
 
+    control = generate.add_argument_group("control (ControlAR)")
+    control.add_argument(
+        "--control", type=Path, metavar="FILE", help="picture to draw along: edges, depth, ..."
+    )
+    control.add_argument(
+        "--control-strength",
+        type=float,
+        metavar="S",
+        help="how strongly (default: 1, as trained; 0: not at all)",
+    )
+
     video = generate.add_argument_group("video")
     video.add_argument("--video", action="store_true", help="as --model motion, where no model is named")
     video.add_argument("--frames", type=_at_least(1), metavar="N", help="frames of a clip (default: all)")
@@ -148,7 +159,7 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
-        help="make a folder of official LlamaGen, VAR, Infinity, MAR, masked or Self-Forcing checkpoint files",
+        help="make a folder of official LlamaGen, ControlAR, student, VAR, Infinity, MAR, masked or Self-Forcing files",
     )
     convert.add_argument(
         "files",
@@ -157,7 +168,7 @@ def _add_convert(commands: Any) -> None:
         metavar="FILE",
         help="a transformer (of Infinity 8B its folder), its tokenizer, or both in any order; of VAR also a smaller "
         "transformer, for CoDe, and of MAR one that drafts; or Self-Forcing's transformer; or the folder of a MusicGen "
-        "of audiocraft",
+        "of audiocraft; a student of LlamaGen also takes the LlamaGen that taught it",
     )
     convert.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for from_pretrained")
     convert.add_argument(

@@ -7,6 +7,7 @@ before the work: files in the way, settings out of range, a sampler that does no
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from visual_spec.eval.tables import plain_table
 from visual_spec.models.core.calls import COLUMNS, MASKED
 
 SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
+_CONTROL = ("control", "control_strength")
 LAW_SETTINGS = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 
 SLOWER = (
@@ -99,7 +101,8 @@ def generate(args: argparse.Namespace) -> int:
     given |= _lengths(args, pipe.medium)
     if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
         sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
-    _check(args, pipe, sampler, plan)
+    control = _control(args, pipe)
+    _check(args, pipe, sampler, plan, control)
     document: dict[str, Any] = {
         "model": args.model,
         **({"masked": args.masked} if args.masked else {}),
@@ -111,8 +114,11 @@ def generate(args: argparse.Namespace) -> int:
         | {key: value for key, value in sampler.config.items() if not key.startswith("_")}
         | plan.describe(),
         **given,
+        **{
+            name: str(value) if name == "control" else value for name, value in _given(args, _CONTROL).items()
+        },
     }
-    run = _Run(args, medium, pipe, jobs, files, given, document)
+    run = _Run(args, medium, pipe, jobs, files, given | control, document)
     status = run.compare(sampler, plan, reports) if args.compare else run.decode(sampler, plan)
     if args.json:
         print(json.dumps(document))
@@ -371,7 +377,31 @@ def _check_before_loading(args: argparse.Namespace, law: dict[str, Any]) -> None
         )
 
 
-def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any) -> None:
+def _control(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
+    """The control picture and its strength, for a pipeline that takes them.
+
+    Raises:
+        ValueError: the pipeline takes none, or the file is no picture.
+        OSError: there is no such file.
+    """
+    given = _given(args, _CONTROL)
+    if not given:
+        return {}
+    if "control" not in inspect.signature(pipe.check_inputs).parameters:
+        raise ValueError(f"--control is for a ControlAR, and {args.model} is none; leave it out.")
+    if args.control is not None:
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            given["control"] = Image.open(args.control).convert("RGB")
+        except UnidentifiedImageError as error:
+            raise ValueError(
+                f"--control {args.control} is no picture; pass a file such as edges.png."
+            ) from error
+    return given
+
+
+def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any, control: dict[str, Any]) -> None:
     """Refuse, before any work, what the pipeline has no use of."""
     if args.guidance_until is not None and pipe.unit == "scales":
         raise ValueError(
@@ -386,7 +416,7 @@ def _check(args: argparse.Namespace, pipe: Any, sampler: Any, plan: Any) -> None
     try:
         pipe.check_sampler()
         with plan.on(pipe):
-            pipe.check_inputs(args.prompts, **_lengths(args, pipe.medium))
+            pipe.check_inputs(args.prompts, **_lengths(args, pipe.medium), **control)
     except TypeError as error:
         raise ValueError(str(error)) from error
     finally:

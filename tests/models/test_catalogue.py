@@ -36,8 +36,11 @@ from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.models.next_token import llamagen_student
+from visual_spec.models.next_token.controlar import ControlARTransformer
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_checkpoint import known_architectures
+from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,19 @@ def test_sizes_of_the_models_of_transformers():
             "Emu3-Gen": (Emu3TextModel(emu3), emu3, emu3.vocab_size),
             "GLM-Image, its token stage": (GlmImageTextModel(glm), glm, glm.vision_vocab_size),
         }
-    own = ("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MAR-", "MaskGIT", "MAGE", "MaskGCT")
+    own = (
+        "LlamaGen",
+        "ControlAR",
+        "DD1",
+        "VAR",
+        "MusicGen",
+        "MAGNeT",
+        "Infinity",
+        "MAR-",
+        "MaskGIT",
+        "MAGE",
+        "MaskGCT",
+    )
     others = {model.name: model for model in catalogue.MODELS if not model.name.startswith(own)}
     assert set(others) == set(found)
     for name, (module, config, head) in found.items():
@@ -141,6 +156,27 @@ def test_sizes_of_var(name):
     # Weights and the cache that decoding allocates.
     cache = cache_bytes(dict(network.config), None, 3, True, torch.bfloat16).held
     assert model.memory(2, batch_size=3) == 2 * model.parameters + cache
+
+
+def test_size_of_controlar():
+    """LlamaGen-XL with DINOv2 base: 12 layers, heads of 64."""
+    captions: dict[str, Any] = dict(num_classes=None, caption_dim=2048, prefix_length=120, grid_size=32)
+    dino = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, image_size=518, patch_size=14)
+    with torch.device("meta"):
+        network = ControlARTransformer({**PRESETS["XL"], **captions}, dino)
+    (model,) = (m for m in catalogue.MODELS if m.name == "ControlAR text 512")
+    assert (model.parameters, model.tokens) == (parameters(network), network.grid.num_tokens)
+    assert (model.prefix, model.cached) == (network.prefix_length, 2 * 36 * 1280)
+
+
+@pytest.mark.parametrize("name", llamagen_student.STUDENTS)
+def test_sizes_of_students(name):
+    with torch.device("meta"):
+        network = LlamaGenStudent(**llamagen_student.STUDENTS[name])
+    (model,) = (m for m in catalogue.MODELS if m.name.startswith(f"DD1 student {name} "))
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.prefix) == (network.grid.num_tokens, 1)
+    assert (model.cached, model.calls) == (0, (catalogue.DISTILLED,))
 
 
 @pytest.mark.parametrize("name", mar.PRESETS)

@@ -3,14 +3,17 @@
 from typing import Any
 
 import pytest
+import torch
 
-from tests.tiny import tiny_pipeline
+from tests.tiny import tiny_pipeline, tiny_vq_model
 from tests.tiny_audio import tiny_audio_pipeline
 from tests.tiny_infinity import tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline
+from tests.tiny_students import tiny_student
 from visual_spec.models.catalogue import PIPELINES
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.pipelines.accelerate import accelerate, restore
+from visual_spec.pipelines.distilled_image import DistilledImagePipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
@@ -31,6 +34,10 @@ def masked_pipeline() -> Any:
 
 def infinity_pipeline() -> Any:
     return InfinityPipeline(tiny_infinity(), tiny_bits(), None, ScaleWiseSampler(ramp=False))
+
+
+def tiny_students() -> Any:
+    return DistilledImagePipeline(tiny_student(torch.float32), tiny_vq_model(), make_sampler("distilled"))
 
 
 EXPECTED = {
@@ -65,6 +72,19 @@ EXPECTED = {
             plain_sampler="scale-wise:ramp=false",
             fast_sampler="scale-wise",
             default_settings={"guidance_scale": 4.0, "temperature": 0.5, "top_k": 0, "top_p": 0.97},
+            comparable=False,
+            stored_as="canvas",
+        ),
+    ),
+    "students": (
+        tiny_students,
+        PipelineFacts(
+            medium="image",
+            unit="tokens",
+            calls=("distilled",),
+            plain_sampler="distilled",
+            fast_sampler="distilled",
+            default_settings={"guidance_scale": 1.0, "top_k": 0, "top_p": 1.0},
             comparable=False,
             stored_as="canvas",
         ),
@@ -123,7 +143,7 @@ def test_its_plain_and_its_fast_sampler_fit(kind):
 
 
 def test_the_default_settings_are_the_law_of_a_call_that_names_none():
-    for make in (tiny_pipeline, tiny_scale_pipeline, tiny_audio_pipeline, masked_pipeline):
+    for make in (tiny_pipeline, tiny_students, tiny_scale_pipeline, tiny_audio_pipeline, masked_pipeline):
         pipe: Any = make()
         law = pipe.make_law()
         assert {name: getattr(law, name) for name in pipe.default_settings()} == pipe.default_settings()

@@ -15,9 +15,20 @@ from torch import Tensor, nn
 from tests.models.continuous.tiny import calm, tiny_causal
 from tests.samplers.test_columns import MODEL as COLUMN_MODEL
 from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
-from tests.tiny import seeded
+from tests.tiny import seeded, tiny_transformer
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
-from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from tests.tiny_students import tiny_student
+from visual_spec.models.core.calls import (
+    ANY_ORDER,
+    COLUMNS,
+    CONTINUOUS,
+    DISTILLED,
+    MASKED,
+    ORDER,
+    RASTER,
+    SCALES,
+    TREE,
+)
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
 from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
@@ -99,6 +110,14 @@ KINDS = {
     MASKED: Kind(TabularMaskedModel(TokenGrid(1, 5), 3, conditions=3), _table),
     ANY_ORDER: Kind(TabularAnyOrderModel(TokenGrid(1, 5), 5, conditions=3), _table),
     CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
+    DISTILLED: Kind(
+        tiny_student(),
+        _table,
+        given={
+            "codebook": CODES,
+            "teacher": tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1).double(),
+        },
+    ),
     SCALES: Kind(
         TableScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": FormulaTokenizer(SIDES, 7)}
     ),
@@ -111,6 +130,8 @@ def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5),
     options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
     if entry.calls in (MASKED, CONTINUOUS):
         options["law"] = TokenLaw(guidance_scale=1.8)
+    if entry.calls == DISTILLED and sampler.config.teacher_from is None:
+        options["law"] = TokenLaw()  # a student alone has no law to change
     return sampler(
         kind.model, condition=kind.condition(samples), **kind.parts(sampler), **{**options, **more}
     )
@@ -167,6 +188,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "HeadSpeculativeSampler": dict(
         levels=2, steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2
     ),
+    "DistilledSampler": dict(steps=2, teacher_from=4),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
     "ScaleWiseSampler": dict(
         ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2}

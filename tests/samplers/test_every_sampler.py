@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.samplers.kinds import CHANGED, KINDS, LAW, decode
 from tests.samplers.settings import settings_of
-from visual_spec.models.core.calls import CONTINUOUS, MASKED, SCALES
+from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, MASKED, SCALES
 from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
 
 EVERY = pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
@@ -93,7 +93,7 @@ def test_a_sample_is_what_it_is_alone(entry, settings):
 def test_complete_samples_leave_the_batch(entry, monkeypatch):
     """The rows that a model is fed are those of samples that are not complete, at every call."""
     kind, sampler = KINDS[entry.calls], sampler_class(entry)()
-    if entry.calls in (MASKED, SCALES):
+    if entry.calls in (DISTILLED, MASKED, SCALES):
         return  # all samples take the same calls
     fed: list[int] = []
     forward = type(kind.model).forward
@@ -139,7 +139,7 @@ def test_unknown_parts_are_refused_by_name_before_any_compute(entry, monkeypatch
 @EVERY
 def test_the_trace_says_what_the_sampler_promises(entry):
     sampler = sampler_class(entry)()
-    unfiltered = entry.calls in (MASKED, CONTINUOUS)
+    unfiltered = entry.calls in (MASKED, CONTINUOUS, DISTILLED)
     trace = (decode(entry, sampler) if unfiltered else decode(entry, sampler, law=LAW)).trace
     assert trace.sampler == entry.class_name
     assert (trace.lossless, trace.identical) == (sampler.lossless, sampler.identical)

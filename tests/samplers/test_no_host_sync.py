@@ -13,18 +13,21 @@ from tests.models.continuous.tiny import tiny_causal, tiny_mar
 from tests.samplers.drafting import captions, draft_model, eagle_pair
 from tests.samplers.settings import lossy
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
+from tests.tiny import tiny_transformer
 from tests.tiny_audio import tiny_decoder
 from tests.tiny_scales import tiny_var, tiny_var_vq
+from tests.tiny_students import tiny_student
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
 from visual_spec.models.continuous import mar as continuous_mar
-from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, MASKED, SCALES
+from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, DISTILLED, MASKED, SCALES
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.samplers import mulo
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
@@ -215,6 +218,18 @@ def watch_latents(monkeypatch: Any, sampler: Any) -> None:
             watch(monkeypatch, sampler, without_numbers(model), condition, TokenLaw(guidance_scale=2.0))
 
 
+def watch_students(monkeypatch: Any, sampler: Any) -> None:
+    student = tiny_student(torch.float32)
+    teacher = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1)
+    for kind in (LlamaGenStudent, LlamaGenTransformer):  # it looks at labels before the first call
+        monkeypatch.setattr(kind, "check_condition", lambda *_: None)
+    stand_in(monkeypatch)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        labels, codes = without_numbers(torch.tensor([0, 1, 2])), without_numbers(torch.zeros(12, 4))
+        parts = dict(codebook=codes, teacher=without_numbers(teacher))
+        watch(monkeypatch, sampler, without_numbers(student), labels, LAW, **parts)
+
+
 @pytest.mark.parametrize("name", [name for name in REGISTERED if name not in WAITING])
 def test_what_is_registered_as_it_comes(monkeypatch, name):
     entry = REGISTERED[name]
@@ -241,6 +256,8 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
         watch_music(monkeypatch, sampler)
     elif entry.calls == CONTINUOUS:
         watch_latents(monkeypatch, sampler)
+    elif entry.calls == DISTILLED:
+        watch_students(monkeypatch, type(sampler)(steps=2, teacher_from=4))
     elif name == "multiscale":
         # Before its first call it looks at the laws of the small picture, and makes a table of the codebook.
         monkeypatch.setattr(mulo, "CheckedLaw", partial(CheckedLaw, deferred=True))

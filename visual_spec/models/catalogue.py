@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, RASTER_TREE_ORDER, SCALES
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, DISTILLED, MASKED, RASTER_TREE_ORDER, SCALES
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,21 @@ def _mar(size: str, parameters: int) -> KnownModel:
     )
 
 
+def _student(preset: str, parameters: int) -> KnownModel:
+    return KnownModel(
+        name=f"DD1 student {preset} class 256",
+        weights=f"llamagen-{preset}.pt",
+        load="DistilledImagePipeline.from_official",
+        pixels=256,
+        tokens=256,
+        prefix=1,
+        parameters=parameters,
+        cached=0,  # a call reads the whole picture
+        verified="official layout",
+        calls=(DISTILLED,),
+    )
+
+
 def _infinity(name: str, weights: str, pixels: int, parameters: int, layers: int, dim: int) -> KnownModel:
     scales = {1024: (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64), 512: (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)}
     tokens = sum(side * side for side in scales[pixels])
@@ -201,6 +216,12 @@ MODELS = [
     _llamagen("7B", 32, 4096, 384, 6_614_589_440),
     _llamagen("XL", 36, 1280, 256, 777_923_840, "t2i_XL_stage1_256.pt", text=True),
     _llamagen("XL", 36, 1280, 512, 777_923_840, "t2i_XL_stage2_512.pt", text=True),
+    KnownModel(
+        "ControlAR text 512", "edge_base.safetensors, depth_base.safetensors", _TEXT,
+        512, 1024, 120, 881_543_680, 2 * 36 * 1280, "official layout",
+    ),
+    _student("B", 98_321_672),
+    _student("L", 326_155_272),
     _var(16, 256, 310_283_520),
     _var(20, 256, 600_917_136),
     _var(24, 256, 1_033_399_360),
@@ -274,6 +295,7 @@ PIPELINES = {
     "VideoPipeline": RASTER_TREE_ORDER,
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
+    "DistilledImagePipeline": (DISTILLED,),
     "AmusedImagePipeline": (MASKED,),
     "MageImagePipeline": (MASKED,),
     "MaskedImagePipeline": (MASKED,),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.base import VisualPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
+    from visual_spec.pipelines.distilled_image import DistilledImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.infinity import InfinityPipeline
     from visual_spec.pipelines.latent_image import LatentImagePipeline
@@ -41,6 +42,7 @@ __all__ = [
     "AudioPipeline",
     "AudioPipelineOutput",
     "ClassImagePipeline",
+    "DistilledImagePipeline",
     "ImagePipeline",
     "ImagePipelineOutput",
     "InfinityPipeline",

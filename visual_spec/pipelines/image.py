@@ -1,20 +1,29 @@
 """Text to image by next-token models: caption -> features -> tokens -> picture."""
 
+import math
 import os
 from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
+from visual_spec.models.next_token.controlar import (
+    ControlARTransformer,
+    ControlledCondition,
+    is_controlar,
+    load_controlar_checkpoint,
+)
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, official_defaults
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.repaint import Pictures, listed, pixels_of
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.texts import Texts, warn_unknown
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official, own_sampler
@@ -25,7 +34,8 @@ class ImagePipeline(TokenImagePipeline):
 
     Args:
         transformer: a next-token model over the image tokens (`visual_spec.models.core.protocol.NextTokenModel`). None
-            here, for the tokenizer or for the sampler: the pipeline only encodes prompts (`encode_prompt`).
+            here, for the tokenizer or for the sampler: the pipeline only encodes prompts (`encode_prompt`). A
+            `ControlARTransformer` draws along a control picture.
         vq_model: turns tokens into pictures; its codebook is the transformer's vocabulary.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
         sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler`; swap it freely (`pipe.sampler = ...`).
@@ -50,7 +60,7 @@ class ImagePipeline(TokenImagePipeline):
     # `from_pipe` hands a model on only if it is of exactly one of the annotated classes.
     def __init__(
         self,
-        transformer: LlamaGenTransformer | None,
+        transformer: LlamaGenTransformer | ControlARTransformer | None,
         vq_model: VQModel | None,
         text_encoder: CaptionEncoder | T5Features | None,
         sampler: SchedulerMixin | None,
@@ -85,7 +95,8 @@ class ImagePipeline(TokenImagePipeline):
         """A pipeline around official text-conditional LlamaGen files, with their guidance 7.5 and top-k 1000.
 
         Args:
-            transformer: an official file (or what `read_checkpoint` made of it), e.g. `t2i_XL_stage2_512.pt`.
+            transformer: an official file (or what `read_checkpoint` made of it), e.g. `t2i_XL_stage2_512.pt`, or a
+                ControlAR, e.g. `canny_MR.safetensors`.
             vq_model: e.g. `vq_ds16_t2i.pt`.
             text_encoder: folder or Hub id of flan-t5-xl, or loaded `T5Features`. None: pass `prompt_embeds` to draw.
             image_size: side of the pictures in pixels; None: what the file or its name says.
@@ -97,9 +108,15 @@ class ImagePipeline(TokenImagePipeline):
         Raises:
             ValueError, OSError: a file that is none of these; says what it is (`visual_spec.models.core.checkpoints`).
         """
-        model, tokenizer, defaults = load_official(
-            transformer, vq_model, image_size=image_size, dtype=dtype, text=True
-        )
+        checkpoint = transformer if isinstance(transformer, Checkpoint) else read_checkpoint(transformer)
+        if is_controlar(checkpoint.weights):
+            model: Any = load_controlar_checkpoint(checkpoint, image_size=image_size, dtype=dtype)
+            tokenizer = load_tokenizer(vq_model, image_size=model.control_size[0], dtype=dtype)
+            defaults = official_defaults(model.transformer)
+        else:
+            model, tokenizer, defaults = load_official(
+                checkpoint, vq_model, image_size=image_size, dtype=dtype, text=True
+            )
         if isinstance(text_encoder, (str, os.PathLike)):
             text_encoder = T5Features.from_pretrained(
                 text_encoder,
@@ -113,6 +130,8 @@ class ImagePipeline(TokenImagePipeline):
         self,
         prompt: str | list[str] | None,
         *,
+        control: Pictures | None = None,
+        control_strength: float = 1.0,
         height: int | None = None,
         width: int | None = None,
         num_images_per_prompt: int = 1,
@@ -137,8 +156,45 @@ class ImagePipeline(TokenImagePipeline):
             callback_tensors=callback_on_step_end_tensor_inputs,
         )
         told = Texts(prompt, **texts)
+        self._check_control(control, control_strength, told.count)
         check_own_words(self.text_encoder, told.prompts + told.negatives)
         check_generator(generator, told.count * num_images_per_prompt)
+
+    def _check_control(self, control: Pictures | None, strength: float, count: int) -> None:
+        """Refuse control pictures that do not fit, or for a model that reads none. Arguments as in `__call__`."""
+        if not isinstance(self.transformer, ControlARTransformer):
+            if control is not None or strength != 1.0:
+                raise ValueError(
+                    "control or control_strength given, but this model reads no control picture; leave them out, or "
+                    "load a ControlAR."
+                )
+            return
+        if control is None:
+            raise ValueError("this model draws along a control picture; pass control.")
+        if not math.isfinite(strength):
+            raise ValueError(f"control_strength={strength}; pass a finite number, 1 for the trained one.")
+        found, wanted = listed(control), self.transformer.control_size
+        if len(found) not in (1, count):
+            raise ValueError(f"{len(found)} control pictures for {count} prompts; pass 1 or {count}.")
+        for picture in found:
+            own = tuple(pixels_of(picture, "control").shape[-2:])
+            if own != wanted:
+                raise ValueError(
+                    f"control of {own[0]} x {own[1]} pixels, but this model draws {wanted[0]} x {wanted[1]}; resize it."
+                )
+
+    def _controlled(self, condition: TextCondition, control: Pictures, strength: float) -> TextCondition:
+        """The condition with the control pictures of its rows."""
+        pictures = torch.stack([pixels_of(picture, "control") for picture in listed(control)])
+        rows = len(condition.features)
+        each = rows if len(pictures) == 1 else rows // len(pictures)
+        return ControlledCondition(
+            condition.features,
+            condition.mask,
+            negative=condition.negative,
+            control=(2 * pictures - 1).repeat_interleave(each, 0).to(condition.features.device),
+            strength=strength,
+        )
 
     def encode_prompt(
         self,
@@ -182,6 +238,8 @@ class ImagePipeline(TokenImagePipeline):
         prompt: str | list[str] | None = None,
         *,
         negative_prompt: str | list[str] | None = None,
+        control: Pictures | None = None,
+        control_strength: float = 1.0,
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
@@ -206,6 +264,10 @@ class ImagePipeline(TokenImagePipeline):
             prompt: one prompt or a list.
             negative_prompt: what guidance leads away from, in place of no caption; one for all prompts, or one for
                 each.
+            control: for a ControlAR, the picture to draw along (edges, depth, ...), of the size of the pictures; one
+                for all prompts, or one for each: PIL, numpy [H, W, 3] (uint8, or floats in [0, 1]), or a tensor
+                [3, H, W] in [0, 1].
+            control_strength: how strongly; 0 is not at all, 1 as trained.
             height, width: pixels; the model draws one size only, and others are refused.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
                 the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
@@ -244,6 +306,8 @@ class ImagePipeline(TokenImagePipeline):
         Texts(prompt, **texts).check_guided(law.guided, law.guidance_scale)
         self.check_inputs(
             prompt,
+            control=control,
+            control_strength=control_strength,
             height=height,
             width=width,
             num_images_per_prompt=num_images_per_prompt,
@@ -254,6 +318,8 @@ class ImagePipeline(TokenImagePipeline):
             **texts,
         )
         condition = self.encode_prompt(prompt, num_images_per_prompt=num_images_per_prompt, **texts)
+        if control is not None:
+            condition = self._controlled(condition, control, control_strength)
         return self._draw(
             condition,
             condition.features.shape[0],

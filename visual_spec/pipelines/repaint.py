@@ -51,13 +51,13 @@ def check_repainting(
     for name, value in (("image", image), ("mask", mask)):
         if value is None:
             continue
-        found = _listed(value)
+        found = listed(value)
         if len(found) not in (1, count):
             raise ValueError(
                 f"{len(found)} pictures as {name} for {count} prompts or classes; pass 1 or {count}."
             )
         for picture in found:
-            own = _pixels(picture, name).shape[-2:]
+            own = pixels_of(picture, name).shape[-2:]
             if tuple(own) != size:
                 raise ValueError(
                     f"{name} of {own[0]} x {own[1]} pixels, but this model draws {size[0]} x {size[1]}; resize it, or "
@@ -91,11 +91,11 @@ def known_tokens(
     device = pipe.transformer.device
     with at_hand(vq_model):
         weights = next(vq_model.parameters())
-        pictures = torch.stack([_pixels(picture, "image") for picture in _listed(image)])
+        pictures = torch.stack([pixels_of(picture, "image") for picture in listed(image)])
         tokens = vq_model.encode_tokens((2 * pictures - 1).to(weights.device, weights.dtype)).to(device)
     drawn = torch.ones(1, grid.num_tokens, dtype=torch.bool)
     if mask is not None:
-        white = torch.stack([_pixels(picture, "mask") for picture in _listed(mask)])  # [M, 1, H, W]
+        white = torch.stack([pixels_of(picture, "mask") for picture in listed(mask)])  # [M, 1, H, W]
         drawn = (F.max_pool2d(white, vq_model.patch_size) > 0.5).flatten(1)  # [M, L]
     tokens, drawn = (part.to(device).expand(count, -1).repeat_interleave(each, 0) for part in (tokens, drawn))
     if strength is not None:
@@ -107,11 +107,12 @@ def known_tokens(
     return torch.where(drawn, pipe.transformer.mask_id, tokens)
 
 
-def _listed(pictures: Pictures) -> list[Picture]:
+def listed(pictures: Pictures) -> list[Picture]:
+    """One picture or several as a list."""
     return list(pictures) if isinstance(pictures, list | tuple) else [pictures]  # pyright: ignore
 
 
-def _pixels(picture: Any, name: str) -> Tensor:
+def pixels_of(picture: Any, name: str) -> Tensor:
     """A picture as float [3, H, W] in [0, 1], or a mask as [1, H, W]."""
     masks = name == "mask"
     if isinstance(picture, Image.Image):

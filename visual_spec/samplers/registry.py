@@ -10,7 +10,17 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import (
+    ANY_ORDER,
+    COLUMNS,
+    CONTINUOUS,
+    DISTILLED,
+    MASKED,
+    ORDER,
+    RASTER,
+    SCALES,
+    TREE,
+)
 
 DRAFTER = "drafter"
 
@@ -172,6 +182,14 @@ SAMPLERS = (
         CONTINUOUS,
         "lossless",
         settings=(),
+    ),
+    SamplerEntry(
+        "distilled",
+        f"{_HERE}.distilled:DistilledSampler",
+        DISTILLED,
+        "the student's own law",
+        plain=True,
+        settings=("steps=1", "steps=2"),
     ),
 )
 

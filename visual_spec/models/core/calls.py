@@ -8,5 +8,6 @@ SCALES = "scales"  # ScaleModel: all tokens of a scale at once
 COLUMNS = "columns"  # ColumnModel: columns of several codebooks
 MASKED = "masked"  # MaskedModel: all hidden tokens at once
 CONTINUOUS = "continuous"  # CausalLatentModel, MaskedLatentModel: conditions of tokens that are vectors
+DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
 
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER)

@@ -25,8 +25,9 @@ from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.next_token.llamagen import CaptionProjection, TextCondition
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import FeedForward, RMSNorm, feed_forward_width
+from visual_spec.models.next_token.llamagen_prefix import CaptionProjection
 
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"num_layers": 6, "num_heads": 6, "dim": 384},

@@ -35,6 +35,7 @@ from visual_spec.models.next_token.llamagen_blocks import (
     rotary_table,
     turns_of,
 )
+from visual_spec.models.next_token.llamagen_prefix import CaptionEmbedding, LabelEmbedding, entered
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -79,52 +80,27 @@ class LlamaGenState(DecodeState):
         rotary: `[L, D / 2, 2]`, at least float32: half precision is too coarse for angles.
         prefix_mask: bool `[R, T]`, the prefix positions that image tokens may attend to.
         features: `[R, W, dim]`, the head's input in the last call (prefill: W = 1), for drafters that read it.
+        side: what is added to the positions that predict each slot, see `entered`; None: nothing.
     """
 
     cache: StaticCache
     rotary: Tensor
     prefix_mask: Tensor
     features: Tensor
+    side: Tensor | None = None
 
     def select(self, samples: Tensor) -> None:
         rows = self.rows(samples)
         self.cache.select(rows)
         self.logits, self.prefix_mask = self.logits[rows], self.prefix_mask[rows]
         self.features = self.features[rows]
+        self.side = None if self.side is None else self.side[rows]
 
     def buffers(self) -> list[Tensor]:
-        return [*self.cache.buffers(), self.prefix_mask]
+        return [*self.cache.buffers(), self.prefix_mask, *([] if self.side is None else [self.side])]
 
     def narrow(self, width: int) -> None:
         self.features = self.features[:, :width]
-
-
-class LabelEmbedding(nn.Module):
-    """Class prefix: one position. Row `num_classes` of the table is the null class of guidance."""
-
-    def __init__(self, num_classes: int, dim: int):
-        super().__init__()
-        self.num_classes = num_classes
-        self.embedding_table = nn.Embedding(num_classes + 1, dim)
-
-
-class CaptionProjection(nn.Module):
-    def __init__(self, caption_dim: int, dim: int):
-        super().__init__()
-        self.fc1 = nn.Linear(caption_dim, dim, bias=False)
-        self.fc2 = nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-class CaptionEmbedding(nn.Module):
-    """Caption prefix: projected text features; `uncond_embedding` replaces the caption in guidance rows."""
-
-    def __init__(self, caption_dim: int, dim: int, length: int):
-        super().__init__()
-        self.cap_proj = CaptionProjection(caption_dim, dim)
-        self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
 
 
 class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
@@ -359,10 +335,13 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         guided: bool,
         window: int,
         asked: Tensor | None = None,
+        side: Tensor | None = None,
     ) -> LlamaGenState:
         """Run the prefix, allocate the cache and return the state whose `logits [R, V]` predict slot 0.
 
-        A model of any order is told the slots `asked [B, P]`, and the logits are `[R, P, V]`, see `AnyOrderModel`.
+        Args:
+            asked: long `[B, P]`, of a model of any order, whose logits are `[R, P, V]`; see `AnyOrderModel`.
+            side: see `entered`.
 
         Raises:
             TypeError, ValueError: as in `check_condition`; the cache of the batch does not fit the GPU; or a model of
@@ -397,7 +376,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
                 prefix, dtype=torch.bool, device=hidden.device
             )
             mask = mask[:, None]
-        features, hidden = self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask))
+        features, hidden = self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask), side)
         features = features[:, -1:]
         nar = self.trained_order == "nar"
         answers = torch.zeros(1, 2, dtype=torch.long, device=hidden.device) if nar else None
@@ -409,6 +388,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             rotary=table,
             prefix_mask=prefix_mask,
             features=features,
+            side=side,
         )
 
     @loads_weights
@@ -472,7 +452,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None]  # [R, 1, W, S]
         turns = turns_of(state.rotary[slots.clamp_max(len(state.rotary) - 1)])
         shared = Shared(turns, cache.places, mask, state.prefix_mask)
-        state.features, hidden = self.run(hidden, cache, shared)
+        state.features, hidden = self.run(hidden, cache, shared, state.side, slots)
         return self._merged(state.features, hidden, answers)
 
     @torch.no_grad()
@@ -483,10 +463,24 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         prefix = state.prefix_mask.shape[1]
         state.cache.copy(prefix + self.grid.num_tokens + nodes, prefix + slots)
 
-    def run(self, hidden: Tensor, cache: StaticCache, shared: Shared) -> tuple[Tensor, Tensor]:
-        """Return what the head reads, and what the last block leaves for the head of a branch, `[R, W, dim]` each."""
+    def run(
+        self,
+        hidden: Tensor,
+        cache: StaticCache,
+        shared: Shared,
+        side: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the head reads, and what the last block leaves for the head of a branch, `[R, W, dim]` each.
+
+        Args:
+            side, slots: see `entered`.
+        """
         features, change = hidden, None
         for index, block in enumerate(self.layers):
+            if side is not None:
+                hidden, change = hidden if change is None else hidden + change, None
+                hidden = entered(hidden, side, index, self.config["num_layers"], slots)
             hidden, change = block(hidden, change, cache.layer(index), shared)
             if index + 1 == self.config["num_layers"]:
                 (hidden, features), change = self.norm.after(hidden, change), None

@@ -1,0 +1,237 @@
+"""ControlAR: the released layout, its forward written out in one row, and every sampler of LlamaGen on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Dinov2Config, Dinov2Model
+
+from tests.models.next_token import straight
+from tests.models.next_token.test_llamagen_checkpoint import on_meta
+from tests.official import transformer_shapes, write_text_model
+from tests.tiny import seeded
+from tests.tiny_controlar import (
+    ADAPTER,
+    LAYERS,
+    PIXELS,
+    SIDE,
+    VOCAB,
+    add_preset,
+    captions,
+    controlar_shapes,
+    controlar_weights,
+    controls,
+    write_controlar,
+)
+from visual_spec.models.next_token.controlar import (
+    ControlARTransformer,
+    ControlledCondition,
+    load_controlar_checkpoint,
+)
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.ordered import OrderedSampler
+from visual_spec.samplers.proactive import ProactiveJacobiSampler
+from visual_spec.samplers.zipar import ZipARSampler
+
+SLOTS = SIDE * SIDE
+TOKENS = torch.randint(VOCAB, (2, SLOTS), generator=torch.Generator().manual_seed(1))
+LAW = TokenLaw(guidance_scale=2.0, top_k=6)
+
+
+@pytest.fixture(autouse=True)
+def preset(monkeypatch):
+    add_preset(monkeypatch)
+
+
+def loaded(tmp_path: Any, name: str = "depth_tiny.pt") -> ControlARTransformer:
+    return load_controlar_checkpoint(write_controlar(tmp_path, name), image_size=PIXELS)
+
+
+def condition(strength: float = 1.0, rows: int = 2) -> ControlledCondition:
+    return ControlledCondition(**captions(rows), control=controls(rows), strength=strength)
+
+
+def mlp(weights: dict[str, Tensor], x: Tensor, name: str) -> Tensor:
+    inner = F.gelu(x @ weights[f"{name}.fc1.weight"].T, approximate="tanh")
+    return inner @ weights[f"{name}.fc2.weight"].T
+
+
+def patches(weights: dict[str, Tensor], control: Tensor, resample: str) -> Tensor:
+    """DINOv2 of transformers, filled by hand: [L, A] of a control picture [3, H, W]."""
+    settings = dict(hidden_size=ADAPTER, num_hidden_layers=1, num_attention_heads=1, image_size=14 * SIDE)
+    dino = Dinov2Model(Dinov2Config(**settings, patch_size=14)).double().eval()  # pyright: ignore
+    present = {
+        "attention.query": "q_proj",
+        "attention.key": "k_proj",
+        "attention.value": "v_proj",
+        "output.dense": "o_proj",
+    }
+    filled = {}
+    for key, value in weights.items():
+        if key.startswith("adapter.model."):
+            key = key.removeprefix("adapter.model.")
+            for old, new in present.items():
+                key = key.replace(f"attention.{old}", f"attention.{new}")
+            filled[key] = value
+    dino.load_state_dict(filled)
+    more = {} if resample == "nearest" else {"align_corners": True}
+    with torch.no_grad():
+        small = F.interpolate(control[None], size=(14 * SIDE, 14 * SIDE), mode=resample, **more)
+        return dino(small).last_hidden_state[0, 1:]
+
+
+def straight_line(
+    weights: dict[str, Tensor],
+    given: ControlledCondition,
+    row: int,
+    *,
+    guided: bool,
+    resample: str = "bicubic",
+) -> Tensor:
+    """Logits [L, V] of all slots of one picture, in one pass over prefix and tokens."""
+    words = given.mask[row]
+    features = given.features[row] * words[:, None]
+    features = weights["cls_embedding.uncond_embedding"] if guided else features
+    prefix = mlp(weights, features, "cls_embedding.cap_proj")
+    seen = mlp(weights, patches(weights, given.control[row], resample), "adapter_mlp")
+    seen = weights["condition_mlp.uncond_embedding"] if guided else seen
+    seen = mlp(weights, seen, "condition_mlp.cap_proj")
+    start = len(prefix)
+    x = torch.cat([prefix, weights["tok_embeddings.weight"][TOKENS[row, :-1]]])
+    mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    mask[:, :start] &= words
+    mask |= torch.eye(len(x), dtype=torch.bool)
+    size = x.shape[1] // 2
+    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
+    place = torch.arange(SLOTS - 1)
+    angles = torch.cat([(place // SIDE)[:, None] * frequencies, (place % SIDE)[:, None] * frequencies], 1)
+    turn = torch.cat([torch.zeros(start, size // 2), torch.polar(torch.ones_like(angles), angles)])[:, None]
+    for layer in range(LAYERS):  # three layers: each is the first of its third
+        control = given.strength * mlp(weights, seen, f"condition_layers.{layer}")
+        for slot in range(SLOTS):
+            x[start - 1 + slot] = x[start - 1 + slot] + control[slot]
+        x = straight.layer(weights, layer, x, mask, turn)
+    return straight.norm(weights, x, "norm")[start - 1 :] @ weights["output.weight"].T
+
+
+def scored(model: ControlARTransformer, given: ControlledCondition, widths: list[int]) -> Tensor:
+    """Logits [2B, L, V] of `TOKENS`, fed in windows of these widths."""
+    state = model.prefill(given, batch_size=2, guided=True, window=max(widths))
+    found, start = [state.logits[:, None]], 0
+    for width in widths:
+        slots = torch.arange(start, start + width).expand(2, -1)
+        found.append(model(state, TOKENS[:, start : start + width], slots))
+        start += width
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.4])
+@pytest.mark.parametrize("widths", [[SLOTS - 1], [1, 4, 3, 7]])
+def test_windows_compute_what_the_layout_says(tmp_path, widths, strength):
+    model, weights, given = loaded(tmp_path), controlar_weights(), condition(strength)
+    found = scored(model, given, widths)
+    for row in range(4):
+        want = straight_line(weights, given, row % 2, guided=row >= 2)
+        assert float((found[row] - want).abs().max()) < 1e-10 * float(want.abs().max())
+
+
+def test_pictures_of_lines_are_made_smaller_without_mixing(tmp_path):
+    model, weights, given = loaded(tmp_path, "canny_tiny.pt"), controlar_weights(), condition()
+    assert model.config["control_resample"] == "nearest"
+    want = straight_line(weights, given, 0, guided=False, resample="nearest")
+    assert torch.allclose(scored(model, given, [SLOTS - 1])[0], want, atol=1e-9)
+
+
+def test_no_strength_is_llamagen_and_the_control_changes_tokens(tmp_path):
+    model, request = loaded(tmp_path), dict(law=LAW, batch_size=2)
+    plain: Any = AutoregressiveSampler()
+
+    def draw(target: Any, given: Any) -> Tensor:
+        return plain(target, given, generator=seeded(1, 2), **request).tokens
+
+    alone = draw(model.transformer, condition())
+    assert torch.equal(draw(model, condition(0.0)), alone)
+    assert not torch.equal(draw(model, condition()), alone)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SpeculativeJacobiSampler(5),
+        SpeculativeJacobiSampler(8, initial_draft="up"),
+        OrderedSampler(order="raster"),
+        ZipARSampler(SIDE),  # waits for the whole row above
+        ProactiveJacobiSampler(6, 2, 1, "gumbel", "identical", sibling_rule="recursive"),
+    ],
+    ids=["jacobi", "jacobi, from above", "ordered", "rows", "trees"],
+)  # fmt: skip
+def test_samplers_draw_the_tokens_of_plain_decoding(tmp_path, sampler):
+    model, request = loaded(tmp_path), dict(law=LAW, batch_size=2)
+    plain: Any = AutoregressiveSampler()(model, condition(), generator=seeded(1, 2), **request)  # pyright: ignore
+    found = sampler(model, condition(), generator=seeded(1, 2), **request)
+    assert torch.equal(found.tokens, plain.tokens)
+
+
+def test_a_saved_model_draws_the_same(tmp_path):
+    model = loaded(tmp_path)
+    model.save_pretrained(tmp_path / "folder")
+    again: Any = ControlARTransformer.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
+    assert torch.equal(scored(again, condition(), [SLOTS - 1]), scored(model, condition(), [SLOTS - 1]))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(384, 6), (768, 12)])
+def test_no_key_of_a_release_is_missing_or_left_over(width, heads):
+    """LlamaGen-XL with a DINOv2 of the published sizes, for 512 pixels, on the meta device."""
+    own = controlar_shapes()
+    scale = {16: 1280, 64: width, 256: 4 * width}
+    shapes = transformer_shapes(36, 1280, caption=(120, 2048))
+    for key, shape in own.items():
+        if not key.startswith(("adapter", "condition")):
+            continue
+        sizes = (1, 1370, width) if "position" in key else tuple(scale.get(size, size) for size in shape)
+        sizes = (1024, 1280) if "uncond" in key else sizes
+        for layer in range(12 if ".layer.0." in key else 1):
+            shapes[key.replace(".layer.0.", f".layer.{layer}.")] = sizes
+    model = load_controlar_checkpoint(on_meta(shapes), image_size=512)
+    assert (model.adapter.config.num_attention_heads, model.adapter.config.image_size) == (heads, 518)
+    assert model.grid.num_tokens == 1024 and model.control_size == (512, 512)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="is no ControlAR: it lacks adapter_mlp"):
+        load_controlar_checkpoint(write_text_model(tmp_path))
+    shapes = controlar_shapes()
+    del shapes["condition_layers.1.fc2.weight"]
+    with pytest.raises(ValueError, match="1 missing: condition_layers.1.fc2.weight"):
+        load_controlar_checkpoint(on_meta(shapes), image_size=PIXELS)
+    uneven = controlar_weights() | {"condition_mlp.uncond_embedding": torch.randn(9, 16, dtype=torch.float64)}
+    torch.save(uneven, tmp_path / "uneven.pt")
+    with pytest.raises(
+        ValueError, match=r"uncond_embedding has the shape \(9, 16\), and the picture 16 tokens"
+    ):
+        load_controlar_checkpoint(tmp_path / "uneven.pt", image_size=PIXELS)
+    model, given = loaded(tmp_path), condition()
+    for message, wrong in [
+        ("control pictures .2, 3, 64, 60. given", {"control": given.control[..., 4:]}),
+        ("strength=nan given", {"strength": float("nan")}),
+        ("this model takes .2, 6, 8.", {"features": given.features[:, 1:]}),
+    ]:
+        parts = dict(features=given.features, mask=given.mask, control=given.control) | wrong
+        with pytest.raises(ValueError, match=message):
+            model.prefill(ControlledCondition(**parts), batch_size=2, guided=False, window=1)
+    with pytest.raises(TypeError, match="TextCondition given; this model takes a ControlledCondition"):
+        bare: Any = captions(2)
+        model.prefill(type(given).__mro__[1](**bare), batch_size=2, guided=False, window=1)  # pyright: ignore
+    config = dict(model.config["transformer_config"])
+    with pytest.raises(ValueError, match="num_layers=4; pass a multiple of 3"):
+        ControlARTransformer({**config, "num_layers": 4}, model.config["adapter_config"])
+    with pytest.raises(ValueError, match="patches of 16 pixels; pass one of 14"):
+        ControlARTransformer(config, {**model.config["adapter_config"], "patch_size": 16})
+    with pytest.raises(ValueError, match="control_resample='area'; pass one of nearest, bicubic"):
+        ControlARTransformer(config, model.config["adapter_config"], "area")

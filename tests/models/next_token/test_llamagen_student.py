@@ -1,0 +1,149 @@
+"""LlamaGen's students: the released layout, and its forward written out in one row, slot by slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.next_token import straight
+from tests.models.next_token.test_llamagen_checkpoint import on_meta
+from tests.official import transformer_shapes, write_class_model
+from tests.tiny_students import (
+    CLASSES,
+    DIM,
+    LENGTH,
+    SIDE,
+    SIZE,
+    VOCAB,
+    student_shapes,
+    student_weights,
+    tiny_student,
+    write_student,
+)
+from visual_spec.models.next_token import llamagen_student
+from visual_spec.models.next_token.llamagen_student import LlamaGenStudent, load_llamagen_student
+
+SLOTS = SIDE * SIDE
+VECTORS = torch.randn(3, SLOTS, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+LABELS = torch.tensor([2, 0, CLASSES - 1])
+
+
+def straight_line(
+    weights: dict[str, Tensor], label: int, vectors: Tensor, known: int
+) -> tuple[Tensor, Tensor]:
+    """Logits [L, V] and vectors [L, D] of every slot of one picture, from tokens [L, D] of which `known` are drawn."""
+    start = weights["cls_embedding.embedding_table.weight"][label]
+    words = vectors @ weights["tok_embeddings.weight"].T + weights["tok_embeddings.bias"]
+    x = torch.cat([start[None], words])
+    for place in range(len(x)):
+        # The class and the tokens behind it that are known are told from noise.
+        x[place] = x[place] + weights["n_d_embed.weight"][1 if place <= known else 0]
+    size = DIM // 2
+    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
+    row, column = torch.arange(SLOTS) // SIDE, torch.arange(SLOTS) % SIDE
+    angles = torch.cat([row[:, None] * frequencies, column[:, None] * frequencies], 1)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    turn = torch.cat([torch.zeros_like(turn[:1]), turn])[:, None]  # of the class nothing is left
+    mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    for index in range(2):
+        x = straight.layer(weights, index, x, mask, turn)
+    x = x[1:]
+    logits = straight.norm(weights, x, "norm") @ weights["output.weight"].T
+    shift, scale = weights["final_layer_conti.scale_shift_table"] + start
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred * (centred.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    moved = normed * (1 + scale) + shift
+    drawn = moved @ weights["final_layer_conti.linear.weight"].T + weights["final_layer_conti.linear.bias"]
+    return logits, drawn
+
+
+@pytest.mark.parametrize("known", [0, SIZE["restart"]])
+def test_a_call_computes_what_the_layout_says(known):
+    model, weights = tiny_student(), student_weights()
+    answer = model(model.prefill(LABELS, batch_size=3), VECTORS, known)
+    split = SIZE["first_continuous"]
+    assert answer.logits.shape == (3, split - known, VOCAB) and answer.vectors.shape == (
+        3,
+        SLOTS - split,
+        LENGTH,
+    )
+    for row in range(3):
+        logits, vectors = straight_line(weights, int(LABELS[row]), VECTORS[row], known)
+        assert torch.allclose(answer.logits[row], logits[known:split], atol=1e-9)
+        assert torch.allclose(answer.vectors[row], vectors[split:], atol=1e-9)
+
+
+def test_where_codes_end_before_the_second_call_it_draws_vectors_only():
+    model = tiny_student(first_continuous=3)
+    answer = model(model.prefill(LABELS, batch_size=3), VECTORS, SIZE["restart"])
+    assert answer.logits.shape[1] == 0 and answer.vectors.shape[1] == SLOTS - SIZE["restart"]
+    expected = straight_line(student_weights(), 2, VECTORS[0], SIZE["restart"])[1][SIZE["restart"] :]
+    assert torch.allclose(answer.vectors[0], expected, atol=1e-9)
+
+
+def test_a_slot_depends_on_itself_and_on_those_before_it_alone():
+    model = tiny_student()
+    classes, changed = model.prefill(LABELS, batch_size=3), VECTORS.clone()
+    changed[:, 5] += 1
+    before, after = model(classes, VECTORS, 0), model(classes, changed, 0)
+    moved = (before.logits != after.logits).any(-1).any(0)
+    assert moved.tolist() == [slot >= 5 for slot in range(SIZE["first_continuous"])]
+
+
+def test_the_averaged_weights_are_read_and_saved_again(tmp_path, monkeypatch):
+    monkeypatch.setitem(llamagen_student.STUDENTS, "tiny", SIZE)
+    model = load_llamagen_student(write_student(tmp_path), dtype=torch.float64)
+    answer = model(model.prefill(LABELS, batch_size=3), VECTORS, 0)
+    weights = {key: value.double() for key, value in student_weights(torch.float32).items()}
+    assert torch.allclose(answer.logits[1], straight_line(weights, 0, VECTORS[1], 0)[0][:9], atol=1e-9)
+    model.save_pretrained(tmp_path / "folder")
+    again = LlamaGenStudent.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
+    assert (again.first_continuous, again.restart, again.grid.width) == (9, 6, SIDE)
+    assert torch.equal(again(again.prefill(LABELS, batch_size=3), VECTORS, 0).vectors, answer.vectors)
+
+
+@pytest.mark.parametrize(("name", "layers", "dim", "split"), [("B", 12, 768, 80), ("L", 24, 1024, 130)])
+def test_no_key_of_a_release_is_missing_or_left_over(name, layers, dim, split):
+    shapes = transformer_shapes(layers, dim, classes=1000) | {
+        "tok_embeddings.weight": (dim, 8),
+        "tok_embeddings.bias": (dim,),
+        "n_d_embed.weight": (2, dim),
+        "final_layer_conti.linear.weight": (8, dim),
+        "final_layer_conti.linear.bias": (8,),
+        "final_layer_conti.scale_shift_table": (2, dim),
+        "freqs_cis": (257, dim // {"B": 12, "L": 16}[name] // 2, 2),
+    }
+    model = load_llamagen_student(on_meta(shapes))
+    assert (model.grid.num_tokens, model.first_continuous, model.restart) == (256, split, 80)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match="has 2 layers of 16, and the released students are B .12 layers of 768"
+    ):
+        load_llamagen_student(write_student(tmp_path))
+    monkeypatch.setitem(llamagen_student.STUDENTS, "tiny", SIZE)
+    with pytest.raises(ValueError, match="is no student of LlamaGen: it lacks n_d_embed.weight"):
+        load_llamagen_student(write_class_model(tmp_path))
+    torch.save(
+        {"trainer": {"ema_parameters": {"word_embed.weight": torch.zeros(2, 2)}}}, tmp_path / "var.pth"
+    )
+    with pytest.raises(ValueError, match="var.pth is a student of VAR, which this library does not read"):
+        load_llamagen_student(tmp_path / "var.pth")
+    shapes = student_shapes()
+    del shapes["final_layer_conti.scale_shift_table"]
+    with pytest.raises(ValueError, match="1 missing: final_layer_conti.scale_shift_table"):
+        load_llamagen_student(on_meta(shapes | {"layers.0.extra": (1,)}))
+    with pytest.raises(ValueError, match="first_continuous=80 and restart=80 given; pass slots of the 16"):
+        LlamaGenStudent(VOCAB, LENGTH, 16, 1, 2, SIDE)
+    model = tiny_student()
+    classes = model.prefill(LABELS, batch_size=3)
+    with pytest.raises(ValueError, match=r"shape \(3, 15, 4\) given; this model takes \[B, 16, 4\]"):
+        model(classes, VECTORS[:, :15], 0)
+    with pytest.raises(ValueError, match="known=5 given; this student was trained to draw all slots"):
+        model(classes, VECTORS, 5)
+    with pytest.raises(ValueError, match=r"labels \[2, 0, 7\] given; allowed are 3 labels of 0 to 6"):
+        model.prefill(torch.tensor([2, 0, 7]), batch_size=3)
+    with pytest.raises(TypeError, match="this model takes class labels"):
+        model.prefill(torch.zeros(3), batch_size=3)

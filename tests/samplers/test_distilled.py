@@ -1,0 +1,153 @@
+"""Students decoded in one call, in two, and with the teacher in between: against the forward called by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.next_token.test_llamagen_student import straight_line
+from tests.tiny import seeded, tiny_transformer
+from tests.tiny_students import LENGTH, SIDE, SIZE, VOCAB, student_weights, tiny_student
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.core.base import STOP
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
+from visual_spec.samplers.distilled import DistilledSampler
+
+SLOTS, SPLIT, RESTART = SIDE * SIDE, SIZE["first_continuous"], SIZE["restart"]
+CODES = torch.randn(VOCAB, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+LABELS = torch.tensor([5, 1])
+STUDENT = tiny_student()
+TEACHER = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1).double()
+PLAIN = TokenLaw()
+WARM = TokenLaw(guidance_scale=1.5, temperature=1.2, top_k=9)
+
+
+def draw(
+    law: TokenLaw = PLAIN, seeds: tuple[int, ...] = (3, 4), model: Any = STUDENT, **settings: Any
+) -> Any:
+    parts = {"teacher": TEACHER} if "teacher_from" in settings else {}
+    labels = LABELS[: len(seeds)]
+    return DistilledSampler(**settings)(
+        model, labels, law=law, generator=seeded(*seeds), batch_size=len(seeds), codebook=CODES, **parts
+    )
+
+
+def noise_of(*seeds: int) -> Tensor:
+    keys = draw_keys(seeded(*seeds), len(seeds))
+    slots = torch.arange(SLOTS).expand(len(seeds), -1)
+    return CounterNoise(keys, "cpu").normal(slots, LENGTH, CHAIN, dtype=torch.float64)
+
+
+def by_hand(label: int, vectors: Tensor, known: int) -> Tensor:
+    """Tokens [L, D] after one call: codes up to the split, vectors behind it, what is known before both."""
+    logits, drawn = straight_line(student_weights(), label, vectors, known)
+    tokens = torch.cat([CODES[logits.argmax(-1)][:SPLIT], drawn[SPLIT:]])
+    return torch.cat([vectors[:known], tokens[known:]])
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_one_call_and_two_are_those_of_the_layout(row):
+    noise, label = noise_of(3, 4)[row], int(LABELS[row])
+    first = by_hand(label, noise, 0)
+    assert torch.allclose(draw(steps=1).tokens[row], first, atol=1e-9)
+    again = torch.cat([first[:RESTART], noise[RESTART:]])  # the same noise as in the first call
+    second = by_hand(label, again, RESTART)
+    found = draw(steps=2)
+    assert torch.allclose(found.tokens[row], second, atol=1e-9)
+    assert not torch.allclose(first[RESTART:], second[RESTART:], atol=1e-3)
+    assert found.trace.target_calls.tolist() == [2, 2]
+    assert found.trace.commit_call[row].tolist() == [0] * RESTART + [1] * (SLOTS - RESTART)
+    assert not found.trace.lossless and not found.trace.identical
+
+
+def test_a_teacher_that_draws_all_kept_slots_draws_its_own_tokens():
+    request: dict[str, Any] = dict(law=WARM, batch_size=2)
+    plain = AutoregressiveSampler()(TEACHER, LABELS, generator=seeded(3, 4), **request)
+    found = draw(WARM, steps=2, teacher_from=0)
+    assert torch.equal(found.tokens[:, :RESTART], CODES[plain.tokens[:, :RESTART]])
+    assert found.trace.target_calls.tolist() == [RESTART + 1] * 2
+    noise = noise_of(3, 4)
+    for row in range(2):
+        known = torch.cat([CODES[plain.tokens[row, :RESTART]], noise[row, RESTART:]])
+        assert torch.allclose(found.tokens[row], by_hand(int(LABELS[row]), known, RESTART), atol=1e-9)
+
+
+def test_a_teacher_goes_on_from_the_tokens_of_the_first_call():
+    """Greedily, so that its tokens are the largest logits of one pass over all that is known."""
+    start, greedy = 4, TokenLaw(temperature=0.0)
+    found, first = draw(greedy, steps=2, teacher_from=start), draw(steps=1)
+    ids = (found.tokens[:, :RESTART, None] == CODES).all(-1).long().argmax(-1)  # [B, r]
+    assert torch.equal(CODES[ids[:, :start]], first.tokens[:, :start])
+    logits = TEACHER.teacher_forced(torch.cat([ids, ids[:, :1]], 1), LABELS)  # [B, r + 1, V]
+    assert torch.equal(ids[:, start:], logits.argmax(-1)[:, start:RESTART])
+    # A call of the student, the teacher's prefill, a call for each of its slots, and a call of the student.
+    assert found.trace.target_calls.tolist() == [1 + 1 + (RESTART - start) + 1] * 2
+    assert found.trace.commit_call[0].tolist() == [0] * start + [1, 2] + [3] * (SLOTS - RESTART)
+    noise, known = noise_of(3, 4), CODES[ids]
+    second = by_hand(int(LABELS[0]), torch.cat([known[0], noise[0, RESTART:]]), RESTART)
+    assert torch.allclose(found.tokens[0], second, atol=1e-9)
+
+
+def test_a_seed_gives_one_picture_and_another_seed_another():
+    assert torch.equal(draw(seeds=(3,)).tokens, draw(seeds=(3,)).tokens)
+    assert not torch.allclose(draw(seeds=(3,)).tokens, draw(seeds=(5,)).tokens, atol=1e-3)
+
+
+def test_a_stopped_decode_keeps_what_no_later_call_would_change():
+    found = DistilledSampler(steps=2)(
+        STUDENT, LABELS, law=PLAIN, generator=seeded(3, 4), batch_size=2, codebook=CODES,
+        callback=lambda call, lengths: STOP,
+    )  # fmt: skip
+    assert found.trace.stopped and found.trace.target_calls.tolist() == [1, 1]
+    assert found.trace.commit_call[0].tolist() == [0] * RESTART + [-1] * (SLOTS - RESTART)
+    assert torch.equal(found.tokens, draw(steps=1).tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 3}, "steps=3; pass 1 or 2"),
+        ({"steps": True}, "steps=True; pass 1 or 2"),
+        ({"steps": 2, "teacher_from": -1}, "teacher_from=-1; pass a slot"),
+        ({"steps": 1, "teacher_from": 2}, "teacher_from=2 with steps=1; .* pass steps=2"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DistilledSampler(**settings)
+
+
+def test_requests_that_cannot_be_served_are_refused():
+    with pytest.raises(ValueError, match="guidance_scale=1.5.* draws with the student alone"):
+        draw(WARM)
+    with pytest.raises(
+        ValueError, match=r"teacher_from=6; the second call keeps slots 0 to 5.*: pass 0 to 5"
+    ):
+        draw(steps=2, teacher_from=RESTART)
+    with pytest.raises(ValueError, match="teacher reads codes: pass 0 to 3"):
+        draw(steps=2, teacher_from=4, model=tiny_student(first_continuous=3))
+    request: dict[str, Any] = dict(law=PLAIN, batch_size=2, generator=seeded(3, 4))
+    sampler: Any = DistilledSampler(steps=2, teacher_from=1)
+    with pytest.raises(ValueError, match="teacher_from=1, but no teacher given"):
+        sampler(STUDENT, LABELS, codebook=CODES, **request)
+    other = tiny_transformer(num_classes=7, caption_dim=None, prefix_length=1, grid_size=3)
+    with pytest.raises(ValueError, match=r"the teacher draws TokenGrid\(height=3"):
+        sampler(STUDENT, LABELS, codebook=CODES, teacher=other, **request)
+    with pytest.raises(ValueError, match=r"codebook: one of shape \(12, 3\) given; .* \(12, 4\)"):
+        sampler(STUDENT, LABELS, codebook=CODES[:, :3], **request)
+    with pytest.raises(ValueError, match="codebook: none given"):
+        DistilledSampler()(STUDENT, LABELS, **request)
+
+
+@pytest.mark.parametrize(
+    ("part", "names"), [("output.weight", "slot 0"), ("final_layer_conti.linear.bias", "slot 9")]
+)
+def test_what_is_not_finite_is_refused(part, names):
+    broken = tiny_student()
+    broken.get_parameter(part).data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=f"sample 0, {names}"):
+        draw(model=broken)

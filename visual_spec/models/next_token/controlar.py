@@ -1,0 +1,297 @@
+"""ControlAR: LlamaGen that draws along a control picture, such as edges or depth (Li et al. 2024, arXiv 2410.02705).
+
+A DINOv2 makes one vector of each patch of the control picture, and a patch is as large as a token. What predicts a slot
+reads the vector of this slot: three projections of it are added to the hidden states, before layers 0, n / 3 and
+2 n / 3. So the control belongs to slots, not to calls, and every sampler of LlamaGen decodes it as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+from transformers import Dinov2Config, Dinov2Model
+
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_checkpoint
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_checkpoint import find_image_size, recognise
+from visual_spec.models.next_token.llamagen_prefix import CaptionProjection
+
+GROUPS = 3  # side embeddings of a slot, one for each third of the layers
+PATCH, TOKEN = 14, 16  # pixels per side of a patch of DINOv2, and of a token
+RESAMPLES = ("nearest", "bicubic")
+_HEAD_DIM = 64  # of DINOv2 small and base
+
+
+@dataclass
+class ControlledCondition(TextCondition):
+    """Caption features and a control picture for each row.
+
+    Attributes:
+        control: `[B, 3, H, W]` in [-1, 1], of the size of the picture that is drawn.
+        strength: what the side embeddings are multiplied by; 0 is no control, 1 the trained one.
+    """
+
+    control: Tensor = field(kw_only=True)
+    strength: float = field(default=1.0, kw_only=True)
+
+
+class ControlProjection(nn.Module):
+    """What the control of a slot becomes, and what stands for no control (training drops it, for guidance)."""
+
+    def __init__(self, dim: int, length: int):
+        super().__init__()
+        self.cap_proj = CaptionProjection(dim, dim)
+        self.uncond_embedding = nn.Parameter(torch.zeros(length, dim))
+
+
+class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
+    """A `NextTokenModel`, `TreeModel` and `OrderModel`: LlamaGen with side embeddings of a control picture.
+
+    Args:
+        transformer_config: of a text-conditional `LlamaGenTransformer` in raster order, of one frame.
+        adapter_config: of transformers' `Dinov2Config`; official: small (384) and base (768).
+        control_resample: how a control picture is made smaller for DINOv2's patches of 14 pixels: "nearest" for lines
+            and classes (Canny, segmentation), "bicubic" for what varies smoothly (depth, soft edges).
+
+    Raises:
+        ValueError: a transformer of another kind, a number of layers that is no multiple of three, patches of another
+            size than 14, or another `control_resample`.
+    """
+
+    _no_split_modules = ["TransformerBlock"]
+
+    @register_to_config
+    def __init__(
+        self,
+        transformer_config: dict[str, Any],
+        adapter_config: dict[str, Any],
+        control_resample: str = "bicubic",
+    ):
+        super().__init__()
+        self.transformer = LlamaGenTransformer(**transformer_config)
+        own = self.transformer.config
+        if own["caption_dim"] is None or own["order"] != "raster" or own["num_frames"] != 1:
+            raise ValueError(
+                f"a transformer of order {own['order']!r}, caption_dim={own['caption_dim']}, {own['num_frames']} "
+                "frames given; ControlAR is a text-conditional LlamaGen in raster order, of one frame"
+            )
+        if own["num_layers"] % GROUPS:
+            raise ValueError(f"num_layers={own['num_layers']}; pass a multiple of {GROUPS}")
+        if control_resample not in RESAMPLES:
+            raise ValueError(f"control_resample={control_resample!r}; pass one of {', '.join(RESAMPLES)}")
+        dino = Dinov2Config(**adapter_config)
+        if dino.patch_size != PATCH:
+            raise ValueError(f"a DINOv2 with patches of {dino.patch_size} pixels; pass one of {PATCH}")
+        dim = own["dim"]
+        self.adapter = Dinov2Model(dino)
+        self.adapter_mlp = CaptionProjection(dino.hidden_size, dim)
+        self.condition_mlp = ControlProjection(dim, self.grid.num_tokens)
+        self.condition_layers = nn.ModuleList(CaptionProjection(dim, dim) for _ in range(GROUPS))
+
+    @property
+    def grid(self) -> TokenGrid:
+        """The grid of the tokens."""
+        return self.transformer.grid
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of image codes."""
+        return self.transformer.vocab_size
+
+    @property
+    def prefix_length(self) -> int:
+        """Number of positions before the first image token."""
+        return self.transformer.prefix_length
+
+    @property
+    def control_size(self) -> tuple[int, int]:
+        """Height and width of a control picture in pixels."""
+        return TOKEN * self.grid.height, TOKEN * self.grid.width
+
+    # -- decoding: the contract of next-token models ------------------------------------------------------------------
+
+    def check_condition(self, condition: Any, batch_size: int) -> None:
+        """Refuse a condition that does not fit this model.
+
+        Raises:
+            TypeError: it has no control picture.
+            ValueError: as in `LlamaGenTransformer.check_condition`; or a control of another shape, or a strength that
+                is no finite number.
+        """
+        if not isinstance(condition, ControlledCondition):
+            raise TypeError(
+                f"{type(condition).__name__} given; this model takes a ControlledCondition(features, mask, control=...)"
+            )
+        self.transformer.check_condition(condition, batch_size)
+        wanted = (batch_size, 3, *self.control_size)
+        if tuple(condition.control.shape) != wanted:
+            raise ValueError(
+                f"control pictures {tuple(condition.control.shape)} given; this model takes {wanted}"
+            )
+        if not -float("inf") < condition.strength < float("inf"):
+            raise ValueError(f"strength={condition.strength} given; pass a finite number")
+
+    @torch.no_grad()
+    def side_embeddings(self, condition: ControlledCondition, *, guided: bool) -> Tensor:
+        """Return `[R, 3, L + 1, dim]` by slot, see `llamagen_prefix.entered`; unconditional rows last when `guided`."""
+        size = (PATCH * self.grid.height, PATCH * self.grid.width)
+        resample = self.config["control_resample"]
+        corners = True if resample == "bicubic" else None
+        control = condition.control.to(self.device, torch.promote_types(self.dtype, torch.float32))
+        small = F.interpolate(control, size=size, mode=resample, align_corners=corners)
+        patches = self.adapter(small.to(self.dtype)).last_hidden_state[
+            :, 1:
+        ]  # [B, L, A]: without the class token
+        seen = self.adapter_mlp(patches)
+        if guided:
+            null = self.condition_mlp.uncond_embedding
+            seen = torch.cat([seen, null.expand_as(seen)])
+        seen = self.condition_mlp.cap_proj(seen)
+        groups = torch.stack([layer(seen) for layer in self.condition_layers], 1)  # [R, 3, L, dim]
+        return F.pad(condition.strength * groups, (0, 0, 0, 1))
+
+    @loads_weights
+    @torch.no_grad()
+    def prefill(
+        self, condition: ControlledCondition, *, batch_size: int, guided: bool, window: int
+    ) -> LlamaGenState:
+        """As `LlamaGenTransformer.prefill`, with the control of slot 0 at the last position of the prefix.
+
+        Raises:
+            TypeError, ValueError: as in `check_condition`; or the cache of the batch does not fit the GPU.
+        """
+        self.check_condition(condition, batch_size)
+        side = self.side_embeddings(condition, guided=guided)
+        return self.transformer.prefill(
+            condition, batch_size=batch_size, guided=guided, window=window, side=side
+        )
+
+    @loads_weights
+    @torch.no_grad()
+    def forward(
+        self,
+        state: LlamaGenState,
+        tokens: Tensor,
+        slots: Tensor,
+        visible: Tensor | None = None,
+        seen: Tensor | None = None,
+        predicted: Tensor | None = None,
+    ) -> Tensor:
+        """As `LlamaGenTransformer.forward`: what is fed at a slot gets the control of the slot behind it."""
+        return self.transformer(state, tokens, slots, visible, seen, predicted)
+
+    def keep(self, state: LlamaGenState, nodes: Tensor, slots: Tensor) -> None:
+        """As `LlamaGenTransformer.keep`."""
+        self.transformer.keep(state, nodes, slots)
+
+
+# -- official checkpoints --------------------------------------------------------------------------------------------
+
+_OWN = ("adapter.", "adapter_mlp.", "condition_mlp.", "condition_layers.")
+_TABLE = "condition_mlp.uncond_embedding"
+# Weights that DINOv2 has in files of older versions of transformers, and their names today.
+_RENAMED = {
+    r"attention\.attention\.(query|key|value)\.": lambda found: f"attention.{found[1][0]}_proj.",
+    r"attention\.output\.dense\.": lambda found: "attention.o_proj.",
+}
+
+
+def is_controlar(weights: Mapping[str, Any]) -> bool:
+    """Whether these keys are of a ControlAR."""
+    return "adapter_mlp.fc1.weight" in weights and "condition_layers.0.fc1.weight" in weights
+
+
+def load_controlar_checkpoint(
+    source: Source,
+    *,
+    image_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    control_resample: str | None = None,
+) -> ControlARTransformer:
+    """Return the model of an official file, e.g. `canny_MR.safetensors`.
+
+    Args:
+        source: the file, or the result of `read_checkpoint`.
+        image_size: side of the pictures in pixels; None: see `find_image_size`.
+        dtype: of the weights; None keeps that of the file.
+        control_resample: see the class; None: "nearest" for a file that is named after Canny edges or segmentation,
+            else "bicubic".
+
+    Raises:
+        ValueError, OSError: as in `read_checkpoint`, `recognise` and `find_image_size`; or keys of the control are
+            missing, unexpected or mis-shaped.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
+    name = str(checkpoint.path)
+    if not is_controlar(checkpoint.weights):
+        raise ValueError(
+            f"{name} is no ControlAR: it lacks adapter_mlp or condition_layers; pass a file such as "
+            "canny_MR.safetensors."
+        )
+    weights = {new_key(key): value for key, value in checkpoint.weights.items() if key.startswith(_OWN)}
+    drawing = {key: value for key, value in checkpoint.weights.items() if not key.startswith(_OWN)}
+    found = Checkpoint(checkpoint.path, drawing, checkpoint.arguments)
+    architecture = recognise(found)
+    side = find_image_size(found, TOKEN, image_size) // TOKEN
+    if control_resample is None:
+        sharp = re.search(r"canny|seg", checkpoint.path.stem.lower())
+        control_resample = "nearest" if sharp else "bicubic"
+    with torch.device("meta"):
+        model = ControlARTransformer(
+            {**architecture.config, "grid_size": side}, _adapter_config(weights, name), control_resample
+        )
+    if _TABLE in weights:
+        weights[_TABLE] = _null_table(weights[_TABLE], model.grid.num_tokens, name)
+    drawing.pop("freqs_cis", None)
+    weights |= {f"transformer.{key}": value for key, value in drawing.items()}
+    return fill(model, weights, name, what=f"ControlAR, {architecture.name}", dtype=dtype)
+
+
+def new_key(key: str) -> str:
+    """Return our name of an official key of the control: transformers' present name of a weight of DINOv2."""
+    if not key.startswith("adapter."):
+        return key
+    key = "adapter." + key.removeprefix("adapter.").removeprefix("model.")
+    for old, new in _RENAMED.items():
+        key = re.sub(old, new, key)
+    return key
+
+
+def _adapter_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    table = weights.get("adapter.embeddings.position_embeddings")
+    if table is None or table.ndim != 3:
+        raise ValueError(f"{name} holds no DINOv2: it lacks adapter.model.embeddings.position_embeddings.")
+    width, layers = (
+        table.shape[2],
+        {key.split(".")[3] for key in weights if key.startswith("adapter.encoder.layer.")},
+    )
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": max(1, width // _HEAD_DIM),
+        "image_size": PATCH * round((table.shape[1] - 1) ** 0.5),
+        "patch_size": PATCH,
+    }
+
+
+def _null_table(table: Tensor, length: int, name: str) -> Tensor:
+    """The table of a file for this grid. It may have another number of rows where they are all equal."""
+    if table.ndim == 2 and len(table) != length and (table.is_meta or bool((table == table[:1]).all())):
+        return table[:1].expand(length, -1).contiguous()
+    if table.ndim != 2 or len(table) != length:
+        raise ValueError(
+            f"{name}: {_TABLE} has the shape {tuple(table.shape)}, and the picture {length} tokens; pass the "
+            "image_size that the file was trained for."
+        )
+    return table

@@ -1,0 +1,58 @@
+"""What LlamaGen's image tokens follow or are drawn beside: classes, captions, and side embeddings of slots."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LabelEmbedding(nn.Module):
+    """Class prefix: one position. Row `num_classes` of the table is the null class of guidance."""
+
+    def __init__(self, num_classes: int, dim: int):
+        super().__init__()
+        self.num_classes = num_classes
+        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+
+
+class CaptionProjection(nn.Module):
+    """Two layers without biases, and a GELU between them."""
+
+    def __init__(self, caption_dim: int, dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(caption_dim, dim, bias=False)
+        self.fc2 = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CaptionEmbedding(nn.Module):
+    """Caption prefix: projected text features; `uncond_embedding` replaces the caption in guidance rows."""
+
+    def __init__(self, caption_dim: int, dim: int, length: int):
+        super().__init__()
+        self.cap_proj = CaptionProjection(caption_dim, dim)
+        self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
+
+
+def entered(hidden: Tensor, side: Tensor | None, layer: int, num_layers: int, slots: Tensor | None) -> Tensor:
+    """Return `hidden [R, W, dim]` as it enters a layer: with the side embeddings of the slots that it predicts.
+
+    G of them are added at even distances: before layers 0, n / G, 2 n / G, ...
+
+    Args:
+        side: `[R, G, L + 1, dim]`, by slot; the last, of no slot, are zero. None: there are none.
+        slots: long `[R, W]`, where each position is fed; it predicts the slot behind, those past the grid none. None:
+            the prefix, whose last position predicts slot 0, and the others none.
+    """
+    if side is None:
+        return hidden
+    group, rest = divmod(layer, num_layers // side.shape[1])
+    if rest or group >= side.shape[1]:
+        return hidden
+    if slots is None:
+        return torch.cat([hidden[:, :-1], hidden[:, -1:] + side[:, group, :1]], 1)
+    at = (slots + 1).clamp_max(side.shape[2] - 1)[..., None].expand_as(hidden)
+    return hidden + side[:, group].gather(1, at)

@@ -1,0 +1,255 @@
+"""LlamaGen's students of Distilled Decoding 1: 256 tokens in one call or two (Liu et al. 2024, arXiv 2412.17153).
+
+LlamaGen's layers, but a position reads the very token that it answers for, or its noise: position i + 1 stands for slot
+i, behind the class. Attention is causal and includes the position itself. A learned vector tells tokens from noise.
+Parameter names are the official keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_content, unpack_checkpoint
+from visual_spec.models.core.distilled import (
+    ContinuousHead,
+    DistilledAnswer,
+    DistilledState,
+    check_call,
+)
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.next_token.llamagen import PRESETS, LabelEmbedding
+from visual_spec.models.next_token.llamagen_blocks import (
+    RMSNorm,
+    TransformerBlock,
+    feed_forward_width,
+    rotary_table,
+    turns_of,
+)
+
+# The released sizes, and how many slots of theirs hold codes.
+STUDENTS: dict[str, dict[str, int]] = {
+    "B": {**PRESETS["B"], "first_continuous": 80},
+    "L": {**PRESETS["L"], "first_continuous": 130},
+}
+
+_DROPPED = ("freqs_cis",)  # computed from the grid
+
+
+class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
+    """A `DistilledModel` over a square grid of image tokens, conditioned on a class.
+
+    Args:
+        vocab_size, token_dim: number and length of the codes.
+        dim, num_layers, num_heads: width, depth and attention heads.
+        grid_size: tokens per side.
+        num_classes: number of classes. The table has one row more, which is never read: guidance is in the weights.
+        norm_eps: epsilon of every RMSNorm.
+        first_continuous: slots below it hold codes: 80 of B, 130 of L.
+        restart: the first slot that a second call draws anew.
+
+    Raises:
+        ValueError: the head size is not a multiple of 4, or one of the two slots is not within the grid.
+    """
+
+    _repeated_blocks = ["TransformerBlock"]
+    _no_split_modules = ["TransformerBlock"]
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int = 16384,
+        token_dim: int = 8,
+        dim: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        grid_size: int = 16,
+        num_classes: int = 1000,
+        norm_eps: float = 1e-5,
+        first_continuous: int = 80,
+        restart: int = 80,
+    ):
+        super().__init__()
+        if dim % num_heads or dim // num_heads % 4:
+            raise ValueError(
+                f"dim={dim} and num_heads={num_heads} given; dim / num_heads must be a multiple of 4"
+            )
+        self.grid = TokenGrid(grid_size, grid_size)
+        if not (0 <= first_continuous <= grid_size**2 and 0 < restart < grid_size**2):
+            raise ValueError(
+                f"first_continuous={first_continuous} and restart={restart} given; pass slots of the {grid_size**2} of "
+                "the grid, restart above 0"
+            )
+        self.vocab_size, self.token_dim = vocab_size, token_dim
+        self.first_continuous, self.restart = first_continuous, restart
+        self.tok_embeddings = nn.Linear(token_dim, dim)
+        self.cls_embedding = LabelEmbedding(num_classes, dim)
+        self.n_d_embed = nn.Embedding(2, dim)  # of noise, of tokens
+        hidden = feed_forward_width(dim)
+        self.layers = nn.ModuleList(
+            TransformerBlock(dim, num_heads, hidden, norm_eps) for _ in range(num_layers)
+        )
+        self.norm = RMSNorm(dim, norm_eps)
+        self.output = nn.Linear(dim, vocab_size, bias=False)
+        self.final_layer_conti = ContinuousHead(dim, token_dim)
+
+    @loads_weights
+    @torch.no_grad()
+    def prefill(self, condition: Tensor, *, batch_size: int) -> DistilledState:
+        """Embed class labels `[B]`, and compute the rotary table. See `DistilledModel.prefill`.
+
+        Raises:
+            TypeError: the condition is not class labels.
+            ValueError: the number of labels is not the batch size, or a label is out of range.
+        """
+        self.check_condition(condition, batch_size)
+        dtype, size = (
+            torch.promote_types(self.dtype, torch.float32),
+            self.config["dim"] // self.config["num_heads"],
+        )
+        table = rotary_table(self.grid.width, size, dtype=dtype)
+        # Cosine 0 and sine 0: the key of the class vanishes, as in LlamaGen.
+        table = torch.cat([torch.zeros_like(table[:1]), table])  # [1 + L, D / 2, 2]
+        classes = self.cls_embedding.embedding_table(condition.to(self.device))
+        return DistilledState(classes, table.to(self.device))
+
+    def check_condition(self, condition: Any, batch_size: int) -> None:
+        """Refuse what is not `batch_size` class labels. Errors as in `prefill`."""
+        if not isinstance(condition, Tensor) or condition.is_floating_point():
+            raise TypeError(
+                f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]"
+            )
+        classes = self.cls_embedding.num_classes
+        if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+            raise ValueError(
+                f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
+            )
+
+    @loads_weights
+    @torch.no_grad()
+    def forward(self, state: DistilledState, vectors: Tensor, known: int) -> DistilledAnswer:
+        """Draw the slots from `known` on; see `DistilledModel.__call__`.
+
+        Raises:
+            ValueError: tokens of another picture, or a call that the student was not trained for.
+        """
+        check_call(self, vectors, known)
+        classes = state.classes
+        words = self.tok_embeddings(vectors.to(classes.dtype))
+        hidden = torch.cat([classes[:, None], words], 1)  # [B, 1 + L, dim]
+        places = torch.arange(hidden.shape[1], device=hidden.device)
+        hidden = hidden + self.n_d_embed((places <= known).long())
+        turns = turns_of(state.table[None])
+        mask = (places <= places[:, None])[None, None]
+        for block in self.layers:
+            assert isinstance(block, TransformerBlock)
+            q, k, v = block.attention.project(block.attention_norm(hidden), turns)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+            hidden = hidden + block.attention.attend(q, k, v, mask)
+            hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
+        split = max(known, self.first_continuous)
+        hidden = hidden[:, 1:]  # position i + 1 answers for slot i
+        logits = self.output(self.norm(hidden[:, known:split]))
+        return DistilledAnswer(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)),
+            self.final_layer_conti(hidden[:, split:], classes),
+        )
+
+
+# -- official checkpoints --------------------------------------------------------------------------------------------
+
+
+def is_llamagen_student(weights: Mapping[str, Any]) -> bool:
+    """Whether these keys are of a student of LlamaGen."""
+    return {"n_d_embed.weight", "final_layer_conti.linear.weight", "tok_embeddings.weight"} <= weights.keys()
+
+
+def unpack_student(path: Path, content: Any) -> Checkpoint | None:
+    """The averaged weights (`ema`) of a file of a student, else those under `model`; None: it is another file.
+
+    Raises:
+        ValueError: as in `visual_spec.models.core.checkpoints.unpack_checkpoint`; or it is a student of VAR.
+    """
+    trainer = content.get("trainer") if isinstance(content, Mapping) else None
+    if isinstance(trainer, Mapping) and "ema_parameters" in trainer:
+        raise ValueError(
+            f"{path} is a student of VAR, which this library does not read: docs/LOG.md names what is not known of its "
+            "layout. Students of LlamaGen are llamagen-B.pt and llamagen-L.pt."
+        )
+    for name in ("ema", "model"):
+        weights = content.get(name) if isinstance(content, Mapping) else None
+        if isinstance(weights, Mapping) and is_llamagen_student(weights):
+            return unpack_checkpoint(path, {"model": weights})
+    return None
+
+
+def load_llamagen_student(
+    source: Source, *, dtype: torch.dtype | None = None, **config: Any
+) -> LlamaGenStudent:
+    """Return the student of an official file, `llamagen-B.pt` or `llamagen-L.pt`.
+
+    Args:
+        source: the file, or what `unpack_student` made of it.
+        dtype: of the weights; None keeps that of the file.
+        config: constructor arguments that the weights do not tell: `num_heads`, `first_continuous` and `restart` of a
+            size that is none of `STUDENTS`, `grid_size` of another than 16.
+
+    Raises:
+        ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_content`; or the weights are of no student;
+            or keys are missing, unexpected or mis-shaped, which the message lists; or the size is unknown.
+    """
+    if isinstance(source, Checkpoint):
+        found: Checkpoint | None = source
+    else:
+        path = Path(source)
+        content = read_content(path, '{"ema": c["ema"]}')
+        found = unpack_student(path, content) or unpack_checkpoint(path, content)
+    assert found is not None
+    weights = {key: value for key, value in found.weights.items() if key not in _DROPPED}
+    settings = {**_read_config(weights, str(found.path), config), **config}
+    with torch.device("meta"):
+        model = LlamaGenStudent(**settings)
+    return fill(model, weights, str(found.path), what=f"a student of LlamaGen of {settings}", dtype=dtype)
+
+
+def _read_config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    needed = (
+        "tok_embeddings.weight",
+        "output.weight",
+        "cls_embedding.embedding_table.weight",
+        "n_d_embed.weight",
+        "final_layer_conti.linear.weight",
+    )
+    absent = [key for key in needed if key not in weights or weights[key].ndim != 2]
+    if absent:
+        raise ValueError(
+            f"{name} is no student of LlamaGen: it lacks {', '.join(absent)}, or has them in other shapes; pass "
+            "llamagen-B.pt or llamagen-L.pt of Distilled Decoding."
+        )
+    dim, token_dim = weights["tok_embeddings.weight"].shape
+    layers = len({found[1] for key in weights if (found := re.match(r"layers\.(\d+)\.", key))})
+    sizes = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
+    preset = sizes.get((layers, dim))
+    if preset is None and "num_heads" not in given:
+        known = ", ".join(f"{name} ({s['num_layers']} layers of {s['dim']})" for name, s in STUDENTS.items())
+        raise ValueError(
+            f"{name} has {layers} layers of {dim}, and the released students are {known}; pass num_heads, "
+            "first_continuous and restart for another one, which cannot be read off the weights."
+        )
+    return {
+        "vocab_size": weights["output.weight"].shape[0],
+        "token_dim": token_dim,
+        "dim": dim,
+        "num_layers": layers,
+        "num_classes": weights["cls_embedding.embedding_table.weight"].shape[0] - 1,
+        **(preset or {}),
+    }

@@ -1,0 +1,196 @@
+"""Class to image by students of Distilled Decoding: label and noise -> all tokens in one call or two -> picture."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from einops import rearrange
+
+from visual_spec.models.core.calls import DISTILLED
+from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.offload import at_hand
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer
+from visual_spec.models.next_token.llamagen_student import LlamaGenStudent, load_llamagen_student
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.labels import ClassNames
+from visual_spec.pipelines.output import ImagePipelineOutput
+from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.samplers.core.law import TokenLaw
+
+
+class DistilledImagePipeline(ClassImagePipeline):
+    """Draws pictures of classes by a student of LlamaGen, in one call or two.
+
+    Args:
+        transformer: the student.
+        vq_model: turns tokens into pictures; the student draws its codes, and vectors between them.
+        sampler: a `DistilledSampler`.
+        id2label: as for `ClassImagePipeline`.
+        default_guidance_scale, default_top_k: of the tokens that the teacher draws.
+        teacher: the model that the student learned from, for a sampler with `teacher_from`.
+
+    A call takes what `ClassImagePipeline` takes. Without a teacher there is no law to change: guidance, temperature,
+    top-k and top-p are refused. With `output_type="latent"` its pictures are the vectors, [B, d, h, w].
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: a tokenizer or a teacher of other tokens, or a number of names other than that of classes.
+
+    Example:
+        >>> pipe = DistilledImagePipeline.from_official("llamagen-L.pt", "vq_ds16_c2i.pt")
+        >>> pipe([207, 360], generator=torch.Generator().manual_seed(0)).images[0].save("retriever.png")
+    """
+
+    model_cpu_offload_seq = "teacher->transformer->vq_model"
+    _optional_components = ["teacher"]
+
+    teacher: Any
+
+    def __init__(
+        self,
+        transformer: LlamaGenStudent,
+        vq_model: VQModel,
+        sampler: SchedulerMixin,
+        id2label: list[str] | None = None,
+        default_guidance_scale: float = 2.0,
+        default_top_k: int = 0,
+        teacher: LlamaGenTransformer | None = None,
+    ):
+        VisualPipeline.__init__(self)
+        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
+        self.register_to_config(id2label=None if id2label is None else list(id2label))
+        self._finish_init(default_guidance_scale, default_top_k)
+        self._names = ClassNames(self.num_classes, id2label)
+
+    def _check_fit(self) -> None:
+        super()._check_fit()
+        model, length = self.transformer, self.vq_model.config["codebook_dim"]
+        if model.token_dim != length:
+            raise ValueError(
+                f"the student draws tokens of {model.token_dim} numbers, but the tokenizer's codes have {length}; load "
+                "both from the same release."
+            )
+        teacher = self.teacher
+        if teacher is not None and teacher.config["num_classes"] is None:
+            raise ValueError(
+                "the teacher is text-conditional, and no student learned from it; pass a c2i file."
+            )
+        if teacher is not None and (teacher.grid, teacher.vocab_size) != (model.grid, model.vocab_size):
+            raise ValueError(
+                f"the teacher draws {teacher.grid} out of {teacher.vocab_size} tokens, and the student {model.grid} "
+                f"out of {model.vocab_size}; pass the model that the student learned from."
+            )
+
+    @classmethod
+    def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        transformer: Source,
+        vq_model: Source,
+        *,
+        teacher: Source | None = None,
+        dtype: torch.dtype | None = None,
+        sampler: SchedulerMixin | None = None,
+        id2label: list[str] | None = None,
+    ) -> Self:
+        """A pipeline around the files of Distilled Decoding and of LlamaGen.
+
+        Args:
+            transformer: `llamagen-B.pt` or `llamagen-L.pt`.
+            vq_model: LlamaGen's `vq_ds16_c2i.pt`.
+            teacher: LlamaGen's `c2i_B_256.pt` or `c2i_L_256.pt`, for tokens that it draws again.
+            dtype: of all weights; None keeps that of each file.
+            sampler: default `DistilledSampler(steps=2)`.
+            id2label: see the class.
+
+        Raises:
+            ValueError, OSError: a file that is none of these; says what it is.
+        """
+        model = load_llamagen_student(transformer, dtype=dtype)
+        tokenizer = load_tokenizer(vq_model, dtype=dtype)
+        side = model.grid.width * tokenizer.patch_size
+        tokenizer.register_to_config(image_size=side)
+        drawing = None
+        if teacher is not None:
+            drawing = load_transformer(teacher, image_size=side, patch_size=tokenizer.patch_size, dtype=dtype)
+        return cls(
+            model,
+            tokenizer,
+            sampler or make_sampler("distilled", steps=2),
+            id2label,
+            teacher=drawing,
+        )
+
+    @classmethod
+    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
+        """See `VisualPipeline.facts_of`. The saved law is that of the teacher, where it draws."""
+        alone = sampler.get("teacher_from") is None
+        law = {"guidance_scale": 1.0, "top_k": 0} if alone else {}
+        return PipelineFacts(
+            medium="image",
+            unit="tokens",
+            calls=(DISTILLED,),
+            plain_sampler="distilled",
+            fast_sampler="distilled",
+            default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | law | {"top_p": 1.0},
+            comparable=False,
+            stored_as="canvas",
+        )
+
+    def make_law(
+        self, guidance_scale: float | None = None, top_k: int | None = None, **settings: Any
+    ) -> TokenLaw:
+        """The law of the teacher's tokens; None is the default of this pipeline.
+
+        Raises:
+            ValueError: a value out of its range, or any but the default where no teacher draws.
+        """
+        law = super().make_law(guidance_scale, top_k, **settings)
+        if getattr(self.sampler, "config", {}).get("teacher_from") is None and law != TokenLaw():
+            raise ValueError(
+                f"{law} given, but the student draws alone, and its law is in its weights; leave guidance, "
+                "temperature, top_k, top_p and guidance_until out, or let a teacher draw some tokens: "
+                "DistilledSampler(steps=2, teacher_from=slot)."
+            )
+        return law
+
+    def check_sampler(self) -> None:
+        """As `VisualPipeline.check_sampler`; also refuses a sampler whose teacher is not there."""
+        super().check_sampler()
+        start = self.sampler.config.get("teacher_from")
+        if start is not None and self.teacher is None:
+            raise ValueError(
+                f"the sampler has teacher_from={start}, and this pipeline has no teacher; set pipe.teacher to the "
+                "model that the student learned from."
+            )
+
+    def sampler_parts(self) -> dict[str, Any]:
+        """What the sampler asks for beside the model: the codebook, the teacher."""
+        with at_hand(self.vq_model):
+            parts: dict[str, Any] = {"codebook": self.vq_model.quantize.codes}
+        return parts if self.teacher is None else parts | {"teacher": self.teacher}
+
+    def _draw(self, *args: Any, **kwargs: Any) -> ImagePipelineOutput:
+        draws = self.sampler.config.get("teacher_from") is not None
+        with at_hand(self.teacher if draws else None):
+            return super()._draw(*args, **kwargs)
+
+    @torch.no_grad()
+    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of tokens [B, h * w, d] in the form `output_type` asks for."""
+        return self.decode_canvas(
+            rearrange(tokens, "b (h w) d -> b d h w", h=self.transformer.grid.height), output_type
+        )
+
+    @torch.no_grad()
+    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of vectors [B, d, h, w] in the form `output_type` asks for. They are decoded as they are."""
+        if output_type == "latent":
+            return canvas
+        with at_hand(self.vq_model):
+            pictures = self.vq_model.decode_latents(canvas.to(self.vq_model.dtype)).clamp(-1, 1)
+        return self.image_processor.postprocess(pictures, output_type=output_type)

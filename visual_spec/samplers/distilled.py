@@ -1,0 +1,244 @@
+"""Decoding by students: the noise of all slots to their tokens, in one call or two (Liu et al. 2024, arXiv 2412.17153).
+
+Distilled Decoding 1. The first call maps the noise of a picture to all its tokens. A second call keeps the tokens of
+the first slots, and draws the others anew from the same noise. In between, the teacher may draw the last of the kept
+slots again, one token a call, which costs calls and brings the picture nearer to the teacher's.
+
+A student has a law of its own, which is not that of its teacher. Nothing here measures how far apart they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.distilled import DistilledModel, DistilledState
+from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.checks import check_batch_size, check_request
+from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.law import TokenLaw, non_finite
+from visual_spec.samplers.core.noise import CHAIN
+from visual_spec.samplers.core.trace import SampleResult
+from visual_spec.samplers.core.verification import draw_tokens
+
+
+@dataclass
+class StudentCache:
+    """What the calls of one decode read.
+
+    Attributes:
+        student: from the student's prefill.
+        guided: whether the teacher runs unconditional rows too.
+        teacher: its state, once it was called.
+    """
+
+    student: DistilledState
+    guided: bool
+    teacher: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the decode."""
+        return self.student.classes.device
+
+
+@dataclass
+class StudentState:
+    """A batch between two calls.
+
+    Attributes:
+        cache: see `StudentCache`.
+        noise: [B, L, D].
+        tokens: [B, L, D], of the last calls.
+        ids: long [B, r], of the slots that a second call keeps, as far as they hold codes, else 0.
+        lengths: long [B], the slots that no later call changes.
+        round: calls of `step` so far.
+        target_calls: long [B], of the student and the teacher.
+        commit_call: long [B, L], the last call that drew each slot.
+    """
+
+    cache: StudentCache
+    noise: Tensor
+    tokens: Tensor
+    ids: Tensor
+    lengths: Tensor
+    round: int
+    target_calls: Tensor
+    commit_call: Tensor
+
+
+class DistilledSampler(Sampler):
+    """Draws all slots at once, each from its own noise.
+
+    Args:
+        steps: calls of the student, 1 or 2. With 2 the second one keeps the slots below `model.restart`.
+        teacher_from: the slot from which the teacher draws again what the second call keeps, one token a call; 0: all
+            of it, and there is no first call. None: the teacher draws nothing. Needs two steps.
+
+    A call takes the `codebook`, [V, D], the code of every token as the decoder sees it, and the `teacher`, a
+    `NextTokenModel` over the same tokens. The `law` is that of the teacher; a student without a teacher takes none but
+    `TokenLaw()`, for guidance is in its weights. It returns tokens float [B, L, D]. Noise belongs to a sample and a
+    slot, so a picture depends on no batch; it is the same for one step and for two.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    takes = ("codebook", "teacher")
+    promise = "lossy"
+    counts_prefill = False
+    records_steps = False
+
+    @register_to_config
+    def __init__(self, steps: int = 1, teacher_from: int | None = None) -> None:
+        if isinstance(steps, bool) or steps not in (1, 2):
+            raise ValueError(f"steps={steps!r}; pass 1 or 2, which students are trained for.")
+        if teacher_from is None:
+            return
+        if isinstance(teacher_from, bool) or not isinstance(teacher_from, int) or teacher_from < 0:
+            raise ValueError(f"teacher_from={teacher_from!r}; pass a slot, or None for no teacher.")
+        if steps == 1:
+            raise ValueError(
+                f"teacher_from={teacher_from} with steps=1; the teacher draws what a second call keeps: pass steps=2."
+            )
+
+    @property
+    def needs_codebook(self) -> bool:
+        return True
+
+    def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
+        check_batch_size(batch_size)
+        wanted, codebook = (model.vocab_size, model.token_dim), parts.get("codebook")
+        if codebook is None or tuple(codebook.shape) != wanted:
+            given = "none" if codebook is None else f"one of shape {tuple(codebook.shape)}"
+            raise ValueError(f"codebook: {given} given; pass that of the student's tokens, {wanted}.")
+        if self.config.teacher_from is None:
+            if law != TokenLaw():
+                raise ValueError(
+                    f"{law} given, but this sampler draws with the student alone, whose law is in its weights; pass "
+                    "TokenLaw(), or let the teacher draw some slots (steps=2, teacher_from=slot)."
+                )
+        else:
+            self._check_teacher(model, law, batch_size, parts.get("teacher"))
+
+    def _check_teacher(self, model: DistilledModel, law: TokenLaw, batch_size: int, teacher: Any) -> None:
+        start, last = self.config.teacher_from, min(model.restart - 1, model.first_continuous)
+        if teacher is None:
+            raise ValueError(
+                f"teacher_from={start}, but no teacher given; pass the model that the student learned from."
+            )
+        check_request(teacher, law, batch_size)
+        if (teacher.grid, teacher.vocab_size) != (model.grid, model.vocab_size):
+            raise ValueError(
+                f"the teacher draws {teacher.grid} out of {teacher.vocab_size} tokens, and the student {model.grid} "
+                f"out of {model.vocab_size}; pass the model that the student learned from."
+            )
+        if start > last:
+            raise ValueError(
+                f"teacher_from={start}; the second call keeps slots 0 to {model.restart - 1}, and the teacher reads "
+                f"codes: pass 0 to {last}."
+            )
+
+    def prefill(
+        self, model: Any, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> StudentCache:
+        return StudentCache(model.prefill(condition, batch_size=batch_size), law.guided)
+
+    def plan(self, model: DistilledModel) -> list[tuple[str, int]]:
+        """Who makes each call, and the first slot that it draws."""
+        start, restart = self.config.teacher_from, model.restart
+        first = [] if start == 0 else [("student", 0)]
+        by_teacher = [] if start is None else [("teacher", slot) for slot in range(start, restart)]
+        return first + by_teacher + [("student", restart)] * (self.config.steps - 1)
+
+    def num_calls(self, run: Run) -> int:
+        return len(self.plan(run.model))
+
+    def prepare(self, run: Run) -> StudentState:
+        model, size, device = run.model, run.batch_size, run.device
+        slots = torch.arange(model.grid.num_tokens, device=device).expand(size, -1)
+        dtype = torch.promote_types(run.cache.student.classes.dtype, torch.float32)
+        noise = run.noise.normal(slots, model.token_dim, CHAIN, dtype=dtype)
+        zeros = torch.zeros(size, dtype=torch.long, device=device)
+        return StudentState(
+            cache=run.cache,
+            noise=noise,
+            tokens=noise.clone(),
+            ids=slots.new_zeros(size, model.restart),
+            lengths=zeros.clone(),
+            round=0,
+            target_calls=zeros.clone(),
+            commit_call=torch.zeros_like(slots),
+        )
+
+    def step(self, run: Run, state: StudentState) -> None:
+        calls = self.plan(run.model)
+        who, slot = calls[state.round]
+        if who == "student":
+            self._student(run, state, slot)
+        else:
+            self._teacher(run, state, slot)
+        # The next call of the student draws all behind the slots that it keeps.
+        behind = calls[state.round + 1 :]
+        state.lengths.fill_(behind[0][1] if behind else run.num_tokens)
+        state.round += 1
+
+    def _student(self, run: Run, state: StudentState, known: int) -> None:
+        vectors = torch.cat([state.tokens[:, :known], state.noise[:, known:]], 1)
+        answer = run.model(state.cache.student, vectors, known)
+        run.lap("model")
+        slots = torch.arange(known, known + answer.logits.shape[1], device=run.device)
+        run.law.remember(non_finite(answer.logits), slots.expand(len(vectors), -1))
+        ids = answer.logits.argmax(-1)
+        codes = run.parts["codebook"].to(vectors)[ids]
+        state.tokens = torch.cat([vectors[:, :known], codes, answer.vectors.to(vectors)], 1)
+        if known == 0:
+            kept = ids[:, : state.ids.shape[1]]
+            state.ids[:, : kept.shape[1]] = kept
+        state.target_calls += 1
+        state.commit_call[:, known:].fill_(state.round)
+
+    def _teacher(self, run: Run, state: StudentState, slot: int) -> None:
+        """Draw one slot with the teacher, given the tokens before it."""
+        teacher, cache = run.parts["teacher"], state.cache.teacher
+        before = torch.arange(slot, device=run.device).expand(len(state.ids), -1)
+        if cache is None:
+            cache = teacher.prefill(
+                run.condition, batch_size=run.batch_size, guided=run.guided, window=max(slot, 1)
+            )
+            state.cache.teacher, logits = cache, cache.logits[:, None]
+            state.target_calls += 1
+            if slot:
+                logits = teacher(cache, state.ids[:, :slot], before)[:, -1:]
+                state.target_calls += 1
+        else:
+            logits = teacher(cache, state.ids[:, slot - 1 : slot], before[:, -1:])
+            state.target_calls += 1
+        run.lap("model")
+        at = torch.full_like(state.lengths[:, None], slot)
+        drawn = draw_tokens(run.law, run.noise, logits, at, run.guided)  # [B, 1]
+        state.ids[:, slot : slot + 1] = drawn
+        state.tokens[:, slot : slot + 1] = run.parts["codebook"].to(state.tokens)[drawn]
+        state.commit_call[:, slot].fill_(state.round)
+        run.lap("verify")
+
+    def measure(self, run: Run, state: StudentState, tokens: Tensor) -> tuple[None, None]:
+        return None, None
+
+    def result(self, run: Run, state: StudentState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
+        """Tokens float [B, L, D].
+
+        Raises:
+            FloatingPointError: tokens that are not finite; names the first.
+        """
+        bad = (~tokens.isfinite().all(-1)).nonzero()
+        if len(bad):
+            sample, slot = bad[0].tolist()
+            raise FloatingPointError(
+                f"the token of sample {sample}, slot {slot} is not finite. Check the weights, or run the model in "
+                "float32 or bfloat16 if it overflows in float16."
+            )
+        return super().result(run, state, tokens, trace)
