@@ -27,15 +27,15 @@ class OrderedState(State):
 class OrderedSampler(Sampler):
     """Decodes a picture in any order: every step feeds its slots in one call, and draws all that it emits at once.
 
-    Given what was fed before, the tokens of one step are independent of each other. Near-to-far models (NAR) and models
-    of regions (PAR) are *defined* like that: in the order that a model was trained for, the samples follow the model's
-    own law exactly. A raster model defines the law of a token given *all* tokens before it, and in another order some
-    of them are missing: the result is an approximation, of unknown distance. `fidelity` says which it is, and an
-    approximation is refused unless `allow_approximate` is set.
+    Given what was fed before, the tokens of one step are independent of each other. Near-to-far models (NAR, FlashAR)
+    and models of regions (PAR) are *defined* like that: in the order that a model was trained for, the samples follow
+    the model's own law exactly. A raster model defines the law of a token given *all* tokens before it, and in another
+    order some of them are missing: the result is an approximation, of unknown distance. `fidelity` says which it is,
+    and an approximation is refused unless `allow_approximate` is set.
 
     Args:
-        order: "raster", "diagonal" (ZipAR with window 1), "nar" (near to far), "par4" or "par16" (4 or 16 regions);
-            None: the order that the model was trained for.
+        order: "raster", "diagonal" (ZipAR with window 1), "nar" or "flashar" (near to far), "par4" or "par16" (4 or 16
+            regions); None: the order that the model was trained for.
         allow_approximate: also decode models in an order that they were not trained for.
 
     Raises:

@@ -4,7 +4,8 @@ An order is a tuple of steps, the same for all samples. Step 0 is the prefill: i
 
 * `raster`: one token a call, the reference.
 * `diagonal`: a raster model along anti-diagonals (ZipAR, arXiv 2412.04062; Diagonal Decoding, 2503.14070).
-* `near_to_far`: all slots of one distance from the corner, one head a dimension (NAR, arXiv 2503.10696).
+* `near_to_far`: all slots of one distance from the corner, one head a dimension (NAR, arXiv 2503.10696). FlashAR's
+  order (2605.09430) is the same over a picture; its model merges the heads otherwise.
 * `regions`: one token of every region of the picture (PAR, arXiv 2412.15119).
 
 The rotary index of a position is the slot it is fed at. PAR's published rotary table is permuted because its cache runs
@@ -192,6 +193,10 @@ class Recipe:
     num_steps: Callable[[TokenGrid], int]
 
 
+def _diagonals(grid: TokenGrid) -> int:
+    return grid.frames + grid.height + grid.width - 2
+
+
 def _regions(count: int) -> Recipe:
     return Recipe(partial(regions, count=count), lambda grid: count + grid.num_tokens // count - 1)
 
@@ -199,7 +204,8 @@ def _regions(count: int) -> Recipe:
 ORDERS: dict[str, Recipe] = {
     RASTER_ORDER: Recipe(raster, lambda grid: grid.num_tokens),
     "diagonal": Recipe(diagonal, lambda grid: RowOrder.over(grid, 1).calls),
-    "nar": Recipe(near_to_far, lambda grid: grid.frames + grid.height + grid.width - 2),
+    "nar": Recipe(near_to_far, _diagonals),
+    "flashar": Recipe(near_to_far, _diagonals),
     "par4": _regions(4),
     "par16": _regions(16),
 }
