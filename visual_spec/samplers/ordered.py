@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import check_choice, check_flag, check_request
 from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.orders import ORDERS, Order, Step, order_of, steps_on
 from visual_spec.samplers.core.rows import check_order_model
@@ -136,6 +138,31 @@ class OrderedSampler(Sampler):
 
     def result(self, run: Run, state: OrderedState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         return super().result(run, state, tokens, trace | {"lossless": self.fidelity(run.model) == TRAINED})
+
+
+def whole_picture(run: Run, first: Tensor) -> Tensor:
+    """Draw whole samples from the drafter, in its own order: long [B, L].
+
+    Every slot is drawn with the noise that draws it in plain decoding, so where both models have similar laws, they
+    draw the same token.
+
+    Args:
+        first: long [B], the tokens of slot 0, which the target has drawn.
+
+    Raises:
+        FloatingPointError: the drafter's logits define no law.
+    """
+    sampler = OrderedSampler()
+    cache = start_drafter(run, window=sampler.window_of(run.drafter))
+    own = replace(run, model=run.drafter, cache=cache)
+    try:
+        state = sampler.prepare(own)
+        state.tokens[:, 0] = first
+        for _ in range(sampler.num_calls(own)):
+            sampler.step(own, state)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"in the drafter: {error}") from error
+    return state.tokens[:, : run.num_tokens]
 
 
 _RASTER_ADVICE = (
