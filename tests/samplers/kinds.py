@@ -17,7 +17,7 @@ from tests.samplers.test_columns import MODEL as COLUMN_MODEL
 from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
 from tests.tiny import seeded
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, OWN_ORDER, RASTER, SCALES, TREE
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
 from visual_spec.samplers.core.law import TokenLaw
@@ -94,6 +94,7 @@ KINDS = {
     RASTER: _pictures,
     TREE: _pictures,
     ORDER: _pictures,
+    OWN_ORDER: _pictures,
     COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
     MASKED: Kind(TabularMaskedModel(TokenGrid(1, 5), 3, conditions=3), _table),
     CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),

@@ -8,7 +8,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from einops import rearrange
 
-from visual_spec.models.core.calls import RASTER_TREE_ORDER
+from visual_spec.models.core.calls import OWN_ORDER, RASTER_TREE_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
@@ -62,12 +62,12 @@ class TokenImagePipeline(VisualPipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Beside `OrderedSampler` in any order stands the model's own order."""
+        """See `VisualPipeline.facts_of`. Beside `OrderedSampler` in any order stands the model's own order alone."""
         ordered = "ordered" if "allow_approximate" in sampler else None
         return PipelineFacts(
             medium="image",
             unit="tokens",
-            calls=RASTER_TREE_ORDER,
+            calls=(OWN_ORDER,) if ordered else RASTER_TREE_ORDER,
             plain_sampler=ordered or "autoregressive",
             fast_sampler=ordered or "speculative-jacobi",
             default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},

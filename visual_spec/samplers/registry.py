@@ -10,7 +10,16 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import (
+    COLUMNS,
+    CONTINUOUS,
+    MASKED,
+    ORDER,
+    OWN_ORDER,
+    RASTER,
+    SCALES,
+    TREE,
+)
 
 DRAFTER = "drafter"
 
@@ -90,7 +99,7 @@ SAMPLERS = (
     SamplerEntry(
         "ordered",
         f"{_HERE}.ordered:OrderedSampler",
-        ORDER,
+        OWN_ORDER,
         "lossless in the model's own order; in others approximate, not measured",
         settings=(),
     ),
