@@ -39,11 +39,10 @@ def chains() -> dict[str, Any]:
 
 
 def pictures() -> dict[str, Any]:
-    """Drafts from whole pictures of a near-to-far model, beside copies, from small windows to the whole picture."""
+    """Drafts from whole pictures of a near-to-far model, in the widest of the other windows and in a whole picture."""
     return {
-        f"{drafts}, window {window}": SpeculativeJacobiSampler(window, drafts=drafts)
-        for window in (256, 64, 32)
-        for drafts in ("repaired", "pictured")
+        f"pictured, window {window}": SpeculativeJacobiSampler(window, drafts="pictured")
+        for window in (64, 256)
     }
 
 
