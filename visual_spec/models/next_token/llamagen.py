@@ -491,9 +491,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         Args:
             answers: long [P, 2], negative where a head has no answer.
         """
-        share = (
-            self.hv_gate_mlp(right, below) if MERGES[self.trained_order] == GATE else 0.5
-        )  # of the right head
+        gated = MERGES[self.trained_order] == GATE
+        share = self.hv_gate_mlp(right, below) if gated else 0.5  # of the right head
         answered = (answers >= 0)[..., None]  # [P, 2, 1]
         share = answered[:, 0].to(right.dtype).where(~answered.all(1), share)
         return share * right + (1 - share) * below
