@@ -1,9 +1,10 @@
 """Count the tokens per call of Jacobi decoding with each source of drafts, beside plain decoding of the same prompts.
 
 python benchmarks/second_sources.py --prompts 200 --out benchmarks/results/shapes-second-sources.json
+python benchmarks/second_sources.py --prompts 200 --pictures shapes_nar --out benchmarks/results/shapes-pictured.json
 
-Every prompt is drawn by all samplers in turn. What was counted so far is written after each prompt, so the run may be
-stopped at any time. Only calls are counted: no times.
+Every batch of prompts is drawn by all samplers in turn; a picture's calls do not depend on the batch. What was counted
+so far is written after each batch, so the run may be stopped at any time. Only calls are counted: no times.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import torch
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.eval.files import write_atomically
 from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
@@ -36,6 +38,14 @@ def chains() -> dict[str, Any]:
     }
 
 
+def pictures() -> dict[str, Any]:
+    """Drafts from whole pictures of a near-to-far model, in the widest of the other windows and in a whole picture."""
+    return {
+        f"pictured, window {window}": SpeculativeJacobiSampler(window, drafts="pictured")
+        for window in (64, 256)
+    }
+
+
 def tokens_per_call(calls: list[int], num_tokens: int) -> dict[str, Any]:
     """The mean over all calls, and its 95 % interval from the spread of calls between pictures."""
     counts = torch.tensor(calls, dtype=torch.float64)
@@ -53,29 +63,43 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="held-out prompts to leave out")
     parser.add_argument("--guidance", type=float, default=1.5)
     parser.add_argument("--chains", action="store_true", help="drafted chains in place of Jacobi decoding")
+    parser.add_argument(
+        "--pictures", metavar="MODEL", help="drafts from whole pictures of this near-to-far model"
+    )
+    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     pipe = ImagePipeline.from_pretrained("shapes")
     pipe.set_progress_bar_config(disable=True)
-    samplers = chains() if given.chains else SAMPLERS
+    samplers = chains() if given.chains else pictures() if given.pictures else SAMPLERS
     calls: dict[str, list[int]] = {name: [] for name in samplers}
-    equal = dict.fromkeys(samplers, 0)
+    equal, agreeing = dict.fromkeys(samplers, 0), 0
     prompts = held_out_prompts(given.first + given.prompts)[given.first :]
+    painter: Any = None
+    if given.pictures:
+        painter = load_pipeline(given.pictures)
+        painter.set_progress_bar_config(disable=True)
+        pipe.drafter = painter.transformer
 
-    def draw(sampler: Any, index: int) -> Any:
+    def draw(pipe: Any, batch: range) -> Any:
+        seeds = [torch.Generator().manual_seed(given.first + index) for index in batch]
+        asked = [prompts[index] for index in batch]
+        return pipe(asked, guidance_scale=given.guidance, generator=seeds, output_type="latent")
+
+    def drawn_by(sampler: Any, batch: range) -> Any:
         pipe.sampler = sampler
-        seed = torch.Generator().manual_seed(given.first + index)
-        return pipe([prompts[index]], guidance_scale=given.guidance, generator=[seed], output_type="latent")
+        return draw(pipe, batch)
 
-    for index in range(len(prompts)):
-        plain = None if given.chains else draw(AutoregressiveSampler(), index).images
+    for start in range(0, len(prompts), given.batch_size):
+        batch = range(start, min(start + given.batch_size, len(prompts)))
+        plain = None if given.chains else drawn_by(AutoregressiveSampler(), batch).tokens
         for name, sampler in samplers.items():
-            drawn = draw(sampler, index)
-            calls[name].append(int(drawn.trace.target_calls))
-            equal[name] += plain is not None and torch.equal(drawn.images, plain)
+            drawn = drawn_by(sampler, batch)
+            calls[name] += drawn.trace.target_calls.tolist()
+            equal[name] += 0 if plain is None else int((drawn.tokens == plain).all(1).sum())
         found = {
             "guidance": given.guidance,
-            "prompts": index + 1,
+            "prompts": batch.stop,
             "first": given.first,
             "rows": {
                 name: tokens_per_call(counts, pipe.transformer.grid.num_tokens)
@@ -83,6 +107,13 @@ def main() -> None:
                 for name, counts in calls.items()
             },
         }
+        if painter is not None:
+            own = draw(painter, batch)
+            agreeing += int((own.tokens == plain).sum())
+            found["calls of a picture"] = int(own.trace.target_calls[0])
+            found["tokens of it that plain decoding draws"] = round(
+                agreeing / batch.stop / own.tokens.shape[1], 3
+            )
         write_atomically(given.out, json.dumps(found, indent=1) + "\n", overwrite=True)
 
 

@@ -19,7 +19,17 @@ from tests.exactness.test_scales_law import parts as pyramid
 from tests.exactness.test_scales_law import product_law
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
+from visual_spec.models.core.calls import (
+    ANY_ORDER,
+    COLUMNS,
+    CONTINUOUS,
+    MASKED,
+    ORDER,
+    OWN_ORDER,
+    RASTER,
+    SCALES,
+    TREE,
+)
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
@@ -85,7 +95,7 @@ def enumerated(entry: SamplerEntry) -> tuple[Enumeration, Tensor]:
     if entry.calls == COLUMNS:
         valid = CodebookPattern.delay([0, 1]).valid(2).T
         model, other = (TabularColumnModel(valid, 2, seed=seed) for seed in (0, 50))
-    elif entry.calls in (RASTER, TREE, ORDER):
+    elif entry.calls in (RASTER, TREE, ORDER, OWN_ORDER):
         model, other = (TabularModel(TokenGrid(2, 2), 3, seed=seed) for seed in (0, 100))
     else:
         raise NotImplementedError(f"no tabular model answers calls of kind {entry.calls!r}; add one here.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
+from tests.models.next_token.test_flashar import gated
+from tests.models.next_token.test_nar import straight_line
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel, TabularOrderModel
+from visual_spec.models.core.tabular import TabularModel, TabularOrderModel, TabularState
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers import ordered
 from visual_spec.samplers.core import orders
 from visual_spec.samplers.core.law import TokenLaw
@@ -21,6 +25,9 @@ from visual_spec.samplers.zipar import ZipARSampler
 
 # Of a slot: by head, the place that answers; and the slots that it sees.
 Definition = Callable[[TokenGrid, int], tuple[dict[int, int], set[int]]]
+
+
+NEAR_TO_FAR = ("nar", "flashar")
 
 
 def near_to_far(grid: TokenGrid, slot: int) -> tuple[dict[int, int], set[int]]:
@@ -102,6 +109,7 @@ CASES = [
     pytest.param("nar", TokenGrid(2, 3), 3, PLAIN, id="nar-2x3"),
     pytest.param("nar", TokenGrid(2, 2), 3, GUIDED, id="nar-2x2-guided"),
     pytest.param("nar", TokenGrid(2, 2, frames=2), 2, PLAIN, id="nar-2x2x2"),
+    pytest.param("flashar", TokenGrid(2, 3), 2, PLAIN, id="flashar-2x3"),
     pytest.param("par4", TokenGrid(2, 2), 3, PLAIN, id="par4-2x2"),
     pytest.param("par4", TokenGrid(2, 4), 2, PLAIN, id="par4-2x4"),
     pytest.param("par4", TokenGrid(4, 2), 2, GUIDED, id="par4-4x2-guided"),
@@ -109,11 +117,11 @@ CASES = [
     pytest.param("blocks2", TokenGrid(4, 2), 2, GUIDED, id="blocks2-4x2-guided"),
     pytest.param("blocks2", TokenGrid(2, 2, frames=2), 2, PLAIN, id="blocks2-2x2x2"),
 ]
-DEFINITIONS = {"nar": near_to_far, "par4": four_regions, "blocks2": blocks_of_two}
+DEFINITIONS = {"nar": near_to_far, "flashar": near_to_far, "par4": four_regions, "blocks2": blocks_of_two}
 
 
 def made(name: str, grid: TokenGrid, vocab_size: int) -> TabularOrderModel:
-    if name == "nar":
+    if name in NEAR_TO_FAR:
         return TabularOrderModel(grid, vocab_size, name, heads=3 if grid.frames > 1 else 2)
     if name == "blocks2":
         return TabularOrderModel(grid, vocab_size, name, first=(0, 1, grid.width, grid.width + 1))
@@ -134,6 +142,73 @@ def distance(name: str, grid: TokenGrid, vocab_size: int, law: TokenLaw) -> floa
 @pytest.mark.parametrize(("name", "grid", "vocab_size", "law"), CASES)
 def test_samples_follow_the_product_of_the_step_laws(name, grid, vocab_size, law):
     assert distance(name, grid, vocab_size, law) < 1e-10
+
+
+class GatedModel(torch.nn.Module):
+    """A small FlashAR network with a random gate, as a model whose state holds tokens: each call reads all anew."""
+
+    def __init__(self, side: int, vocab_size: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        sizes: dict[str, Any] = dict(dim=8, num_layers=2, num_heads=2, num_classes=1, order="flashar")
+        self.inner = LlamaGenTransformer(vocab_size=vocab_size, grid_size=side, **sizes).double()
+        for parameter in self.inner.parameters():
+            torch.nn.init.normal_(parameter)
+        self.grid, self.vocab_size, self.trained_order = self.inner.grid, vocab_size, "flashar"
+
+    def prefill(self, condition: None, *, batch_size: int, guided: bool, window: int) -> TabularState:
+        labels = torch.zeros(batch_size, dtype=torch.long)
+        logits = self.inner.prefill(labels, batch_size=batch_size, guided=False, window=1).logits
+        tokens = torch.zeros(batch_size, self.grid.num_tokens + window, dtype=torch.long)
+        return TabularState(logits, guided=guided, window=window, tokens=tokens, tables=labels)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        state: TabularState,
+        tokens: Tensor,
+        slots: Tensor,
+        *,
+        seen: Tensor,
+        predicted: Tensor,
+        answers: Tensor,
+    ) -> Tensor:
+        state.tokens.scatter_(1, slots, tokens)
+        whole = orders.order_of("flashar", self.grid).joined()
+        at = [whole.slots.tolist().index(slot) for slot in slots[0].tolist()]
+        assert torch.equal(seen[0], whole.seen[at])
+        places = answers.where(answers < 0, torch.tensor(at)[answers.clamp(min=0)] + 1)
+        heads = self.inner.teacher_forced_heads(
+            state.tokens[:, whole.slots],
+            torch.zeros(len(tokens), dtype=torch.long),
+            slots=whole.slots,
+            seen=whole.seen[:, whole.slots],
+            answers=places,
+        )
+        return self.inner.merge(*heads, places)
+
+
+def gated_law(model: GatedModel) -> Tensor:
+    """The probability of every picture: straight lines of its own forward, all slots multiplied."""
+    weights = dict(model.inner.state_dict())
+    prefix, length = weights["cls_embedding.embedding_table.weight"][[0]], model.grid.num_tokens
+    found = []
+    for tokens in itertools.product(range(model.vocab_size), repeat=length):
+        picture = torch.tensor(tokens)
+        logits = straight_line(weights, prefix, torch.ones(1).bool(), picture, gated)  # [L, V]
+        found.append(logits.log_softmax(-1)[torch.arange(length), picture].sum().exp())
+    return torch.stack(found)
+
+
+def test_samples_of_a_gated_model_follow_its_law():
+    model = GatedModel(2, 3)
+    want = gated_law(model)
+    assert float(want.sum()) == pytest.approx(1, abs=1e-10)
+    found = Enumerator(OrderedSampler(), model).run()
+    assert total_variation(found.law, want) < 1e-10 and found.calls == 3
+    for parameter in model.inner.hv_gate_mlp.parameters():
+        torch.nn.init.zeros_(parameter)  # NAR's mean
+    assert total_variation(Enumerator(OrderedSampler(), model).run().law, want) > 1e-2
 
 
 def test_the_diagonal_of_a_raster_model_has_the_law_of_zipar():

@@ -46,7 +46,7 @@ EXPECTED = {
         PipelineFacts(
             medium="image",
             unit="tokens",
-            calls=("raster", "tree", "order"),
+            calls=("raster", "tree", "order", "own order"),
             plain_sampler="autoregressive",
             fast_sampler="speculative-jacobi",
             default_settings={"guidance_scale": 3.0, "top_k": 0, "top_p": 1.0},

@@ -129,7 +129,9 @@ def test_other_samplers_refuse_a_model_of_another_order(sampler):
 
 
 def test_refuses_what_is_not_allowed():
-    with pytest.raises(ValueError, match="order='spiral'; pass one of raster, diagonal, nar, par4, par16"):
+    with pytest.raises(
+        ValueError, match="order='spiral'; pass one of raster, diagonal, nar, flashar, par4, par16"
+    ):
         OrderedSampler("spiral")
     with pytest.raises(ValueError, match="allow_approximate=1; pass True or False"):
         OrderedSampler(allow_approximate=1)  # type: ignore[arg-type]

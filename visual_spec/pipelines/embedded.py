@@ -54,7 +54,7 @@ def describe(folder: Path) -> dict[str, Any]:
     Returns:
         name; pipeline, the class name; components, {name: class name}; parameters, {name: count}; bytes of all
         weights; image_size in pixels, or None for models that do not draw; sampling_rate in Hz, or None for models that
-        do not play.
+        do not play; own_order, whether a model of tokens was trained for another order than raster order.
 
     Raises:
         FileNotFoundError: there is no model_index.json in it.
@@ -72,7 +72,20 @@ def describe(folder: Path) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for paths in weights.values() for path in paths),
         "image_size": _image_size(folder),
         "sampling_rate": _sampling_rate(folder),
+        "own_order": _own_order(folder),
     }
+
+
+def _transformer_settings(folder: Path) -> dict[str, Any]:
+    path = part_folder(folder, "transformer") / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _own_order(folder: Path) -> bool:
+    settings = _transformer_settings(folder)
+    return (
+        settings.get("_class_name") == "LlamaGenTransformer" and settings.get("order", "raster") != "raster"
+    )
 
 
 def _image_size(folder: Path) -> int | None:
@@ -80,8 +93,7 @@ def _image_size(folder: Path) -> int | None:
 
     Of a clip it is what the transformer's grid of tokens makes.
     """
-    grid = part_folder(folder, "transformer") / "config.json"
-    settings = json.loads(grid.read_text()) if grid.exists() else {}
+    settings = _transformer_settings(folder)
     frames = settings.get("num_frames", 1) > 1
     for part, setting in (("vq_model", "image_size"), ("vae", "sample_size")):
         path = part_folder(folder, part) / "config.json"

@@ -11,6 +11,8 @@ from visual_spec.pipelines.components import PIPELINES
 from visual_spec.pipelines.embedded import (
     WEIGHTS_FOLDER,
     embedded_drafters,
+    embedded_folder,
+    embedded_models,
     embedded_refiners,
     part_folder,
 )
@@ -100,12 +102,16 @@ def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:
 def load_drafter(name: str | os.PathLike, **kwargs: Any) -> Any:
     """An embedded drafter, or one in a folder written by `save_pretrained`, of the class saved there.
 
+    The name of an embedded pipeline stands for its transformer.
+
     Args:
         kwargs: for `from_pretrained`.
 
     Raises:
         ValueError: there is no drafter of this name, or the folder holds something else; says what is there.
     """
+    if os.fspath(name) in embedded_models():
+        name = part_folder(embedded_folder(os.fspath(name)), "transformer")
     return _load_part(name, "drafter", embedded_drafters(), _DRAFTERS, **kwargs)
 
 

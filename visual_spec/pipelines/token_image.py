@@ -9,7 +9,7 @@ from diffusers.image_processor import VaeImageProcessor
 from einops import rearrange
 
 from visual_spec.models.core import any_order
-from visual_spec.models.core.calls import ANY_ORDER, RASTER_TREE_ORDER
+from visual_spec.models.core.calls import ANY_ORDER, OWN_ORDER, RASTER_TREE_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
@@ -68,7 +68,7 @@ class TokenImagePipeline(VisualPipeline):
         samplers of any-order models one token a call in the same order."""
         calls, plain, fast = RASTER_TREE_ORDER, "autoregressive", "speculative-jacobi"
         if "allow_approximate" in sampler:
-            plain = fast = "ordered"
+            calls, plain, fast = (OWN_ORDER,), "ordered", "ordered"
         elif sampler.get("_class_name") in [entry.class_name for entry in fitting((ANY_ORDER,))]:
             calls, plain = (ANY_ORDER,), saved_sampler("any-order", {"order": sampler["order"]})
             fast = saved_sampler("speculative-any-order", sampler)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
@@ -40,14 +41,18 @@ from visual_spec.samplers.core.second_source import (
     CARRIED,
     CHOSEN,
     DRAFTS,
+    PICTURED,
     REPAIRED,
     UNKNOWN,
     Chosen,
+    Source,
     copies,
+    pictured,
     redrafted,
 )
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.core.window import by_rows, check_window, widest
+from visual_spec.samplers.ordered import OrderedSampler, whole_picture
 
 
 @dataclass
@@ -58,11 +63,12 @@ class JacobiState(State):
         label: the laws that the drafts were drawn from; None under acceptance "identical".
         width: slots that the next call scores, at most the window; None: the whole window.
         given: long [B, L + scratch], by slot: what the last call was fed there, `UNKNOWN` before any. Only with a
-            second source, as are the following. The last two: only with a drafter.
+            second source, as are the following.
         steady: long [B, L + scratch], by slot: how many calls in a row left the draft as it was, at most 2. Only under
-            acceptance "identical".
-        drafter_cache: the drafter's own state.
+            acceptance "identical", with "chosen" drafts.
+        drafter_cache: the drafter's own state, with "chosen" drafts, as the following.
         fed: long [B], the number of leading slots that the drafter has been fed in final form.
+        picture: long [B, L + scratch], by slot: what the drafter drew beforehand, with "pictured" drafts.
     """
 
     label: Label | None = None
@@ -71,6 +77,7 @@ class JacobiState(State):
     steady: Tensor | None = None
     drafter_cache: DecodeState | None = None
     fed: Tensor | None = None
+    picture: Tensor | None = None
 
 
 class SpeculativeJacobiSampler(ChainSampler):
@@ -104,7 +111,10 @@ class SpeculativeJacobiSampler(ChainSampler):
             below 32 saves nothing; "auto" is 32.
         drafts: who drafts a slot behind a token that has changed since the slot's draft was drawn: "carried" (nobody:
             the old draft stays, as published), "repaired" (a copy of the last token with the same two neighbours), or
-            "chosen" (a drafter, where it beats the old draft). The tokens are the same, or their law; see
+            "chosen" (a drafter, where it beats the old draft); or "pictured": a drafter draws the whole sample
+            beforehand, in its own order and with the noise of the slots. Its tokens enter the window in place of
+            `initial_draft`, and stand in for stale drafts where their neighbours agree; elsewhere as "repaired". Only
+            with acceptance "identical". The tokens are the same, or their law; see
             `visual_spec.samplers.core.second_source`. None: "repaired" with acceptance "identical", else "carried".
         redrafts: how many slots, from the first open one on, may be drafted anew; at least 1. With "chosen" each
             costs a drafter call.
@@ -134,13 +144,21 @@ class SpeculativeJacobiSampler(ChainSampler):
         if drafts is not None:
             check_choice("drafts", drafts, DRAFTS)
         check_count("redrafts", redrafts)
-        if drafts == CHOSEN:
+        if drafts == PICTURED and acceptance != "identical":
+            raise ValueError(
+                f"drafts='pictured' with acceptance={acceptance!r}; a picture was drawn with the noise that tests it, "
+                "which only acceptance 'identical' allows."
+            )
+        if drafts in (PICTURED, CHOSEN):
             self.takes, self.needs_drafter = ("codebook", "drafter", "drafter_condition"), True
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)
         if self.needs_drafter:
-            check_drafter(self, model, parts.get("drafter"))
+            drafter = parts.get("drafter")
+            check_drafter(self, model, drafter)
+            if self.drafts == PICTURED:
+                _check_painter(drafter, law, batch_size)
 
     def width(self, model: Any) -> int:
         """The most slots that a call drafts and scores: the window, or the grid if it is smaller."""
@@ -184,6 +202,9 @@ class SpeculativeJacobiSampler(ChainSampler):
         state = JacobiState.begin(run, scratch=window)
         if self.drafts != CARRIED:
             state.given = torch.full_like(state.tokens, UNKNOWN)
+        if self.drafts == PICTURED:
+            state.picture = F.pad(whole_picture(run, state.tokens[:, 0]), (0, window))
+            run.lap("draft")
         if self.drafts == CHOSEN:
             state.drafter_cache = start_drafter(run, window=window)
             state.fed = torch.zeros_like(state.lengths)
@@ -198,8 +219,11 @@ class SpeculativeJacobiSampler(ChainSampler):
         carried = Draft(state.tokens.gather(1, slots), state.label, "last call")
         if self.drafts == CARRIED:
             return carried
-        if self.drafts == REPAIRED:
+        source: Source
+        if self.drafts in (REPAIRED, PICTURED):
             source = copies(state.tokens, state.lengths, run.model.grid)
+            if state.picture is not None:
+                source = pictured(state.picture, state.tokens, run.model.grid, source)
         else:
             source = Chosen(run, state, window, self.config.coupling == "gumbel", state.steady)
         draft = redrafted(run, state, slots, carried, self.config.redrafts, source)
@@ -268,7 +292,9 @@ class SpeculativeJacobiSampler(ChainSampler):
             drafts = fresh if self.redraws else torch.where(reached, drafts, fresh)
         allowed = run.law.law.allowed or (0, run.model.vocab_size)
         kind = UNIFORM_LAW if initial_draft == UNIFORM else POINT_LAW
-        if initial_draft == UNIFORM:
+        if state.picture is not None:
+            drafts = torch.where(reached, drafts, state.picture.gather(1, slots))
+        elif initial_draft == UNIFORM:
             drafts = torch.where(reached, drafts, uniform_tokens(run.noise, slots, state.round, allowed))
         elif initial_draft != LAST_LAW:
             newest = (state.lengths - advance + width - 1)[:, None]  # [B, 1], the last slot the call reached
@@ -279,6 +305,20 @@ class SpeculativeJacobiSampler(ChainSampler):
             assert laws is not None
             rows = rows if initial_draft == LAST_LAW else torch.where(reached, rows, kind)
             state.label = Label(laws, rows, allowed)
+
+
+def _check_painter(drafter: Any, law: TokenLaw, batch_size: int) -> None:
+    """Refuse a drafter that draws no whole samples.
+
+    Raises:
+        ValueError: it reads the target's features, or has an order that is unknown.
+    """
+    if hasattr(drafter, "follow"):
+        raise ValueError(
+            f"drafts='pictured' needs a drafter that draws whole samples, and {type(drafter).__name__} reads the "
+            "target's features; pass a model of the same tokens, such as a near-to-far one, or drafts='chosen'."
+        )
+    OrderedSampler().check(drafter, law, batch_size, {})
 
 
 def check_jacobi(coupling: str, acceptance: str, initial_draft: str, graph: bool | str) -> None:

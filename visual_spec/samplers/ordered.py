@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import check_choice, check_flag, check_request
 from visual_spec.samplers.core.configuration import register_to_config
+from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.orders import ORDERS, Order, Step, order_of, steps_on
 from visual_spec.samplers.core.rows import check_order_model
@@ -28,15 +30,16 @@ class OrderedState(State):
 class OrderedSampler(Sampler):
     """Decodes a picture in any order: every step feeds its slots in one call, and draws all that it emits at once.
 
-    Given what was fed before, the tokens of one step are independent of each other. Near-to-far models (NAR) and models
-    of regions (PAR) are *defined* like that: in the order that a model was trained for, the samples follow the model's
-    own law exactly. A raster model defines the law of a token given *all* tokens before it, and in another order some
-    of them are missing: the result is an approximation, of unknown distance. `fidelity` says which it is, and an
-    approximation is refused unless `allow_approximate` is set.
+    Given what was fed before, the tokens of one step are independent of each other. Near-to-far models (NAR, FlashAR)
+    and models of regions (PAR) are *defined* like that: in the order that a model was trained for, the samples follow
+    the model's own law exactly. A raster model defines the law of a token given *all* tokens before it, and in another
+    order some of them are missing: the result is an approximation, of unknown distance. `fidelity` says which it is,
+    and an approximation is refused unless `allow_approximate` is set.
 
     Args:
-        order: "raster", "diagonal" (ZipAR with window 1), "nar" (near to far), "par4" or "par16" (4 or 16 regions),
-            "blocks2" or "blocks4" (blocks of 2 x 2 or 4 x 4 tokens); None: the order that the model was trained for.
+        order: "raster", "diagonal" (ZipAR with window 1), "nar" or "flashar" (near to far), "par4" or "par16" (4 or 16
+            regions), "blocks2" or "blocks4" (blocks of 2 x 2 or 4 x 4 tokens); None: the order that the model was
+            trained for.
         allow_approximate: also decode models in an order that they were not trained for.
 
     Raises:
@@ -148,6 +151,31 @@ class OrderedSampler(Sampler):
 
     def result(self, run: Run, state: OrderedState, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:
         return super().result(run, state, tokens, trace | {"lossless": self.fidelity(run.model) == TRAINED})
+
+
+def whole_picture(run: Run, first: Tensor) -> Tensor:
+    """Draw whole samples from the drafter, in its own order: long [B, L].
+
+    Every slot is drawn with the noise that draws it in plain decoding, so where both models have similar laws, they
+    draw the same token.
+
+    Args:
+        first: long [B], the tokens of slot 0, which the target has drawn.
+
+    Raises:
+        FloatingPointError: the drafter's logits define no law.
+    """
+    sampler = OrderedSampler()
+    cache = start_drafter(run, window=sampler.window_of(run.drafter))
+    own = replace(run, model=run.drafter, cache=cache)
+    try:
+        state = sampler.prepare(own)
+        state.tokens[:, 0] = first
+        for _ in range(sampler.num_calls(own)):
+            sampler.step(own, state)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"in the drafter: {error}") from error
+    return state.tokens[:, : run.num_tokens]
 
 
 _RASTER_ADVICE = (

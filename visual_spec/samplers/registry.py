@@ -17,6 +17,7 @@ from visual_spec.models.core.calls import (
     DISTILLED,
     MASKED,
     ORDER,
+    OWN_ORDER,
     RASTER,
     SCALES,
     TREE,
@@ -100,7 +101,7 @@ SAMPLERS = (
     SamplerEntry(
         "ordered",
         f"{_HERE}.ordered:OrderedSampler",
-        ORDER,
+        OWN_ORDER,
         "lossless in the model's own order; in others approximate, not measured",
         settings=(),
     ),

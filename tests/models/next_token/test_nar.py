@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,14 +48,24 @@ def captions(valid: list[int]) -> TextCondition:
     return TextCondition(torch.randn(len(valid), WORDS, 8, dtype=torch.float64, generator=generator), mask)
 
 
-def straight_line(weights: dict[str, Tensor], prefix: Tensor, words: Tensor, tokens: Tensor) -> Tensor:
+# What a model makes of the predictions of its right and lower head, [V] each.
+Merge = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
+
+
+def mean(weights: dict[str, Tensor], right: Tensor, below: Tensor) -> Tensor:
+    return (right + below) / 2
+
+
+def straight_line(
+    weights: dict[str, Tensor], prefix: Tensor, words: Tensor, tokens: Tensor, merge: Merge = mean
+) -> Tensor:
     """Logits [L, V] of all slots of one picture, in one pass over prefix [T, dim] and tokens [L]: no cache, no calls.
 
     Two layers before the right head, whatever follows before the lower one; two attention heads.
     """
-    size, start = prefix.shape[1] // 2, len(prefix)
+    size, start, side = prefix.shape[1] // 2, len(prefix), math.isqrt(len(tokens))
     x = torch.cat([prefix, weights["tok_embeddings.weight"][tokens]])
-    row, column = torch.arange(SIDE * SIDE) // SIDE, torch.arange(SIDE * SIDE) % SIDE
+    row, column = torch.arange(len(tokens)) // side, torch.arange(len(tokens)) % side
     mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     mask[start:, start:] = (row + column)[:, None] >= row + column
     mask[:, :start] &= words
@@ -68,17 +80,17 @@ def straight_line(weights: dict[str, Tensor], prefix: Tensor, words: Tensor, tok
         taps.append(x)
     right = straight.norm(weights, taps[1], "norm")[start - 1 :] @ weights["output.weight"].T
     below = straight.norm(weights, taps[-1], "medusa_norm")[start - 1 :] @ weights["medusa_output.weight"].T
-    found = [(right[0] + below[0]) / 2]
-    for slot in range(1, SIDE * SIDE):
-        left, up = right[slot], below[slot - SIDE + 1] if slot >= SIDE else None
+    found = [merge(weights, right[0], below[0])]
+    for slot in range(1, len(tokens)):
+        left, up = right[slot], below[slot - side + 1] if slot >= side else None
         if up is None:
             found.append(left)
         else:
-            found.append((left + up) / 2 if slot % SIDE else up)
+            found.append(merge(weights, left, up) if slot % side else up)
     return torch.stack(found)
 
 
-def expected(weights: dict[str, Tensor], condition: Any, tokens: Tensor) -> Tensor:
+def expected(weights: dict[str, Tensor], condition: Any, tokens: Tensor, merge: Merge = mean) -> Tensor:
     """`straight_line` of a batch, conditional rows, then unconditional ones: [2B, L, V]."""
     found = []
     for guided in (False, True):
@@ -93,7 +105,7 @@ def expected(weights: dict[str, Tensor], condition: Any, tokens: Tensor) -> Tens
                 inner = features @ weights["cls_embedding.cap_proj.fc1.weight"].T
                 inner = torch.nn.functional.gelu(inner, approximate="tanh")
                 prefix = inner @ weights["cls_embedding.cap_proj.fc2.weight"].T
-            found.append(straight_line(weights, prefix, words, tokens[sample]))
+            found.append(straight_line(weights, prefix, words, tokens[sample], merge))
     return torch.stack(found)
 
 
@@ -198,6 +210,6 @@ def test_refuses_calls_in_raster_order(tmp_path):
     for order, frames in (("spiral", 1), ("nar", 2)):
         with pytest.raises(
             ValueError,
-            match=f"order='{order}' of {frames} frames; pass raster, or nar, par4, par16 or any of one frame",
+            match=f"order='{order}' of {frames} frames; pass raster, or nar, flashar, par4, par16 or any of one frame",
         ):
             LlamaGenTransformer(dim=16, num_heads=2, num_layers=1, order=order, num_frames=frames)

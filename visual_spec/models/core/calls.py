@@ -4,10 +4,11 @@ RASTER = "raster"  # NextTokenModel: a window of tokens in raster order
 TREE = "tree"  # TreeModel: several continuations of one sequence
 ORDER = "order"  # OrderModel: positions out of raster order, each with its own mask
 ANY_ORDER = "any-order"  # AnyOrderModel: any slots, each asked by name
+OWN_ORDER = "own order"  # TrainedOrderModel, or an OrderModel of raster order: the steps it was trained for
 SCALES = "scales"  # ScaleModel: all tokens of a scale at once
 COLUMNS = "columns"  # ColumnModel: columns of several codebooks
 MASKED = "masked"  # MaskedModel: all hidden tokens at once
 CONTINUOUS = "continuous"  # CausalLatentModel, MaskedLatentModel: conditions of tokens that are vectors
 DISTILLED = "distilled"  # DistilledModel: all tokens of a picture from its noise
 
-RASTER_TREE_ORDER = (RASTER, TREE, ORDER)
+RASTER_TREE_ORDER = (RASTER, TREE, ORDER, OWN_ORDER)

@@ -55,7 +55,7 @@ class TrainedOrderModel(NextTokenModel, Protocol):
                 with its new token.
             predicted: long [B, P], the slots to predict.
             answers: long [P, H], for each of them the position of the call that answers with head h; -1 for none. The
-                model merges the heads that answer, NAR by their mean.
+                model merges the heads that answer, NAR by their mean, FlashAR by a learned gate.
 
         Returns:
             logits [R, P, V].

@@ -28,6 +28,9 @@ from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.trained_order import LEARNED_TOKENS, RASTER_ORDER
 from visual_spec.models.next_token import llamagen_any_order
 from visual_spec.models.next_token.llamagen_blocks import (
+    GATE,
+    MERGES,
+    HeadGate,
     RMSNorm,
     Shared,
     TransformerBlock,
@@ -118,9 +121,9 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so image tokens can
             attend to single words; a small model then learns captions far sooner.
         order: the order the model was trained for (`TrainedOrderModel`): "raster"; "nar", near to far, with a second
-            head that predicts the slot below and reads `branch_layers` more blocks than the first; "par4" or "par16",
-            regions, with learned tokens, whose keys vanish like those of the prefix; "any", RandAR's any-order model
-            (`llamagen_any_order`).
+            head that predicts the slot below and reads `branch_layers` more blocks than the first; "flashar", the same
+            with a learned gate between the heads (`HeadGate`); "par4" or "par16", regions, with learned tokens, whose
+            keys vanish like those of the prefix; "any", RandAR's any-order model (`llamagen_any_order`).
         num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
             learned embeddings of the frame, row and column of a token are added to it.
 
@@ -152,10 +155,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         branch_layers: int = 1,
     ):
         super().__init__()
-        known = (RASTER_ORDER, "nar", *LEARNED_TOKENS, ANY_ORDER)
+        known = (RASTER_ORDER, *MERGES, *LEARNED_TOKENS, ANY_ORDER)
         if order not in known or (order != RASTER_ORDER and num_frames > 1):
             raise ValueError(
-                f"order={order!r} of {num_frames} frames; pass raster, or nar, par4, par16 or any of one frame"
+                f"order={order!r} of {num_frames} frames; pass raster, or nar, flashar, par4, par16 or any of one frame"
             )
         if (num_classes is None) == (caption_dim is None):
             raise ValueError(
@@ -174,11 +177,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         hidden = feed_forward_width(dim)
         self.layers = nn.ModuleList(
             TransformerBlock(dim, num_heads, hidden, norm_eps)
-            for _ in range(num_layers + (branch_layers if order == "nar" else 0))
+            for _ in range(num_layers + (branch_layers if order in MERGES else 0))
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
-        if order == "nar":
+        if order in MERGES:
             self.medusa_norm = RMSNorm(dim, norm_eps)
             self.medusa_output = nn.Linear(dim, vocab_size, bias=False)
         if order in LEARNED_TOKENS:
@@ -195,6 +198,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         for parameter_name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in parameter_name:
                 nn.init.normal_(parameter, std=0.02)
+        if MERGES.get(order) == GATE:
+            self.hv_gate_mlp = HeadGate(vocab_size)
 
     @property
     def trained_order(self) -> str:
@@ -378,8 +383,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             mask = mask[:, None]
         features, hidden = self.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask), side)
         features = features[:, -1:]
-        nar = self.trained_order == "nar"
-        answers = torch.zeros(1, 2, dtype=torch.long, device=hidden.device) if nar else None
+        branched = self.trained_order in MERGES
+        answers = torch.zeros(1, 2, dtype=torch.long, device=hidden.device) if branched else None
         return LlamaGenState(
             logits=self._merged(features, hidden[:, -1:], answers)[:, 0],
             guided=guided,
@@ -502,22 +507,38 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _merged(self, features: Tensor, hidden: Tensor, answers: Tensor | None) -> Tensor:
-        """Return logits [R, P, V]: the mean of the heads that answer (NAR, arXiv 2503.10696), or the only one.
+        """Return logits [R, P, V] of the only head, or of the two of a near-to-far model, merged.
 
         Args:
             features: [R, W, dim], what the first head reads.
-            hidden: [R, W, dim], output of the last block, which NAR's lower head reads.
+            hidden: [R, W, dim], output of the last block, which the lower head reads.
             answers: long [P, H], the position that answers with each head, or -1; None: all, with the first head.
         """
         if answers is None:
             return self._head(features)
         if answers.shape[1] == 1:
             return self._head(features[:, answers[:, 0]])
-        heads = ((self.output, features), (self.medusa_output, self.medusa_norm(hidden)))
-        total = features.new_zeros(()).to(torch.promote_types(features.dtype, torch.float32))
-        for (head, read), position in zip(heads, answers.unbind(1), strict=True):
-            total = total + head(read[:, position.clamp(min=0)]) * (position >= 0)[:, None]
-        return total / (answers >= 0).sum(1)[:, None]
+        return self.merge(*self._two_heads(features, hidden, answers), answers)
+
+    def _two_heads(self, features: Tensor, hidden: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [R, P, V] of the right head and of the lower one; arbitrary where a head has no answer."""
+        right, below = answers.clamp(min=0).unbind(1)
+        lower = self.medusa_output(self.medusa_norm(hidden)[:, below])
+        return self._head(features[:, right]), lower.to(torch.promote_types(lower.dtype, torch.float32))
+
+    def merge(self, right: Tensor, below: Tensor, answers: Tensor) -> Tensor:
+        """Return the logits [R, P, V] of slots from what the two heads predict there, [R, P, V] each.
+
+        Where both answer: their mean (NAR), or what the gate makes of them (FlashAR).
+
+        Args:
+            answers: long [P, 2], negative where a head has no answer.
+        """
+        gated = MERGES[self.trained_order] == GATE
+        share = self.hv_gate_mlp(right, below) if gated else 0.5  # of the right head
+        answered = (answers >= 0)[..., None]  # [P, 2, 1]
+        share = answered[:, 0].to(right.dtype).where(~answered.all(1), share)
+        return share * right + (1 - share) * below
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -542,25 +563,78 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             raise ValueError(
                 f"teacher_forced scores raster order, and this model has order {self.trained_order!r}."
             )
-        prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
-        prefix = prefix_mask.shape[1]
         length = tokens.shape[1] - 1  # the last token predicts nothing
+        slots = torch.arange(length, device=tokens.device)
+        trunk, _ = self._forced(
+            tokens[:, :-1], slots, slots[:, None] >= slots, condition, dropped, hidden_tokens
+        )
+        return self._head(self.norm(trunk))
+
+    def teacher_forced_heads(
+        self,
+        tokens: Tensor,
+        condition: TextCondition | Tensor,
+        *,
+        slots: Tensor,
+        seen: Tensor,
+        answers: Tensor,
+        dropped: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits `[B, P, V]` of the right head and of the lower one, for slots of whole pictures, in one pass.
+
+        Gradients flow. What is arbitrary where a head has no answer, `merge` leaves out.
+
+        Args:
+            tokens: long `[B, N]`, those that are fed.
+            condition, dropped: as in `teacher_forced`.
+            slots: long `[N]`, where they are fed.
+            seen: bool `[N, N]`, which of them each attends to.
+            answers: long `[P, 2]`, the position that answers with each head: 0 is the last of the prefix, 1 + n the
+                n-th token, negative: none.
+
+        Raises:
+            ValueError: the model has no second head.
+        """
+        if self.trained_order not in MERGES:
+            raise ValueError(
+                f"this model has order {self.trained_order!r} and one head; only those of orders "
+                f"{' and '.join(MERGES)} have two."
+            )
+        trunk, hidden = self._forced(tokens, slots, seen, condition, dropped)
+        return self._two_heads(self.norm(trunk), hidden, answers)
+
+    def _forced(
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        seen: Tensor,
+        condition: TextCondition | Tensor,
+        dropped: Tensor | None,
+        hidden_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the first head reads before its norm, and the last block's output, `[B, 1 + N, dim]` each.
+
+        They are of the last prefix position and of `tokens [B, N]`, fed at `slots [N]`, seeing each other as
+        `seen [N, N]` says. For the rest see `teacher_forced`.
+        """
+        prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
+        prefix, length = prefix_mask.shape[1], tokens.shape[1]
         total = prefix + length
-        slots = torch.arange(length, device=tokens.device).expand(len(tokens), -1)
-        embedded = self._embed(tokens[:, :-1], slots, hidden_tokens)
+        embedded = self._embed(tokens, slots.expand(len(tokens), -1), hidden_tokens)
         hidden = torch.cat([prefix_embeddings, embedded], 1)
         table = self.rotary_table()
-        table = torch.cat([self.unturned(table).expand(prefix, -1, -1), table[:length]])[None].to(
-            tokens.device
-        )
-        turns = turns_of(table)
-        causal = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
+        table = table.to(tokens.device)
+        turns = turns_of(torch.cat([self.unturned(table).expand(prefix, -1, -1), table[slots]])[None])
+        mask = torch.ones(total, total, dtype=torch.bool, device=tokens.device).tril()
+        mask[prefix:, prefix:] = seen
         words = F.pad(prefix_mask, (0, length), value=True)
-        mask = (causal & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
-        for block in self.layers:
+        mask = (mask & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
+        trunk = hidden
+        for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden), turns)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             hidden = hidden + block.attention.attend(q, k, v, mask[:, None])
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-        return self._head(self.norm(hidden[:, prefix - 1 :]))
+            trunk = hidden if index < self.config["num_layers"] else trunk
+        return trunk[:, prefix - 1 :], hidden[:, prefix - 1 :]

@@ -1,9 +1,10 @@
-"""Official LlamaGen, NAR, PAR and RandAR checkpoint files: recognise them, check every key, build the model.
+"""Official LlamaGen, NAR, FlashAR, PAR and RandAR checkpoint files: recognise them, check every key, build the model.
 
 The keys and shapes of a file determine its architecture. A NAR file (arXiv 2503.10696) has the keys of LlamaGen, blocks
-of the lower head behind those of the trunk, and `medusa_norm` and `medusa_output`, the lower head itself. A PAR file
-(arXiv 2412.15119) has learned tokens, `spe_tok_embeddings`, one for each region but the first. A RandAR file (arXiv
-2412.01827) has one embedding for its position instructions, `pos_instruct_embeddings`.
+of the lower head behind those of the trunk, and `medusa_norm` and `medusa_output`, the lower head itself. A FlashAR
+file (2605.09430) has these and `hv_gate_mlp`, the gate between the heads. A PAR file (2412.15119) has learned tokens,
+`spe_tok_embeddings`, one for each region but the first. A RandAR file (2412.01827) has one embedding for its position
+instructions, `pos_instruct_embeddings`.
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 IMAGE_SIZES = (256, 384, 512)
 CAPTION_LENGTH, CAPTION_DIM, NUM_CLASSES = 120, 2048, 1000
 
+_BRANCHED = {"nar": "NAR", "flashar": "FlashAR"}
+
 # A size that NAR has beside those of LlamaGen.
 _NAR_M = {"M": {"num_layers": 18, "num_heads": 16, "dim": 1024}}
 
 # Keys that no model of ours has: computed from the grid, or a usage counter of training.
 _DROPPED = ("freqs_cis", "quantize.codebook_used")
+
+# FlashAR's files also hold a fixed share of the heads, which a gate supersedes. Without a gate it would count.
+_GATE, _SUPERSEDED = "hv_gate_mlp.0.weight", "hv_mix_logit"
 
 # Keys of other families' weights, and what to do with such files.
 _FOREIGN = {
@@ -105,11 +111,15 @@ def _kind(changes: Mapping[str, Any]) -> str:
     return "class-conditional" if changes.get("caption_dim") is None else "text-conditional"
 
 
-def nar_architecture(preset: str, branch_layers: int = 1, **changes: Any) -> Architecture:
-    """Return NAR's transformer of a preset, whose lower head reads `branch_layers` more blocks than the right one."""
+def branched_architecture(preset: str, order: str, branch_layers: int = 1, **changes: Any) -> Architecture:
+    """Return the transformer of order "nar" or "flashar" of a preset.
+
+    Its lower head reads `branch_layers` more blocks than the right one.
+    """
     size = {**llamagen.PRESETS, **_NAR_M}[preset]
-    config = {**size, **changes, "order": "nar", "branch_layers": branch_layers}
-    return Architecture(f"NAR-{preset}, {_kind(changes)}", LlamaGenTransformer, preset, config)
+    config = {**size, **changes, "order": order, "branch_layers": branch_layers}
+    name = f"{_BRANCHED[order]}-{preset}, {_kind(changes)}"
+    return Architecture(name, LlamaGenTransformer, preset, config)
 
 
 def par_architecture(preset: str, order: str, **changes: Any) -> Architecture:
@@ -169,7 +179,8 @@ def recognise(checkpoint: Checkpoint) -> Architecture:
 
 
 def _used(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    return {key: value for key, value in checkpoint.weights.items() if key not in _DROPPED}
+    dropped = (*_DROPPED, _SUPERSEDED) if _GATE in checkpoint.weights else _DROPPED
+    return {key: value for key, value in checkpoint.weights.items() if key not in dropped}
 
 
 def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
@@ -186,11 +197,12 @@ def _guesses(weights: Mapping[str, Tensor]) -> Iterable[Architecture]:
         elif classes is not None:
             changes |= dict(num_classes=max(1, classes.shape[0] - 1))
         if "medusa_output.weight" in weights:
-            # Deepest first: the release has one block for the lower head, and the file does not say how many.
+            # Deepest first: the lower head has few blocks of its own, and the file does not say how many.
+            order = "flashar" if _GATE in weights else "nar"
             sizes = {**llamagen.PRESETS, **_NAR_M}.items()
             for preset, size in sorted(sizes, key=lambda item: -item[1]["num_layers"]):
                 if size["dim"] == dim and size["num_layers"] < layers:
-                    yield nar_architecture(preset, layers - size["num_layers"], **changes)
+                    yield branched_architecture(preset, order, layers - size["num_layers"], **changes)
             return
         learned = weights.get("spe_tok_embeddings.special_embeddings.weight")
         orders = {count: order for order, count in LEARNED_TOKENS.items()}
@@ -324,7 +336,7 @@ def _of_kind(checkpoint: Checkpoint, model: type[ModelMixin]) -> Architecture:
 def official_defaults(model: LlamaGenTransformer) -> dict[str, Any]:
     """Return the guidance scale and top-k of the official sampling code.
 
-    NAR: scale 7.5 for text and 2.0 for classes, no top-k. PAR and RandAR: those of LlamaGen.
+    NAR: scale 7.5 for text and 2.0 for classes, no top-k. PAR, FlashAR and RandAR: those of LlamaGen.
 
     Text: scale 7.5 and top-k 1000. Classes: no top-k, and the scale of the published FID (README of LlamaGen): 2.0 for
     B and L, 1.75 for XL and XXL, 1.65 for 3B; sizes without a published scale take that of the next smaller size.

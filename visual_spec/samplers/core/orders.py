@@ -6,7 +6,8 @@ or the first block.
 * `raster`: one token a call, the reference.
 * `diagonal`: a raster model along anti-diagonals (ZipAR, arXiv 2412.04062; Diagonal Decoding, 2503.14070).
 * `near_to_far`: all slots of one distance from the corner, one head a dimension (NAR, arXiv 2503.10696); of a clip, its
-  planes of equal frame + row + column.
+  planes of equal frame + row + column. FlashAR's order (2605.09430) is the same over a picture; its model merges the
+  heads otherwise.
 * `regions`: one token of every region of the picture (PAR, arXiv 2412.15119).
 * `blocks`: all tokens of a square block (Token-Shuffle, arXiv 2504.17789).
 
@@ -227,6 +228,10 @@ class Recipe:
     num_steps: Callable[[TokenGrid], int]
 
 
+def _diagonals(grid: TokenGrid) -> int:
+    return grid.frames + grid.height + grid.width - 2
+
+
 def _regions(count: int) -> Recipe:
     return Recipe(partial(regions, count=count), lambda grid: count + grid.num_tokens // count - 1)
 
@@ -238,7 +243,8 @@ def _blocks(side: int) -> Recipe:
 ORDERS: dict[str, Recipe] = {
     RASTER_ORDER: Recipe(raster, lambda grid: grid.num_tokens),
     "diagonal": Recipe(diagonal, lambda grid: RowOrder.over(grid, 1).calls),
-    "nar": Recipe(near_to_far, lambda grid: grid.frames + grid.height + grid.width - 2),
+    "nar": Recipe(near_to_far, _diagonals),
+    "flashar": Recipe(near_to_far, _diagonals),
     "par4": _regions(4),
     "par16": _regions(16),
     "blocks2": _blocks(2),

@@ -5,6 +5,8 @@ slot. If a correction has put another token there since, the carried draft is st
 order, and a second source drafts those whose token before has changed:
 
     repaired   the token that last stood behind the same two neighbours (`copies`); no weights, no second model.
+    pictured   the token of a whole picture that the drafter drew beforehand, where that has the same two neighbours;
+               else as repaired. Slots that enter the window are drafted from it too.
     chosen     the drafter's token. Under acceptance "identical" it must also win its race by the margin that the
                carried draft deserves, by how long that has stayed the same (`NEEDED_MARGIN`).
 
@@ -30,8 +32,9 @@ from visual_spec.samplers.core.noise import REDRAFT, TOKEN
 
 CARRIED: Final = "carried"
 REPAIRED: Final = "repaired"
+PICTURED: Final = "pictured"
 CHOSEN: Final = "chosen"
-DRAFTS = (CARRIED, REPAIRED, CHOSEN)
+DRAFTS = (CARRIED, REPAIRED, PICTURED, CHOSEN)
 
 UNKNOWN: Final = -1  # a slot that no call was fed, or that has no copy
 
@@ -83,7 +86,7 @@ def copies(tokens: Tensor, lengths: Tensor, grid: TokenGrid) -> Source:
         tokens: long [B, S], by slot.
         lengths: long [B], committed slots.
     """
-    back = grid.width if grid.frames == 1 else grid.height * grid.width
+    back = _far_neighbour(grid)
     places = torch.arange(tokens.shape[1], device=tokens.device)  # [S]
     committed = (places >= back) & (places < lengths[:, None])  # [B, S]
     left, far = tokens.roll(1, 1), tokens.roll(back, 1)
@@ -94,6 +97,29 @@ def copies(tokens: Tensor, lengths: Tensor, grid: TokenGrid) -> Source:
         return tokens.gather(1, last.clamp(min=0)), None, (last >= 0) & (slot >= back)
 
     return source
+
+
+def pictured(picture: Tensor, tokens: Tensor, grid: TokenGrid, other: Source) -> Source:
+    """Return the source that takes the token of a picture, long [B, S], where that has the same two neighbours.
+
+    Args:
+        tokens: long [B, S], by slot.
+        other: the source elsewhere, without laws.
+    """
+    back = _far_neighbour(grid)
+
+    def source(slot: Tensor, before: Tensor) -> tuple[Tensor, None, Tensor]:
+        found, _, wanted = other(slot, before)
+        far = (slot - back).clamp(min=0)
+        alike = (picture.gather(1, slot - 1) == before) & (picture.gather(1, far) == tokens.gather(1, far))
+        return torch.where(alike, picture.gather(1, slot), found), None, wanted | alike
+
+    return source
+
+
+def _far_neighbour(grid: TokenGrid) -> int:
+    """How far back the second neighbour of a slot is."""
+    return grid.width if grid.frames == 1 else grid.height * grid.width
 
 
 class Chosen:

@@ -1,0 +1,209 @@
+"""FlashAR's official layout: the gate and the order, beside its own forward written out, whole and step by step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.next_token.test_llamagen_checkpoint import on_meta
+from tests.models.next_token.test_nar import (
+    CLASSES,
+    LABELS,
+    SIDE,
+    TOKENS,
+    VOCAB,
+    WORDS,
+    captions,
+    expected,
+    nar_shapes,
+    scores,
+)
+from tests.official import add_tiny_presets, random_weights
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_blocks import HeadGate
+from visual_spec.models.next_token.llamagen_checkpoint import load_transformer, official_defaults, recognise
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.orders import order_of
+from visual_spec.samplers.ordered import OrderedSampler
+
+INNER = 32
+
+
+def flashar_shapes(layers: int, dim: int, branch: int = 1, **more: Any) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of a release: those of NAR, and the gate."""
+    shapes = nar_shapes(layers, dim, branch, **more)
+    vocab_size = shapes["output.weight"][0]
+    inner = max(INNER, vocab_size // 512)
+    return shapes | {
+        "hv_gate_mlp.0.weight": (inner, 2 * vocab_size),
+        "hv_gate_mlp.2.weight": (1, inner),
+        "hv_gate_mlp.2.bias": (1,),
+    }
+
+
+@pytest.fixture(autouse=True)
+def tiny_presets(monkeypatch):
+    add_tiny_presets(monkeypatch)
+
+
+def file_of(tmp_path, **more: Any) -> tuple[dict[str, Tensor], LlamaGenTransformer]:
+    weights = random_weights(flashar_shapes(2, 16, vocab=VOCAB, **more), torch.float64)
+    for key in [key for key in weights if key.startswith("hv_gate_mlp")]:
+        weights[key] = 3 * torch.randn(
+            weights[key].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(key))
+        )
+    fixed = torch.tensor(0.7, dtype=torch.float64)  # of a run before it had a gate; nothing reads it
+    torch.save({"model": weights | {"hv_mix_logit": fixed}}, tmp_path / "flashar.pt")
+    return weights, load_transformer(tmp_path / "flashar.pt", image_size=2 * SIDE, patch_size=2)
+
+
+def gated(weights: dict[str, Tensor], right: Tensor, below: Tensor) -> Tensor:
+    """The merge, number by number, as the notes give it."""
+    both = [*right.tolist(), *below.tolist()]
+    middle = sum(both) / len(both)
+    size = (sum((value - middle) ** 2 for value in both) / len(both)) ** 0.5
+    read = [max(-6.0, min(6.0, (value - middle) / size)) for value in both]
+    inner = [
+        sum(w * x for w, x in zip(row, read, strict=True)) for row in weights["hv_gate_mlp.0.weight"].tolist()
+    ]
+    active = torch.tensor([x / (1 + math.exp(-x)) for x in inner], dtype=torch.float64)
+    logit = float(weights["hv_gate_mlp.2.weight"][0] @ active + weights["hv_gate_mlp.2.bias"][0])
+    share = 1 / (1 + math.exp(-logit))
+    return share * right + (1 - share) * below
+
+
+CASES = [
+    pytest.param(dict(classes=CLASSES), LABELS, id="classes"),
+    pytest.param(dict(caption=(WORDS, 8), branch=2), captions([4, 2, 1]), id="captions, two blocks below"),
+]
+
+
+@pytest.mark.parametrize(("more", "condition"), CASES)
+def test_one_pass_and_step_by_step_compute_what_the_layout_says(tmp_path, more, condition):
+    weights, model = file_of(tmp_path, **more)
+    assert model.trained_order == "flashar" and model.dtype == torch.float64
+    want = expected(weights, condition, TOKENS, gated)
+    order = order_of("flashar", model.grid)
+    assert len(order.steps) == 2 * SIDE - 1
+    for steps in (order.steps[1:], (order.joined(),)):
+        found = scores(model, condition, TOKENS, steps)
+        assert float((found - want).abs().max()) < 1e-12 * float(want.abs().max())
+
+
+def test_the_gate_matters_and_is_no_mean(tmp_path):
+    """The shares differ from slot to slot, on both sides of one half."""
+    weights, model = file_of(tmp_path, classes=CLASSES)
+    order = order_of("flashar", model.grid)
+    shares: list[Tensor] = []
+    gate: Any = model.hv_gate_mlp
+    gate.register_forward_hook(lambda _, __, share: shares.append(share))
+    scores(model, LABELS, TOKENS, (order.joined(),))
+    assert shares[1].shape == (6, SIDE * SIDE - 1, 1)
+    assert float(shares[1].min()) < 0.3 and float(shares[1].max()) > 0.7
+
+
+@pytest.mark.parametrize(("more", "condition"), CASES)
+def test_the_sampler_draws_plane_by_plane(tmp_path, more, condition):
+    """The likeliest tokens, found by the pass over the whole picture, plane by plane."""
+    weights, model = file_of(tmp_path, **more)
+    result = OrderedSampler()(model, condition, law=TokenLaw(guidance_scale=1.5, top_k=1), batch_size=3)
+    slots = torch.arange(SIDE * SIDE)
+    distance, tokens = slots // SIDE + slots % SIDE, torch.zeros_like(TOKENS)
+    for plane in range(2 * SIDE - 1):
+        conditional, other = expected(weights, condition, tokens, gated).chunk(2)
+        best = (other + 1.5 * (conditional - other)).argmax(-1)
+        tokens = best.where(distance == plane, tokens)
+    assert torch.equal(result.tokens, tokens)
+    assert (result.trace.target_calls == 2 * SIDE - 1).all() and result.trace.lossless
+
+
+def test_both_heads_in_one_pass_with_gradients(tmp_path):
+    """What training reads: the heads of all slots at once merge to what decoding computes."""
+    weights, model = file_of(tmp_path, caption=(WORDS, 8))
+    condition = captions([4, 2, 1])
+    whole = order_of("flashar", model.grid).joined()
+    first = torch.zeros(1, 2, dtype=torch.long)
+    answers = torch.cat([first, whole.answers.where(whole.answers < 0, whole.answers + 1)])
+    right, below = model.teacher_forced_heads(
+        TOKENS[:, whole.sources],
+        condition,
+        slots=whole.sources,
+        seen=whole.seen[:, whole.sources],
+        answers=answers,
+    )
+    want = expected(weights, condition, TOKENS, gated)[:3]
+    merged = model.merge(right, below, answers)
+    order = torch.cat([torch.zeros(1, dtype=torch.long), whole.emitted])
+    assert float((merged.detach() - want[:, order]).abs().max()) < 1e-12 * float(want.abs().max())
+    merged.sum().backward()
+    assert all(
+        parameter.grad is not None for key, parameter in model.named_parameters() if "uncond" not in key
+    )
+    dropped = model.teacher_forced_heads(
+        TOKENS[:, whole.sources],
+        condition,
+        slots=whole.sources,
+        seen=whole.seen[:, whole.sources],
+        answers=answers,
+        dropped=torch.tensor([False, True, False]),
+    )
+    merged = model.merge(*dropped, answers)
+    want[1] = expected(weights, condition, TOKENS, gated)[4]
+    assert float((merged.detach() - want[:, order]).abs().max()) < 1e-12 * float(want.abs().max())
+
+
+def test_one_head_has_no_second():
+    model = LlamaGenTransformer(dim=16, num_heads=2, num_layers=1, vocab_size=VOCAB, grid_size=SIDE)
+    one = torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ValueError, match="order 'raster' and one head; only those of orders nar and flashar"):
+        model.teacher_forced_heads(
+            TOKENS[:, :1], LABELS, slots=one, seen=torch.ones(1, 1).bool(), answers=one.expand(1, 2)
+        )
+
+
+def test_a_fresh_gate_is_the_mean_and_passes_no_gradient_to_the_heads():
+    gate, shape = HeadGate(VOCAB).double(), (2, 3, VOCAB)
+    right, below = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.equal(gate(right, below), torch.full((2, 3, 1), 0.5, dtype=torch.float64))
+    for parameter in gate.parameters():
+        torch.nn.init.constant_(parameter, 0.1)
+    gate(right, below).sum().backward()
+    assert right.grad is None and all(parameter.grad is not None for parameter in gate.parameters())
+    flat = torch.zeros(shape, dtype=torch.float64)
+    assert gate(flat, flat).isfinite().all()
+
+
+def test_a_saved_model_keeps_its_gate(tmp_path):
+    weights, model = file_of(tmp_path, classes=CLASSES, branch=2)
+    assert set(model.state_dict()) == set(weights)
+    model.save_pretrained(tmp_path / "folder")
+    again: Any = LlamaGenTransformer.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
+    steps = order_of("flashar", model.grid).steps[1:]
+    one, other = (scores(each, LABELS, TOKENS, steps) for each in (model, again))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "layers", "dim", "branch"), [("L", 24, 1024, 4), ("XL", 36, 1280, 1)])
+def test_no_key_of_a_release_is_missing_or_left_over(name, layers, dim, branch):
+    shapes = flashar_shapes(layers, dim, branch, classes=1000)
+    for more in ({}, {"hv_mix_logit": ()}):
+        architecture = recognise(on_meta({**shapes, **more, "freqs_cis": (257, 32, 2)}))
+        assert architecture.name == f"FlashAR-{name}, class-conditional" and architecture.shapes() == shapes
+        assert architecture.config["branch_layers"] == branch
+
+
+def test_a_fixed_share_without_a_gate_is_refused():
+    """It would be decoded as a mean, which it is not."""
+    with pytest.raises(
+        ValueError, match="closest is NAR-XL, class-conditional, with 1 unexpected: hv_mix_logit"
+    ):
+        recognise(on_meta({**nar_shapes(36, 1280, classes=1000), "hv_mix_logit": ()}))
+
+
+def test_defaults_are_those_of_llamagen(tmp_path):
+    _, model = file_of(tmp_path, classes=CLASSES)
+    assert official_defaults(model) == {"default_guidance_scale": 2.0, "default_top_k": 0}

@@ -1,0 +1,179 @@
+"""Training FlashAR's second head at a tiny size: where it starts, what it learns from, and that it resumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.samplers.core.orders import order_of
+from visual_spec.training import ar, flashar
+from visual_spec.training.flashar import FlashTraining, Pass, start_from_raster, train_flashar
+
+SHORT = FlashTraining(
+    steps=24, branch_steps=8, batch_size=8, scenes=16, branch_rate=0.03, learning_rate=0.03, compile=False
+)
+SIZES: dict[str, Any] = dict(
+    vocab_size=16,
+    dim=16,
+    num_layers=2,
+    num_heads=2,
+    grid_size=4,
+    prefix_length=20,
+    num_classes=None,
+    caption_dim=8,
+    zero_prefix_keys=False,
+)
+
+
+@pytest.fixture(scope="module")
+def readers() -> tuple[CaptionEncoder, VQModel]:
+    """A random caption encoder, and a random tokenizer of 4 x 4 tokens."""
+    torch.manual_seed(0)
+    encoder = CaptionEncoder(ar.shapes_vocabulary(), dim=8, num_layers=0, max_words=20)
+    vq_model = VQModel(
+        base_channels=4,
+        channel_multipliers=(1, 1, 1, 1),
+        blocks_per_level=1,
+        latent_channels=4,
+        codebook_size=16,
+        codebook_dim=4,
+        norm_groups=None,
+        image_size=32,
+    )
+    return encoder.eval(), vq_model.eval()
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch):
+    """16 tokens a picture, and few held-out ones."""
+    monkeypatch.setattr(
+        flashar, "tokenize_dataset", lambda *args, **more: ar.tokenize_dataset(*args, **{"side": 4, **more})
+    )
+    monkeypatch.setattr(flashar, "held_out_losses", partial(flashar.held_out_losses, count=8))
+
+
+def raster(**more: Any) -> LlamaGenTransformer:
+    torch.manual_seed(1)
+    return LlamaGenTransformer(**SIZES | more)
+
+
+def tiny() -> LlamaGenTransformer:
+    torch.manual_seed(2)
+    return start_from_raster(raster())
+
+
+def condition(rows: int) -> TextCondition:
+    features = torch.randn(rows, 20, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return TextCondition(features, torch.arange(20).expand(rows, -1) >= 12)
+
+
+def decoded(model: LlamaGenTransformer, tokens: Tensor, told: TextCondition) -> Tensor:
+    """Logits [B, L, V] of given tokens, from the calls of decoding."""
+    steps = order_of("flashar", model.grid).steps[1:]
+    state = model.prefill(told, batch_size=len(tokens), guided=False, window=4)
+    found = state.logits.new_full((*tokens.shape, model.vocab_size), torch.nan)
+    found[:, 0] = state.logits
+    for step in steps:
+        slots, emitted = step.slots.expand(len(tokens), -1), step.emitted.expand(len(tokens), -1)
+        seen = step.seen.expand(len(tokens), -1, -1)
+        fed = tokens[:, step.sources]
+        found[:, step.emitted] = model(state, fed, slots, seen=seen, predicted=emitted, answers=step.answers)
+    return found
+
+
+def test_the_pass_of_training_is_what_decoding_computes():
+    model = tiny().double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    tokens, told = torch.randint(16, (3, 16), generator=torch.Generator().manual_seed(4)), condition(3)
+    want, forced = decoded(model, tokens, told), Pass(model)
+    with torch.no_grad():
+        merged, _ = forced(model, tokens, told)
+        losses = forced.losses(model, tokens, told)
+    assert sorted(forced.targets.tolist()) == list(range(16))
+    torch.testing.assert_close(merged, want[:, forced.targets], rtol=0, atol=1e-12)
+    assert float(losses[0]) == pytest.approx(float(F.cross_entropy(want.mT, tokens)), abs=1e-12)
+    # With a gate that is shut, the lower head alone answers wherever it can: column 0 has it alone anyway.
+    for parameter in model.hv_gate_mlp.parameters():
+        torch.nn.init.zeros_(parameter)
+    list(model.hv_gate_mlp.parameters())[-1].data.fill_(-1000)
+    alone = decoded(model, tokens, told)
+    answered = torch.tensor([0, *range(4, 16)])
+    want_below = F.cross_entropy(alone[:, answered].mT, tokens[:, answered])
+    assert float(losses[1]) == pytest.approx(float(want_below), abs=1e-12)
+
+
+def test_it_starts_as_the_raster_model_with_its_last_block_and_head_copied():
+    one, model = raster(), tiny()
+    weights, known = model.state_dict(), one.state_dict()
+    assert model.trained_order == "flashar" and len(model.layers) == 3
+    assert all(torch.equal(weights[key], value) for key, value in known.items())
+    for key, value in known.items():
+        copied = key.replace("layers.1.", "layers.2.")
+        copied = f"medusa_{key}" if key in ("norm.weight", "output.weight") else copied
+        if copied != key:
+            assert torch.equal(weights[copied], value)
+    weights["layers.2.attention.wo.weight"].add_(1)  # a copy, not the same
+    assert torch.equal(weights["layers.1.attention.wo.weight"], known["layers.1.attention.wo.weight"])
+    with pytest.raises(ValueError, match="order 'flashar' with 2 blocks, of which 1 .* pass a raster model"):
+        start_from_raster(model)
+    with pytest.raises(ValueError, match="2 blocks, of which 3 are to be copied"):
+        start_from_raster(one, 3)
+
+
+def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(readers, tmp_path: Path):
+    encoder, vq_model = readers
+    whole = tiny()
+    record = train_flashar(whole, encoder, vq_model, SHORT, tmp_path / "whole")
+    assert record["loss"][-1][1] < record["loss"][0][1] - 0.2
+    loaded = LlamaGenTransformer.from_pretrained(tmp_path / "whole")
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[key]), key
+
+    class Interrupted(Exception):
+        pass
+
+    after = flashar.Checkpoint.after
+    for at in (5, 14):  # in each stage
+
+        def stop(checkpoint, step, total, loss, at=at, **_):
+            after(checkpoint, step, total, loss)
+            if step == at:
+                raise Interrupted
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flashar.Checkpoint, "after", stop)
+            with pytest.raises(Interrupted):
+                train_flashar(tiny(), encoder, vq_model, SHORT, tmp_path / str(at), every=4)
+        resumed = tiny()
+        train_flashar(resumed, encoder, vq_model, SHORT, tmp_path / str(at), every=4)
+        for key, value in whole.state_dict().items():
+            assert torch.equal(value, resumed.state_dict()[key]), key
+        assert not (tmp_path / str(at) / "resume.pt").exists()
+
+
+def test_at_first_only_the_branch_learns(readers, tmp_path: Path):
+    encoder, vq_model = readers
+    start, model = tiny().state_dict(), tiny()
+    train_flashar(model, encoder, vq_model, replace(SHORT, steps=8), tmp_path)
+    own = ("layers.2.", "medusa_", "hv_gate_mlp.")
+    for key, value in model.state_dict().items():
+        kind = torch.float8_e4m3fn if value.ndim == 2 else torch.float16
+        same = torch.equal(value, start[key].to(kind).float())
+        assert same == (not key.startswith(own)), key
+
+
+def test_another_order_is_refused(readers, tmp_path: Path):
+    encoder, vq_model = readers
+    with pytest.raises(ValueError, match="the model has order 'raster'; pass one of start_from_raster"):
+        train_flashar(raster(), encoder, vq_model, SHORT, tmp_path)

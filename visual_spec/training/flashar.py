@@ -1,0 +1,297 @@
+"""Train the embedded near-to-far model: FlashAR's second head on a trained raster model (arXiv 2605.09430).
+
+The model starts as the raster model, with a copy of its last blocks behind them that leads to the lower head, and a
+gate that starts at one half. At first only these learn, then all. The loss is the cross entropy of the merged
+prediction, and a little of the lower head's own. A picture is one pass under the order's own mask, so that the networks
+see in training what they see in decoding.
+
+FlashAR teaches large models at a twentieth of these rates. Here they are those of training itself: the trunk must get
+used to another mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch import Tensor
+
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.samplers.core.orders import order_of
+from visual_spec.training.ar import tokenize_dataset
+from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
+
+ORDER = "flashar"
+
+
+@dataclass(frozen=True)
+class FlashTraining:
+    """Settings of a run. In the first `branch_steps` of `steps` the trunk is frozen."""
+
+    steps: int = 1500
+    branch_steps: int = 150
+    batch_size: int = 8
+    scenes: int = 12000
+    branch_rate: float = 1e-3
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.02
+    caption_dropout: float = 0.1
+    below_weight: float = 0.05
+    bfloat16: bool = False
+    compile: bool = True
+    seed: int = 0
+
+
+@torch.no_grad()
+def start_from_raster(raster: LlamaGenTransformer, branch_layers: int = 1) -> LlamaGenTransformer:
+    """Return a model of FlashAR's order with the weights of a raster model, its last blocks and its head copied.
+
+    Raises:
+        ValueError: the model was trained for another order, or has fewer blocks.
+    """
+    layers = raster.config["num_layers"]
+    if raster.trained_order != "raster" or not 1 <= branch_layers <= layers:
+        raise ValueError(
+            f"a model of order {raster.trained_order!r} with {layers} blocks, of which {branch_layers} are to be "
+            "copied; pass a raster model, and at least one block and at most all."
+        )
+    config = {key: value for key, value in raster.config.items() if not key.startswith("_")}
+    model = LlamaGenTransformer(**config | {"order": ORDER, "branch_layers": branch_layers})
+    weights: dict[str, Tensor] = dict(raster.state_dict())
+    for index in range(layers, layers + branch_layers):
+        copied = f"layers.{index - branch_layers}."
+        for key in [key for key in weights if key.startswith(copied)]:
+            weights[key.replace(copied, f"layers.{index}.")] = weights[key]
+    weights |= {f"medusa_{name}.weight": weights[f"{name}.weight"] for name in ("norm", "output")}
+    gate = {key: value for key, value in model.state_dict().items() if key.startswith("hv_gate_mlp.")}
+    model.load_state_dict(weights | gate)
+    return model
+
+
+class Pass:
+    """All steps of the order as one pass over whole pictures.
+
+    Attributes:
+        targets: long [P], the slot of each prediction; every slot once.
+    """
+
+    def __init__(self, model: LlamaGenTransformer) -> None:
+        whole, device = order_of(ORDER, model.grid).joined().to(model.device), model.device
+        first = torch.zeros(1, dtype=torch.long, device=device)
+        self.sources, self.seen = whole.sources, whole.seen[:, whole.sources]
+        self.targets = torch.cat([first, whole.emitted])
+        # Position 0 is the prefix, where both heads predict slot 0.
+        self.answers = torch.cat(
+            [first.expand(1, 2), whole.answers.where(whole.answers < 0, whole.answers + 1)]
+        )
+
+    def __call__(
+        self, model: LlamaGenTransformer, tokens: Tensor, condition: Any, dropped: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the merged logits [B, P, V] of tokens long [B, L], and those of the lower head where it answers."""
+        right, below = model.teacher_forced_heads(
+            tokens[:, self.sources],
+            condition,
+            slots=self.sources,
+            seen=self.seen,
+            answers=self.answers,
+            dropped=dropped,
+        )
+        return model.merge(right, below, self.answers), below[:, self.answers[:, 1] >= 0]
+
+    def losses(
+        self, model: LlamaGenTransformer, tokens: Tensor, condition: Any, dropped: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the cross entropy in nats a token of the merged prediction, and of the lower head alone."""
+        merged, below = self(model, tokens, condition, dropped)
+        wanted = tokens[:, self.targets]  # [B, P]
+        alone = wanted[:, self.answers[:, 1] >= 0]
+        return F.cross_entropy(merged.mT, wanted), F.cross_entropy(below.mT, alone)
+
+
+def train_flashar(
+    model: LlamaGenTransformer,
+    encoder: CaptionEncoder,
+    vq_model: VQModel,
+    settings: FlashTraining,
+    out: Path,
+    *,
+    every: int = 100,
+) -> dict[str, Any]:
+    """Train in place, on the model's device; round to 8 bits, save in `out`, and return the record.
+
+    An interrupted run resumes from `out/resume.pt`; the finished run removes it. The tokens of the scenes are kept in
+    `out`.
+
+    Raises:
+        ValueError: the model has another order.
+    """
+    if model.trained_order != ORDER:
+        raise ValueError(f"the model has order {model.trained_order!r}; pass one of start_from_raster.")
+    torch.manual_seed(settings.seed)
+    device = model.device
+    words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
+    encoder.eval().requires_grad_(False)
+    model.train()
+    own = _branch_of(model)
+    trunk = [
+        parameter for parameter in model.parameters() if id(parameter) not in set(map(id, own.parameters()))
+    ]
+    descents = [
+        Descent(muon_and_adamw(blocks, parameters, rate, settings.weight_decay), steps, rate)
+        for blocks, parameters, rate, steps in (
+            (own["layers"], own.parameters(), settings.branch_rate, settings.branch_steps),
+            (
+                model.layers,
+                model.parameters(),
+                settings.learning_rate,
+                settings.steps - settings.branch_steps,
+            ),
+        )
+    ]
+    checkpoint = Checkpoint(
+        out / "resume.pt",
+        every,
+        asdict(settings),
+        reads=[vq_model, encoder],
+        model=model,
+        branch=descents[0],
+        whole=descents[1],
+    )
+    forced = Pass(model)
+
+    def loss_of(word_ids: Tensor, token_ids: Tensor, dropped: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
+            merged, below = forced.losses(model, token_ids, encoder(word_ids), dropped)
+        return merged + settings.below_weight * below
+
+    step_loss = torch.compile(loss_of) if settings.compile else loss_of
+    for step in range(checkpoint.resume(), settings.steps):
+        late = step >= settings.branch_steps
+        for parameter in trunk:
+            parameter.requires_grad_(late)
+        rng = np.random.default_rng((settings.seed, step))
+        chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
+        dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
+        batch = (words[chosen], tokens[chosen].long(), dropped)
+        loss = step_loss(*(part.to(device) for part in batch))
+        descents[late](loss, step - late * settings.branch_steps)
+        checkpoint.after(step, settings.steps, loss)
+    model.eval()
+    store(model, out)
+    record = {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": round(checkpoint.seconds),
+        **held_out_losses(model, encoder, vq_model),
+        "loss": checkpoint.curve,
+    }
+    write_json(out / "training.json", record)
+    checkpoint.remove()
+    return record
+
+
+def _branch_of(model: LlamaGenTransformer) -> torch.nn.ModuleDict:
+    """Return what FlashAR adds to a raster model."""
+    return torch.nn.ModuleDict(
+        {
+            "layers": torch.nn.ModuleList(list(model.layers)[model.config["num_layers"] :]),
+            "norm": model.medusa_norm,
+            "output": model.medusa_output,
+            "gate": model.hv_gate_mlp,
+        }
+    )
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: LlamaGenTransformer, encoder: CaptionEncoder, vq_model: VQModel, count: int = 400
+) -> dict[str, float]:
+    """Return the cross entropy in nats a token on held-out pictures, merged and of the lower head alone."""
+    words, tokens = tokenize_dataset(vq_model, encoder, count, 777, held_out=True, side=model.grid.width)
+    forced, found = Pass(model), []
+    for word_ids, token_ids in zip(words.split(20), tokens.split(20), strict=True):
+        told = encoder(word_ids.to(model.device))
+        found.append([loss.item() for loss in forced.losses(model, token_ids.long().to(model.device), told)])
+    merged, below = np.mean(found, 0)
+    return {"held_out_loss": round(float(merged), 4), "held_out_loss_below": round(float(below), 4)}
+
+
+@torch.no_grad()
+def store(model: LlamaGenTransformer, out: Path) -> None:
+    """Round the matrices to 8 bits (e4m3) and all else to 16, in place, and store them in `out` so."""
+    parts = {
+        key: value.detach().to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16).contiguous()
+        for key, value in model.named_parameters()
+    }
+    for key, parameter in model.named_parameters():
+        parameter.copy_(parts[key])
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_config(out)
+    config = json.loads((out / "config.json").read_text())
+    config.pop("_name_or_path", None)  # where it was trained is nobody's business
+    write_json(out / "config.json", config)
+    save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+HELP = """Train the embedded near-to-far model: `python -m visual_spec.training.flashar --shapes FOLDER --out FOLDER`.
+
+It starts from the transformer of `shapes`; tokenizer and caption encoder are those of `shapes`, and do not change.
+Afterwards `--out` holds the weights, matrices in 8 bits, and `training.json` with the loss curve and held-out losses.
+An interrupted run resumes.
+"""
+
+
+def main() -> None:
+    defaults = FlashTraining()
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--shapes", type=Path, required=True, help="folder with transformer/, vq_model/ and text_encoder/"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for weights and training.json")
+    parser.add_argument(
+        "--start-from", type=Path, help="folder of an earlier run to go on with, at a new rate"
+    )
+    names = ("steps", "branch_steps", "batch_size", "scenes", "branch_rate", "learning_rate", "seed")
+    for name in names:
+        value = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser.add_argument("--branch-layers", type=int, default=1, help="blocks that only the lower head reads")
+    parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    # 32 bits: what is stored in fewer is computed with in these.
+    raster = LlamaGenTransformer.from_pretrained(given.shapes / "transformer", torch_dtype=torch.float32)
+    encoder = CaptionEncoder.from_pretrained(given.shapes / "text_encoder", torch_dtype=torch.float32)
+    vq_model = VQModel.from_pretrained(given.shapes / "vq_model", torch_dtype=torch.float32).eval()
+    torch.manual_seed(given.seed)
+    if given.start_from is None:
+        model = start_from_raster(raster, given.branch_layers)
+    else:
+        model = LlamaGenTransformer.from_pretrained(given.start_from, torch_dtype=torch.float32)
+    settings = FlashTraining(
+        bfloat16=given.bfloat16,
+        compile=not given.no_compile,
+        **{name: getattr(given, name) for name in names},
+    )
+    for part in (model, encoder, vq_model):
+        part.to(given.device)
+    record = train_flashar(model, encoder, vq_model, settings, given.out)
+    print(json.dumps({key: record[key] for key in ("seconds", "held_out_loss", "held_out_loss_below")}))
+
+
+if __name__ == "__main__":
+    main()
