@@ -6,6 +6,7 @@ ORDER = "order"  # OrderModel: positions out of raster order, each with its own 
 SCALES = "scales"  # ScaleModel: all tokens of a scale at once
 COLUMNS = "columns"  # ColumnModel: columns of several codebooks
 MASKED = "masked"  # MaskedModel: all hidden tokens at once
+CHUNKS = "chunks"  # ChunkModel of `visual_spec.samplers.core.chunk_rollout`: chunks of frames
 CONTINUOUS = "continuous"  # CausalLatentModel, MaskedLatentModel: conditions of tokens that are vectors
 
 RASTER_TREE_ORDER = (RASTER, TREE, ORDER)
