@@ -36,6 +36,7 @@ from visual_spec.eval.speed import (
     music_sizes,
     official_sizes,
     speech_sizes,
+    video_sizes,
 )
 from visual_spec.eval.speed.call_profile import profile_calls
 from visual_spec.eval.speed.official_bench import Middle
@@ -461,6 +462,22 @@ def _speech(batch: int, dry: bool) -> dict[str, Any]:
         return dict(kind="speech-random-weights", architecture="vibevoice-1.5b", rows=_short(found))
 
     return _that_fits(rows, batch)
+
+
+def video(dry: bool) -> Parts:
+    """Wan 2.1 1.3B, causal by chunks as Self-Forcing's, with random weights: a full cache and bounded ones. A token is
+    a latent frame, a sample a chunk of three."""
+    name = "tiny" if dry else "1.3b"
+    return {f"wan-{name}-causal, batch 1": partial(_video, name, dry)}
+
+
+def _video(name: str, dry: bool) -> dict[str, Any]:
+    dtype, device = (torch.float32, "cpu") if dry else (torch.bfloat16, "cuda")
+    size = video_sizes.SIZES[name]
+    model = video_sizes.wan(size, dtype=dtype, device=choose_device(device))
+    frames, chunks = (27, 1) if dry else (45, 5)
+    rows = video_sizes.measure_chunks(model, size, batch_size=1, frames=frames, chunks=chunks)
+    return dict(kind="video-random-weights", architecture=f"wan-{name}", rows=_short(rows), batch=1)
 
 
 def _that_fits(measured: Callable[[int], dict[str, Any]], batch: int) -> dict[str, Any]:
