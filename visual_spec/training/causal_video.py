@@ -154,7 +154,7 @@ def chunk_losses(
         share, noise = uniform(), normal(clean.shape)
         level = settings.shift * share / (1 + (settings.shift - 1) * share)
         flow = causal.forward(state, (1 - level) * clean + level * noise, 1000 * level.flatten())
-        error = (flow.float() - (noise - clean)).square().mean(1) * weight  # [B, f, h, w]
+        error = (flow - (noise - clean)).square().mean(1) * weight  # [B, f, h, w]
         rows = error.mean((1, 2, 3)) / weight.mean((1, 2, 3))
         learned = torch.ones_like(rows) if index else (~cut).to(rows)
         losses.append((rows * learned).sum() / learned.sum().clamp_min(1))
