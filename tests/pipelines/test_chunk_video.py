@@ -1,5 +1,7 @@
 """Clips of any length from prompts, by a tiny causal Wan: against the loop itself, by policy, saved, and refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +39,7 @@ def test_clips_are_those_of_the_loop_made_large(pipe):
     causal = CausalWan(pipe.transformer, Full())
     schedule = ChunkSchedule(2, (1000, 750, 500, 250), 3.0)
     embeds = pipe.text_encoder([PROMPT] * 2).features.detach()
-    size = dict(num_frames=6, height=16, width=16)
+    size: Any = dict(num_frames=6, height=16, width=16)
     latents, _ = roll_out(causal, embeds, schedule=schedule, generator=seeds(1, 2), **size)
     causal.release()
     assert torch.equal(drawn.latents, latents)

@@ -156,6 +156,21 @@ class ChunkVideoPipeline(VisualPipeline):
         """Frames of the clips that the transformer was trained on."""
         return self.config["training_frames"]
 
+    def make_schedule(
+        self, steps: int | tuple[float, ...] | None = None, shift: float | None = None
+    ) -> ChunkSchedule:
+        """The steps of a chunk, from the arguments of `__call__`.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        asked: Any = self.config["default_steps"] if steps is None else steps
+        if isinstance(asked, int):
+            check_count("steps", asked)
+            asked = tuple(1000 * left / asked for left in range(asked, 0, -1))
+        level_shift = self.config["default_shift"] if shift is None else shift
+        return ChunkSchedule(self.config["chunk"], tuple(asked), level_shift)
+
     def check_inputs(
         self,
         prompt: str | list[str],
@@ -225,12 +240,7 @@ class ChunkVideoPipeline(VisualPipeline):
         num_frames = self.training_frames if num_frames is None else num_frames
         asked = config["default_policy"] if policy is None else policy
         chosen = read_text(asked) if isinstance(asked, str) else asked
-        steps = config["default_steps"] if steps is None else steps
-        if isinstance(steps, int):
-            check_count("steps", steps)
-            steps = tuple(1000 * left / steps for left in range(steps, 0, -1))
-        shift = config["default_shift"] if shift is None else shift
-        schedule = ChunkSchedule(config["chunk"], tuple(steps), shift)
+        schedule = self.make_schedule(steps, shift)
         self.check_inputs(
             prompt,
             num_frames=num_frames,

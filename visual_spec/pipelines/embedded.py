@@ -78,8 +78,11 @@ def describe(folder: Path) -> dict[str, Any]:
 def _image_size(folder: Path) -> int | None:
     """Side of the pictures of a tokenizer: its setting, or what the scales and levels of a multi-scale one make.
 
-    Of a clip it is what the transformer's grid of tokens makes.
+    Of a clip it is what the transformer's grid of tokens makes, or what small frames are enlarged to.
     """
+    index = json.loads((folder / "model_index.json").read_text())
+    if "frame_size" in index:
+        return index["frame_size"] * index["scale"]
     grid = part_folder(folder, "transformer") / "config.json"
     settings = json.loads(grid.read_text()) if grid.exists() else {}
     frames = settings.get("num_frames", 1) > 1

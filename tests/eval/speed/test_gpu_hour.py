@@ -224,7 +224,7 @@ def test_settings_of_the_real_run_are_read(monkeypatch):
     parser = bench.argparse.ArgumentParser()
     bench.add_arguments(parser)
     read = [parser.parse_args(options) for options in asked]
-    assert len(read) == 8 + 6 + 3
+    assert len(read) == 9 + 6 + 3
     for args in read:
         bench._check_numbers(args)
         if not args.random_weights:

@@ -305,7 +305,7 @@ def near_ties(pipe: Any, setting: Setting, prompts: list[str], tokens: Tensor) -
 
 
 def embedded_models(dry: bool) -> Parts:
-    """`bench` of `shapes`, `shapes_var`, and `tunes` beside `tunes_masked`."""
+    """`bench` of `shapes`, `shapes_var`, `tunes` beside `tunes_masked`, and `motion`."""
     if dry:
         options = [
             "--runs",
@@ -329,6 +329,7 @@ def embedded_models(dry: bool) -> Parts:
     shapes = ["--samplers", "speculative-jacobi", "--windows", "16", "32", "64"]
     scales = ["--samplers", *(f"scale-wise:num_draft_scales={text}" for text in ("7", "all,cache_share=0.1"))]
     tunes = ["--masked", "tunes_masked", "--samplers", "column-jacobi:window=4", "drafted-columns"]
+    clips = ["--samplers", "speculative-jacobi:window=128,initial_draft=previous_frame"]
     for model, samplers, dtype, batch in (
         ("shapes", shapes, "float32", 1),
         ("shapes", shapes, "bfloat16", 1),
@@ -338,6 +339,7 @@ def embedded_models(dry: bool) -> Parts:
         ("shapes", shapes, "bfloat16", 64),
         ("shapes_var", scales, "bfloat16", 64),
         ("tunes", tunes, "float32", 64),
+        ("motion", clips, "float32", 1),
     ):
         options = ["--model", model, *samplers, "--dtype", dtype, "--batch-sizes", str(batch)]
         parts[f"{model}, {dtype}, batch {batch}"] = partial(_bench, [*options, "--without-no-cache"])
