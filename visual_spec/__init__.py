@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.pipelines.accelerate import accelerate, restore, summary
     from visual_spec.pipelines.amused_image import AmusedImagePipeline
     from visual_spec.pipelines.audio import AudioPipeline
+    from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.distilled_image import DistilledImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
@@ -56,6 +57,7 @@ __version__ = "0.1.0"
 _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "AmusedImagePipeline": "visual_spec.pipelines.amused_image",
     "AudioPipeline": "visual_spec.pipelines.audio",
+    "ChunkVideoPipeline": "visual_spec.pipelines.chunk_video",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "DistilledImagePipeline": "visual_spec.pipelines.distilled_image",
     "ImagePipeline": "visual_spec.pipelines.image",

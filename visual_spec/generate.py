@@ -18,7 +18,7 @@ from typing import Any
 
 from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
 from visual_spec.eval.tables import plain_table
-from visual_spec.models.core.calls import COLUMNS, MASKED
+from visual_spec.models.core.calls import CHUNKS, COLUMNS, MASKED
 
 SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
 _CONTROL = ("control", "control_strength")
@@ -302,7 +302,13 @@ def _medium(args: argparse.Namespace) -> Medium:
     else:
         from visual_spec.pipelines.loading import read_facts
 
-        name = read_facts(args.model).medium
+        facts = read_facts(args.model)
+        if CHUNKS in facts.calls:
+            raise ValueError(
+                f"{args.model} draws clips chunk by chunk and has no sampler of tokens; use Python: "
+                f"visual_spec.ChunkVideoPipeline.from_pretrained({args.model!r})."
+            )
+        name = facts.medium
     if args.video and name != "video":
         raise ValueError(
             f"{args.model} draws no clips; leave --video out, or name a model that does, as motion."

@@ -82,6 +82,26 @@ class ClipFacts:
 
 
 @dataclass(frozen=True)
+class FrameObject:
+    """One object of a frame. `shape`, `size`: those that fit best, None for a patch that is none of `SHAPES`. `x`, `y`:
+    its centre in pixels."""
+
+    shape: str | None
+    colour: str
+    size: str | None
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class FrameFacts:
+    """What one frame shows. `background` is None if it is none of the known."""
+
+    objects: tuple[FrameObject, ...]
+    background: str | None
+
+
+@dataclass(frozen=True)
 class _Sighting:
     """A patch in one frame: its best fit to each kind `[12]`, and the centres `[12, 2]` of these fits."""
 
@@ -97,28 +117,24 @@ def parse_clip(frames: np.ndarray | Sequence[Image.Image]) -> ClipFacts:
         ValueError: a wrong shape, fewer than two frames, or frames that are not square.
     """
     pixels = _as_pixels(frames)
-    seen: dict[bytes, tuple[list[tuple[str, _Sighting]], tuple[str | None, int | None]]] = {}
-    sightings, grounds = [], []
-    for frame in pixels:
-        key = frame.tobytes()
-        if key not in seen:  # most frames of a still scene are equal
-            colour_of, shade = classify_pixels(frame.astype(np.float32))
-            patches = colour_patches(colour_of, shade)
-            found = [(colour, mask, _sight(colour, mask)) for colour, mask in patches]
-            seen[key] = (
-                [
-                    (_COLOURS[colour - len(_BACKGROUNDS)], sighting)
-                    for colour, mask, sighting in found
-                    # A thin patch of no known shape is an edge between colours, not an object.
-                    if sighting.fits.max() >= _MINIMUM_FIT or shrink(mask, 2).any()
-                ],
-                _read_ground(colour_of, shade),
-            )
-        sightings.append(seen[key][0])
-        grounds.append(seen[key][1])
-    tracks = _tracks(sightings)
+    read = _read_frames(pixels)
+    tracks = _tracks([sightings for sightings, _ in read])
     objects = [_read_track(colour, track, len(pixels)) for colour, track in tracks]
-    return ClipFacts(tuple(objects), *_read_grounds(grounds))
+    return ClipFacts(tuple(objects), *_read_grounds([ground for _, ground in read]))
+
+
+def parse_frames(frames: np.ndarray | Sequence[Image.Image]) -> list[FrameFacts]:
+    """Read every frame by itself, of a clip as long as one likes. Arguments and errors as for `parse_clip`."""
+    found = []
+    for sightings, (background, _) in _read_frames(_as_pixels(frames)):
+        objects = []
+        for colour, sighting in sightings:
+            best = int(sighting.fits.argmax())
+            shape, size = _KINDS[best] if sighting.fits[best] >= _MINIMUM_FIT else (None, None)
+            x, y = sighting.centres[best].tolist()
+            objects.append(FrameObject(shape, colour, size, x, y))
+        found.append(FrameFacts(tuple(objects), background))
+    return found
 
 
 def _as_pixels(frames: np.ndarray | Sequence[Image.Image]) -> np.ndarray:
@@ -147,6 +163,28 @@ def _as_pixels(frames: np.ndarray | Sequence[Image.Image]) -> np.ndarray:
 
 
 # -- one frame -------------------------------------------------------------------------------------------------------
+
+
+def _read_frames(
+    pixels: np.ndarray,
+) -> list[tuple[list[tuple[str, _Sighting]], tuple[str | None, int | None]]]:
+    """Return the colours and sightings of objects, and the background, of every frame `[T, 64, 64, 3]`."""
+    seen: dict[bytes, tuple[list[tuple[str, _Sighting]], tuple[str | None, int | None]]] = {}
+    for frame in pixels:
+        if frame.tobytes() in seen:  # most frames of a still scene are equal
+            continue
+        colour_of, shade = classify_pixels(frame.astype(np.float32))
+        found = [(colour, mask, _sight(colour, mask)) for colour, mask in colour_patches(colour_of, shade)]
+        seen[frame.tobytes()] = (
+            [
+                (_COLOURS[colour - len(_BACKGROUNDS)], sighting)
+                for colour, mask, sighting in found
+                # A thin patch of no known shape is an edge between colours, not an object.
+                if sighting.fits.max() >= _MINIMUM_FIT or shrink(mask, 2).any()
+            ],
+            _read_ground(colour_of, shade),
+        )
+    return [seen[frame.tobytes()] for frame in pixels]
 
 
 @cache

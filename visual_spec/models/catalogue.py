@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, DISTILLED, MASKED, RASTER_TREE_ORDER, SCALES
+from visual_spec.models.core.calls import (
+    CHUNKS,
+    COLUMNS,
+    CONTINUOUS,
+    DISTILLED,
+    MASKED,
+    RASTER_TREE_ORDER,
+    SCALES,
+)
 
 
 @dataclass(frozen=True)
@@ -293,6 +301,7 @@ EXTRAS = {
 PIPELINES = {
     "ImagePipeline": RASTER_TREE_ORDER,
     "VideoPipeline": RASTER_TREE_ORDER,
+    "ChunkVideoPipeline": (CHUNKS,),
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
     "DistilledImagePipeline": (DISTILLED,),

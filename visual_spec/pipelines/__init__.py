@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.amused_image import AmusedImagePipeline
     from visual_spec.pipelines.audio import AudioPipeline
     from visual_spec.pipelines.base import VisualPipeline
+    from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.distilled_image import DistilledImagePipeline
     from visual_spec.pipelines.image import ImagePipeline
@@ -41,6 +42,7 @@ __all__ = [
     "AmusedImagePipeline",
     "AudioPipeline",
     "AudioPipelineOutput",
+    "ChunkVideoPipeline",
     "ClassImagePipeline",
     "DistilledImagePipeline",
     "ImagePipeline",

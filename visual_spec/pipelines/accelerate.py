@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from visual_spec.models.core.calls import CHUNKS
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler  # noqa: F401
 from visual_spec.samplers.registry import by_name, sampler_class
@@ -38,6 +39,11 @@ def accelerate(pipe: Any, sampler: Any = None) -> Any:
         ValueError: an unknown sampler name, or a sampler that drafts with a model that the pipeline does not have.
     """
     adapter = _adapter(pipe)
+    if adapter is None and CHUNKS in pipe.calls:
+        raise TypeError(
+            f"{type(pipe).__name__} has no sampler to swap; name the policy of its cache in the call, as "
+            "pipe(prompt, policy='sliding:window=8')."
+        )
     if sampler is None:
         sampler = _fast_sampler(pipe) if adapter is None else adapter.FAST_SAMPLER
     if isinstance(sampler, str):

@@ -22,6 +22,7 @@ __all__ = ["{name}"]
 _TAGS = {
     "AmusedImagePipeline": "text-to-image",
     "AudioPipeline": "text-to-audio",
+    "ChunkVideoPipeline": "text-to-video",
     "ImagePipeline": "text-to-image",
     "InfinityPipeline": "text-to-image",
     "MageImagePipeline": "unconditional-image-generation",

@@ -46,6 +46,7 @@ COMPONENTS = {  # beside the samplers, which their registry names
 PIPELINES = {
     "AmusedImagePipeline": "visual_spec.pipelines.amused_image",
     "AudioPipeline": "visual_spec.pipelines.audio",
+    "ChunkVideoPipeline": "visual_spec.pipelines.chunk_video",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "DistilledImagePipeline": "visual_spec.pipelines.distilled_image",
     "ImagePipeline": "visual_spec.pipelines.image",

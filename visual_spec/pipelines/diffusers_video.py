@@ -55,6 +55,18 @@ def read_text(text: str) -> Any:
     return POLICIES[name](**settings)
 
 
+def check_policy(policy: Any) -> None:
+    """Refuse what is no policy of a cache.
+
+    Raises:
+        TypeError: names those that are.
+    """
+    for given in getattr(policy, "policies", (policy,)):
+        if not isinstance(given, tuple(POLICIES.values())):
+            names = ", ".join(kind.__name__ for kind in (*POLICIES.values(), HeadBudgets))
+            raise TypeError(f"policy is a {type(given).__name__}; pass its text, or one of {names}.")
+
+
 def accelerate(model_or_pipeline: Any, policy: Any) -> Any:
     """Make a Wan causal, with a cache of this policy. Calling it again swaps the policy.
 
@@ -77,10 +89,7 @@ def accelerate(model_or_pipeline: Any, policy: Any) -> Any:
         raise TypeError(
             f"cannot make a {type(model_or_pipeline).__name__} causal; pass a WanTransformer3DModel or a WanPipeline."
         )
-    for given in getattr(policy, "policies", (policy,)):
-        if not isinstance(given, tuple(POLICIES.values())):
-            names = ", ".join(kind.__name__ for kind in (*POLICIES.values(), HeadBudgets))
-            raise TypeError(f"policy is a {type(given).__name__}; pass its text, or one of {names}.")
+    check_policy(policy)
     if getattr(model_or_pipeline, "transformer_2", None) is not None:
         raise ValueError("this pipeline has two transformers (Wan 2.2); pass one of Wan 2.1.")
     CausalWan.check_model(transformer, policy)

@@ -91,8 +91,11 @@ def _own_order(folder: Path) -> bool:
 def _image_size(folder: Path) -> int | None:
     """Side of the pictures of a tokenizer: its setting, or what the scales and levels of a multi-scale one make.
 
-    Of a clip it is what the transformer's grid of tokens makes.
+    Of a clip it is what the transformer's grid of tokens makes, or what small frames are enlarged to.
     """
+    index = json.loads((folder / "model_index.json").read_text())
+    if "frame_size" in index:
+        return index["frame_size"] * index["scale"]
     settings = _transformer_settings(folder)
     frames = settings.get("num_frames", 1) > 1
     for part, setting in (("vq_model", "image_size"), ("vae", "sample_size")):

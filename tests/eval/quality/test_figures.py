@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from visual_spec.eval.quality.figures import setting_figures
+from visual_spec.eval.quality.figures import picture_sheet, setting_figures, thumbnails
 from visual_spec.eval.quality.samples import Samples
 from visual_spec.eval.settings import parse_setting
 from visual_spec.samplers.core.law import TokenLaw
@@ -50,3 +51,12 @@ def test_identical_follows_the_precision_of_the_draws(text, promises, identical)
     # The count is told in any precision.
     same = None if "exact," in text or "acceptance" in text else 2
     assert found["identical_samples"] == same
+
+
+def test_clips_show_four_frames_on_the_sheet():
+    clips = np.arange(2 * 16, dtype=np.uint8).reshape(2, 16, 1, 1, 1) * np.ones((4, 5, 3), np.uint8)
+    found = thumbnails(SimpleNamespace(medium="video"), clips)
+    assert found.shape == (2, 8, 10, 3)
+    assert found[1, ::4, ::5, 0].tolist() == [[16, 21], [26, 31]]  # frames 0, 5, 10 and 15 of the second clip
+    assert (found[1, :4, 5:] == 21).all()
+    assert picture_sheet({"true scenes": found}).width > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import tiny_pipeline, tiny_transformer
+from tests.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
 from visual_spec.data import shapes
 from visual_spec.eval import draws, files, machine
 from visual_spec.eval.intervals import quantiles, ratio_with_error
@@ -118,6 +118,18 @@ def test_the_table_follows_from_the_raw_numbers(model, capsys, tmp_path):
     ]
     assert [shown["same as plain"] for shown in table if shown["sampler"] == NAME] == ["5 of 5", "10 of 10"]
     assert all(shown["same as plain"] == "-" for shown in table if "exact" in shown["sampler"])
+
+
+def test_clips_are_timed_by_captions_of_clips(capsys, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        token_bench.motion, "held_out_prompts", lambda count: asked.append(count) or PROMPTS[:count]
+    )
+    tiny_video_pipeline().save_pretrained(tmp_path)
+    options = ("--prompts", "1", "--batch-sizes", "1", "--warmup", "0", "--without-no-cache")
+    document, rows = run(capsys, tmp_path, "--samplers", "speculative-jacobi:window=4", *options)
+    assert asked and [row["name"] for row in document["rows"]][0] == "autoregressive"
+    assert document["environment"]["picture_ms"] > 0 and len(rows) == len(document["rows"]) > 1
 
 
 def test_a_round_decodes_its_own_prompts_and_seeds_with_every_sampler():

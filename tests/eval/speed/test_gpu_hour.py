@@ -165,7 +165,7 @@ def test_the_essential_stages_fit_into_half_an_hour():
 
 
 def test_stages_are_chosen_by_name():
-    assert [stage.name for stage in gpu_hour.chosen_stages("5, 1,5a")] == ["5a", "5b", "5c", "5d", "1"]
+    assert [stage.name for stage in gpu_hour.chosen_stages("5, 1,5a")] == ["5a", "5b", "5c", "5d", "5e", "1"]
     assert gpu_hour.chosen_stages(None) == list(STAGES)
     with pytest.raises(ValueError, match="no stage '9'; pass some of 1, 2, 3"):
         gpu_hour.chosen_stages("9")
@@ -224,7 +224,7 @@ def test_settings_of_the_real_run_are_read(monkeypatch):
     parser = bench.argparse.ArgumentParser()
     bench.add_arguments(parser)
     read = [parser.parse_args(options) for options in asked]
-    assert len(read) == 8 + 6 + 3
+    assert len(read) == 9 + 6 + 3
     for args in read:
         bench._check_numbers(args)
         if not args.random_weights:

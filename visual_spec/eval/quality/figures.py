@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
@@ -244,9 +245,16 @@ def clock_figures(
 
 
 def thumbnails(pipe: Any, samples: np.ndarray, side: int = 96) -> np.ndarray:
-    """Pictures as they are, and of clips [N, samples] log mel spectrograms: uint8 [N, H, W, 3]."""
+    """Samples at a glance, uint8 [N, H, W, 3].
+
+    Pictures as they are; of clips of frames [N, T, h, w, 3] four frames in two rows, the first and the last among them;
+    of clips of sound [N, samples] log mel spectrograms.
+    """
     if pipe.medium == "image":
         return samples
+    if pipe.medium == "video":
+        places = np.linspace(0, samples.shape[1] - 1, 4).round().astype(int)
+        return rearrange(samples[:, places], "n (a b) h w c -> n (a h) (b w) c", a=2)
     return np.stack([np.asarray(mel_picture(clip, pipe.sampling_rate, side, side)) for clip in samples])
 
 

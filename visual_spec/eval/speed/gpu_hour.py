@@ -66,6 +66,7 @@ STAGES = (
     Stage("5b", "official sizes, scales and music", f"{_HERE}:other_sizes", 240),
     Stage("5c", "official sizes, continuous tokens", f"{_HERE}:latent_sizes", 420, essential=False),
     Stage("5d", "official sizes, a speech model of transformers", f"{_HERE}:speech", 150, essential=False),
+    Stage("5e", "official sizes, causal video", f"{_HERE}:video", 180, essential=False),
     Stage("6", "bandwidth of the kernels", f"{_HERE}:kernel_bandwidth", 90),
     Stage("7", "where the time of a call goes", f"{_HERE}:call_profiles", 90),
 )
@@ -81,7 +82,7 @@ def chosen_stages(text: str | None, stages: Sequence[Stage] = STAGES) -> list[St
         return list(stages)
     found: list[Stage] = []
     for name in (part.strip() for part in text.split(",")):
-        fitting = [stage for stage in stages if name in (stage.name, stage.name.rstrip("abcd"))]
+        fitting = [stage for stage in stages if name in (stage.name, stage.name.rstrip("abcde"))]
         if not fitting:
             raise ValueError(
                 f"--stages {text}: no stage {name!r}; pass some of {', '.join(s.name for s in stages)}"

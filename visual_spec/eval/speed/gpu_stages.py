@@ -36,6 +36,7 @@ from visual_spec.eval.speed import (
     music_sizes,
     official_sizes,
     speech_sizes,
+    video_sizes,
 )
 from visual_spec.eval.speed.call_profile import profile_calls
 from visual_spec.eval.speed.official_bench import Middle
@@ -304,7 +305,7 @@ def near_ties(pipe: Any, setting: Setting, prompts: list[str], tokens: Tensor) -
 
 
 def embedded_models(dry: bool) -> Parts:
-    """`bench` of `shapes`, `shapes_var`, and `tunes` beside `tunes_masked`."""
+    """`bench` of `shapes`, `shapes_var`, `tunes` beside `tunes_masked`, and `motion`."""
     if dry:
         options = [
             "--runs",
@@ -328,6 +329,7 @@ def embedded_models(dry: bool) -> Parts:
     shapes = ["--samplers", "speculative-jacobi", "--windows", "16", "32", "64"]
     scales = ["--samplers", *(f"scale-wise:num_draft_scales={text}" for text in ("7", "all,cache_share=0.1"))]
     tunes = ["--masked", "tunes_masked", "--samplers", "column-jacobi:window=4", "drafted-columns"]
+    clips = ["--samplers", "speculative-jacobi:window=128,initial_draft=previous_frame"]
     for model, samplers, dtype, batch in (
         ("shapes", shapes, "float32", 1),
         ("shapes", shapes, "bfloat16", 1),
@@ -337,6 +339,7 @@ def embedded_models(dry: bool) -> Parts:
         ("shapes", shapes, "bfloat16", 64),
         ("shapes_var", scales, "bfloat16", 64),
         ("tunes", tunes, "float32", 64),
+        ("motion", clips, "float32", 1),
     ):
         options = ["--model", model, *samplers, "--dtype", dtype, "--batch-sizes", str(batch)]
         parts[f"{model}, {dtype}, batch {batch}"] = partial(_bench, [*options, "--without-no-cache"])
@@ -461,6 +464,22 @@ def _speech(batch: int, dry: bool) -> dict[str, Any]:
         return dict(kind="speech-random-weights", architecture="vibevoice-1.5b", rows=_short(found))
 
     return _that_fits(rows, batch)
+
+
+def video(dry: bool) -> Parts:
+    """Wan 2.1 1.3B, causal by chunks as Self-Forcing's, with random weights: a full cache and bounded ones. A token is
+    a latent frame, a sample a chunk of three."""
+    name = "tiny" if dry else "1.3b"
+    return {f"wan-{name}-causal, batch 1": partial(_video, name, dry)}
+
+
+def _video(name: str, dry: bool) -> dict[str, Any]:
+    dtype, device = (torch.float32, "cpu") if dry else (torch.bfloat16, "cuda")
+    size = video_sizes.SIZES[name]
+    model = video_sizes.wan(size, dtype=dtype, device=choose_device(device))
+    frames, chunks = (27, 1) if dry else (45, 5)
+    rows = video_sizes.measure_chunks(model, size, batch_size=1, frames=frames, chunks=chunks)
+    return dict(kind="video-random-weights", architecture=f"wan-{name}", rows=_short(rows), batch=1)
 
 
 def _that_fits(measured: Callable[[int], dict[str, Any]], batch: int) -> dict[str, Any]:

@@ -236,6 +236,7 @@ _TABLES: dict[str, Callable[[Sequence[Part]], str]] = {
     "5b": _bench,
     "5c": _bench,
     "5d": _bench,
+    "5e": _bench,
     "6": _kernels,
     "7": _profiles,
 }

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from visual_spec.data import motion
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.eval.defaults import ModelSettings, with_setting
 from visual_spec.eval.intervals import quantiles
@@ -92,18 +94,24 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
 
 def prompts_of(pipe: Any, count: int) -> list[str]:
     """What is drawn: captions that no trainer has seen, or of a class-conditional pipeline the classes in turn."""
+    if pipe.medium == "video":
+        return motion.held_out_prompts(count)
     classes = getattr(pipe, "num_classes", None)
     return held_out_prompts(count) if classes is None else [str(i % classes) for i in range(count)]
 
 
 def machine_facts(pipe: Any) -> dict[str, float]:
     """`copy_bandwidth` in bytes per second, `matmul_flops` in operations per second, and `picture_ms`, milliseconds
-    from tokens to pixels of one image."""
+    from tokens to pixels of one image or clip."""
+    # A clip is decoded frame by frame.
+    decode = (
+        partial(pipe.decode_tokens, output_type="pt")
+        if pipe.medium == "video"
+        else pipe.vq_model.decode_tokens
+    )
     tokens = torch.zeros(1, pipe.transformer.grid.num_tokens, dtype=torch.long, device=pipe.device)
     with torch.no_grad():
-        seconds = [
-            measure.timed(lambda: pipe.vq_model.decode_tokens(tokens), pipe.device)[1] for _ in range(4)
-        ]
+        seconds = [measure.timed(lambda: decode(tokens), pipe.device)[1] for _ in range(4)]
     return {
         "copy_bandwidth": measure.copy_bandwidth(pipe.device),
         "matmul_flops": measure.matmul_peak(pipe.device, pipe.transformer.dtype),

@@ -252,18 +252,23 @@ class CausalWan:
             rotary=Rotary(config.attention_head_dim, max(num_frames + reach, *grid), embeds.device),
         )
 
-    def forward(self, state: CausalState, latents: Tensor, timestep: float, commit: bool = False) -> Tensor:
+    def forward(
+        self, state: CausalState, latents: Tensor, timestep: float | Tensor, commit: bool = False
+    ) -> Tensor:
         """The flow [B, C, f, H, W] of a noisy chunk behind the frames in the cache.
 
         Args:
             latents: [B, C, f, H, W] at the noise level of `timestep`, from 1000 (noise) to 0 (clean).
+            timestep: one for all samples, or [B].
             commit: also write the chunk to the cache, and go on to the next one.
         """
         frames = latents.shape[2]
         with self._calls(state, frames, commit):
             flow = self.transformer(
                 hidden_states=latents.to(self.transformer.dtype),
-                timestep=torch.full((len(latents),), timestep, device=latents.device),
+                timestep=torch.as_tensor(timestep, dtype=torch.float32, device=latents.device).expand(
+                    len(latents)
+                ),
                 encoder_hidden_states=state.embeds,
                 return_dict=False,
             )[0]

@@ -1,0 +1,128 @@
+"""Clips of any length from prompts, by a tiny causal Wan: against the loop itself, by policy, saved, and refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import visual_spec
+from visual_spec import cli
+from visual_spec.models.video.causal_wan import CausalWan
+from visual_spec.models.video.frame_cache import Full, Sliding
+from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
+from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
+from visual_spec.training.causal_video import new_model
+
+PROMPT = "a small red star moves right quickly and bounces on a plain sky background, camera still"
+
+
+@pytest.fixture
+def pipe():
+    torch.manual_seed(0)
+    transformer, encoder = new_model(24, 1, 2)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    made = ChunkVideoPipeline(transformer.eval(), encoder.eval())
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def seeds(*numbers):
+    return [torch.Generator().manual_seed(number) for number in numbers]
+
+
+def test_clips_are_those_of_the_loop_made_large(pipe):
+    drawn = pipe([PROMPT] * 2, num_frames=6, generator=seeds(1, 2), output_type="np")
+    causal = CausalWan(pipe.transformer, Full())
+    schedule = ChunkSchedule(2, (1000, 750, 500, 250), 3.0)
+    embeds = pipe.text_encoder([PROMPT] * 2).features.detach()
+    size: Any = dict(num_frames=6, height=16, width=16)
+    latents, _ = roll_out(causal, embeds, schedule=schedule, generator=seeds(1, 2), **size)
+    causal.release()
+    assert torch.equal(drawn.latents, latents)
+    large = F.interpolate(latents[1].transpose(0, 1), (64, 64), mode="bicubic").clamp(-1, 1) / 2 + 0.5
+    assert np.allclose(drawn.frames[1], large.permute(0, 2, 3, 1), atol=1e-6) and drawn.frames.shape[1] == 6
+    assert drawn.trace.calls.tolist() == [15, 15] and pipe.last_trace is drawn.trace
+    alone = pipe(PROMPT, num_frames=6, generator=seeds(2), steps=(1000, 750, 500, 250), policy=Full())
+    assert (alone.latents[0] - latents[1]).abs().max() < 1e-4
+
+
+def test_a_policy_bounds_the_cache_and_leaves_the_transformer_as_it_was(pipe):
+    processors = [block.attn1.processor for block in pipe.transformer.blocks]
+    full = pipe(PROMPT, num_frames=24, generator=seeds(1))
+    short = pipe(PROMPT, num_frames=24, generator=seeds(1), policy="sliding:window=8")
+    sizes = short.trace.cache_bytes
+    assert len(set(sizes[4:])) == 1 and full.trace.cache_bytes[-1] > 2.9 * sizes[-1]
+    # As long as nothing was forgotten, the clips are one.
+    assert torch.equal(full.latents[:, :, :8], short.latents[:, :, :8])
+    assert (full.latents[:, :, 8:] - short.latents[:, :, 8:]).abs().max() > 1e-3
+    same = pipe(PROMPT, num_frames=24, generator=seeds(1), policy=Sliding(8))
+    assert torch.equal(same.latents, short.latents)
+    with pytest.raises(ValueError, match="window"):
+        pipe(PROMPT, policy="sliding:window=1")
+    assert [block.attn1.processor for block in pipe.transformer.blocks] == processors
+
+
+def test_what_it_returns(pipe, tmp_path):
+    drawn = pipe([PROMPT, PROMPT], num_videos_per_prompt=2, num_frames=2, steps=1)
+    assert [len(clip) for clip in drawn.frames] == [2] * 4 and drawn.frames[0][0].size == (64, 64)
+    assert drawn.save(tmp_path / "sheet.png").stat().st_size > 0
+    latents = pipe(PROMPT, num_frames=2, steps=1, output_type="latent")
+    assert latents.frames is latents.latents and latents.frames.shape == (1, 3, 2, 16, 16)
+    with pytest.raises(ValueError, match="latents"):
+        latents.save(tmp_path / "clip.png")
+    frames, values, trace, rate = pipe(PROMPT, steps=1, return_dict=False, output_type="pt")
+    assert frames.shape == (1, 8, 3, 64, 64) and values.shape[2] == 8 and rate == 8.0 and trace.seconds > 0
+
+
+def test_a_saved_pipeline_draws_the_same(pipe, tmp_path):
+    drawn = pipe(PROMPT, num_frames=4, generator=seeds(1), output_type="np").frames
+    pipe.save_pretrained(tmp_path)
+    loaded = visual_spec.pipelines.load_pipeline(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    assert type(loaded) is ChunkVideoPipeline and loaded.facts.unit == "chunks"
+    assert np.array_equal(loaded(PROMPT, num_frames=4, generator=seeds(1), output_type="np").frames, drawn)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"num_frames": 7}, "pass 8"),
+        ({"num_frames": 0}, "num_frames"),
+        ({"policy": "none"}, "unknown cache policy 'none'"),
+        ({"policy": "sliding:frames=3"}, "no setting frames"),
+        ({"steps": 0}, "steps"),
+        ({"steps": (500, 750)}, "fall"),
+        ({"shift": 0.0}, "shift"),
+        ({"output_type": "gif"}, "output_type"),
+        ({"generator": seeds(1, 2)}, "2 generators"),
+        ({"prompt": "?"}, "no words"),
+    ],
+)
+def test_bad_input_is_refused_before_any_call(pipe, monkeypatch, given, says):
+    monkeypatch.setattr(pipe.transformer, "forward", lambda *arguments, **more: pytest.fail("it computed"))
+    with pytest.raises(ValueError, match=says):
+        pipe(**({"prompt": PROMPT} | given))
+
+
+def test_what_is_no_policy_or_no_sampler_is_refused(pipe):
+    with pytest.raises(TypeError, match="policy is a int"):
+        pipe(PROMPT, policy=3)
+    with pytest.raises(TypeError, match="name the policy of its cache in the call"):
+        visual_spec.accelerate(pipe)
+    with pytest.warns(UserWarning, match="does not know 'dog'"):
+        pipe(PROMPT.replace("star", "dog"), num_frames=2, steps=1)
+    other, encoder = new_model(24, 1, 2)
+    other.register_to_config(in_channels=4)
+    with pytest.raises(ValueError, match="4 channels"):
+        ChunkVideoPipeline(other, encoder)
+
+
+@pytest.mark.parametrize("command", [["generate", PROMPT], ["eval"], ["bench"]])
+def test_commands_for_samplers_refuse_it(pipe, tmp_path, capsys, command):
+    pipe.save_pretrained(tmp_path / "model")
+    assert cli.main([*command, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 2
+    assert "chunk" in capsys.readouterr().err.lower()
