@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.continuous.tiny import calm, tiny_causal
+from tests.samplers.causal_tables import TabularCausalLayer, TabularFeatureModel
 from tests.samplers.test_columns import MODEL as COLUMN_MODEL
 from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
 from tests.tiny import seeded
 from tests.tiny_scales import FormulaTokenizer, TableScaleModel
 from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, ORDER, RASTER, SCALES, TREE
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import SamplerEntry
 
@@ -77,6 +78,7 @@ RASTER_DRAFTER.upsampler = Upsampler()
 RASTER_DRAFTER.transformer = TabularModel(TokenGrid(2, 2), 12, order=1, conditions=3, seed=9)
 CODES = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 SIDES = (1, 2, 3, 4)
+MASKED_MODEL = TabularFeatureModel(TokenGrid(1, 5), 3, conditions=3)
 
 
 def _latents(spread: float = 0.0) -> Any:
@@ -95,7 +97,7 @@ KINDS = {
     TREE: _pictures,
     ORDER: _pictures,
     COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
-    MASKED: Kind(TabularMaskedModel(TokenGrid(1, 5), 3, conditions=3), _table),
+    MASKED: Kind(MASKED_MODEL, _table, given={"causal_layer": TabularCausalLayer(MASKED_MODEL)}),
     CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
     SCALES: Kind(
         TableScaleModel(SIDES, 7, conditions=3), _table, given={"tokenizer": FormulaTokenizer(SIDES, 7)}
@@ -164,6 +166,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         levels=2, steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2
     ),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
+    "SelfSpeculativeMaskedSampler": dict(
+        steps=3, schedule="linear", order="raster", num_drafts=2, acceptance="exact"
+    ),
     "ScaleWiseSampler": dict(
         ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2}
     ),

@@ -91,7 +91,10 @@ class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
         key, value = self.key_value(self.norms[1](x + self.token_emb(tokens))).chunk(2, -1)
         query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (query, key, value))
         nothing = self.nothing[:, None].expand(-1, len(x), -1, -1, -1)
-        key, value = torch.cat([nothing[0], key], 2), torch.cat([nothing[1], value], 2)  # [R, H, 1 + G, D / H]
+        key, value = (
+            torch.cat([nothing[0], key], 2),
+            torch.cat([nothing[1], value], 2),
+        )  # [R, H, 1 + G, D / H]
         seen = F.scaled_dot_product_attention(query, key, value, attn_mask=self._scores(slots))
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norms[2](x))
