@@ -194,7 +194,7 @@ def _picture_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[T
 
 
 def _group_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """`_chain_key` for groups: beside the text, where the group began, and its drafts if they stay for the next pass."""
+    """`_chain_key` for groups: beside the text, where the group began, and its drafts if the next pass tests them."""
     length, start = run.num_tokens, torch.zeros_like(state.lengths)
     horizon = state.lengths
     if state.group is not None:

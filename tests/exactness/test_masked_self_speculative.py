@@ -1,4 +1,4 @@
-"""Self-speculative masked decoding: the exact law of its real steps, against the product of the layer's conditionals."""
+"""Self-speculative masked decoding: the exact law of its real steps, against the product of the conditionals."""
 
 from __future__ import annotations
 

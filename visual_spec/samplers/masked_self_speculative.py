@@ -1,4 +1,4 @@
-"""Self-speculative masked decoding: a causal layer gives the tokens of a group a joint law, and the model drafts for it.
+"""Self-speculative masked decoding: a causal layer gives a group of tokens a joint law, and the model drafts for it.
 
 Masked decoding draws a group of tokens as if they were independent. Here a call of the model knows the tokens of all
 earlier groups, and a causal layer on top of it scores the tokens of its own group one given the other. The law of a
@@ -94,7 +94,7 @@ class SelfSpeculativeState:
         tokens: long [B, L + G + 1], by place: committed tokens, then drafts, then scratch.
         order: long [B, L], the slot of the grid at each place.
         lengths: long [B], committed tokens.
-        bounds: long [S], where the groups end, in order.
+        bounds: where the groups end, in order.
         target_calls, layer_calls: long [B].
         commit_call: long [B, L + G + 1], by place.
         round: index of the last pass of the layer, from 1.
@@ -144,7 +144,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
         acceptance: str = "identical",
     ) -> None:
         check_count("steps", steps)
-        check_choice("schedule", schedule, SCHEDULES)
+        check_choice("schedule", schedule, tuple(SCHEDULES))
         check_choice("order", order, FIXED_ORDERS)
         check_choice("acceptance", acceptance, ("identical", "exact"))
         if num_drafts is not None and (

@@ -1,13 +1,13 @@
 """Train the causal layer of a masked model of pictures, on tokens of `shapes`.
 
-The masked model, which does not change, reads a picture of which only the first tokens of an order are known; the layer
-learns the tokens behind them, each given those before it (cross entropy; self-speculative masked diffusion, 2510.03929).
-The number of known tokens is uniform. Half of the pictures take the order of the Halton sequence, half a random one. A
-tenth of the steps goes without captions, so that guidance works. Matrices are stored in 8 bits.
+The masked model, which does not change, reads a picture of which only the first tokens of an order are known; the
+layer learns the tokens behind them, each given those before it (cross entropy; self-speculative masked diffusion,
+2510.03929). The number of known tokens is uniform. Half of the pictures take the order of the Halton sequence, half a
+random one. A tenth of the steps goes without captions, so that guidance works. Matrices are stored in 8 bits.
 
 Its figure of merit is the loss of held-out tokens, beside that of the masked model, to which the tokens of a group are
-independent. The mean overlap of both laws, the sum over the codes of the smaller probability, is the chance that a draft
-of the masked model is kept.
+independent. The mean overlap of both laws, the sum over the codes of the smaller probability, is the chance that a
+draft of the masked model is kept.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def held_out(
 def main() -> None:
     defaults = CausalLayerTraining()
     parser = argparse.ArgumentParser(
-        description="Train the causal layer of a masked model: `python -m visual_spec.training.causal_layer --out FOLDER`."
+        description="Train the causal layer of a masked model: python -m visual_spec.training.causal_layer --out FOLDER"
     )
     parser.add_argument(
         "--model", default="shapes_masked", help="embedded name or folder of a masked pipeline"

@@ -1,10 +1,10 @@
 """Train the shortcut of a masked model of pictures, on features that the model has while it decodes.
 
 At first some captions are decoded by the model's own sampler with all calls full, and tokens and features of each call
-are noted. Then every step takes some pairs of neighbouring calls, and the shortcut learns to make the features of a call
-from those of the call before (mean squared error, one call ahead, as in MIGM-Shortcut, 2602.23996). Its figure of merit
-is the error that is left, as a share of what it would be if the last features were taken as they are. Matrices are
-stored in 8 bits.
+are noted. Then every step takes some pairs of neighbouring calls, and the shortcut learns to make the features of a
+call from those of the call before (mean squared error, one call ahead, as in MIGM-Shortcut, 2602.23996). Its figure of
+merit is the error that is left, as a share of what it would be if the last features were taken as they are. Matrices
+are stored in 8 bits.
 """
 
 from __future__ import annotations

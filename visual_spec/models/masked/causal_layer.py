@@ -1,9 +1,9 @@
 """A causal layer on top of a masked model: the tokens of a group given each other, and not only given the context.
 
-After self-speculative masked diffusion (2510.03929). A masked model draws the hidden tokens as if they were independent.
-The layer reads the model's features at the slots of a group, in the order in which they are decoded, and the tokens of
-the earlier ones. So it gives the group a joint law, a product of conditionals, at the price of one narrow layer a pass.
-The model's own laws are its drafts.
+After self-speculative masked diffusion (2510.03929). A masked model draws the hidden tokens as if they were
+independent. The layer reads the model's features at the slots of a group, in the order in which they are decoded, and
+the tokens of the earlier ones. So it gives the group a joint law, a product of conditionals, at the price of one narrow
+layer a pass. The model's own laws are its drafts.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
         wanted = (getattr(model, "feature_dim", None), model.vocab_size, grid.height, grid.width)
         if own != wanted or grid.codebooks * grid.frames != 1:
             raise ValueError(
-                f"the causal layer is for features of {own[0]} numbers, {own[1]} codes and {side} x {side} slots of one "
-                f"codebook, and a {type(model).__name__} has {wanted[0]}, {wanted[1]} and {grid.height} x {grid.width} of "
-                f"{grid.codebooks}; train one for it by python -m visual_spec.training.causal_layer."
+                f"the causal layer is for features of {own[0]} numbers, {own[1]} codes and {side} x {side} slots of "
+                f"one codebook, and a {type(model).__name__} has {wanted[0]}, {wanted[1]} and {grid.height} x "
+                f"{grid.width} of {grid.codebooks}; train one for it by python -m visual_spec.training.causal_layer."
             )
 
     @loads_weights
