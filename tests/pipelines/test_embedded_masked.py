@@ -15,7 +15,6 @@ from visual_spec.pipelines.embedded import embedded_folder, shared_parts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler
 
 NAME = "shapes_masked"
 
@@ -74,19 +73,6 @@ def test_the_shortcut_stands_in_for_the_model_on_some_calls():
         assert right(prompts, found.images) > 0.6
     assert moved[0] > 0 and moved[1] < 3 * moved[0]
     assert weights_of("shortcut").stat().st_size < 0.6e6
-
-
-def test_the_causal_layer_draws_groups_in_fewer_passes_than_tokens():
-    pipe, prompts = load(), held_out_prompts(4, seed=18)
-    pipe.sampler = SelfSpeculativeMaskedSampler(8)
-    found = pipe(prompts, generator=seeded(*range(4)))
-    trace: Any = found.trace
-    assert trace.target_calls.tolist() == [8] * 4 and (trace.layer_calls < 100).all()
-    assert right(prompts, found.images) > 0.6
-    pipe.sampler = SelfSpeculativeMaskedSampler(8, num_drafts=0)
-    alone = pipe(prompts[2], generator=seeded(2))
-    assert (alone.tokens[0] == found.tokens[2]).float().mean() > 0.99  # but for ties of float32
-    assert weights_of("causal_layer").stat().st_size < 0.9e6
 
 
 def test_its_tokenizer_and_caption_encoder_are_those_of_shapes():
