@@ -297,8 +297,8 @@ class SelfSpeculativeMaskedSampler(Sampler):
         order = run.tables["order"]
         calls = trace["commit_call"]
         trace["commit_call"] = torch.empty_like(calls).scatter_(1, order.cpu(), calls)
-        found = SelfSpeculativeTrace(**trace, layer_calls=state.layer_calls.cpu())
-        return SampleResult(torch.empty_like(tokens).scatter_(1, order, tokens), found)
+        grid = torch.empty_like(tokens).scatter_(1, order, tokens)
+        return SampleResult(grid, SelfSpeculativeTrace(**trace))
 
 
 def _at(values: Tensor, slots: Tensor) -> Tensor:
