@@ -3,7 +3,8 @@
 `python scripts/assemble_shapes_masked.py --model FOLDER --out visual_spec/models/weights/shapes_masked`
 
 Tokenizer and caption encoder stay in the folder of `shapes` beside `--out`, which `shared.json` names. The weights are
-copied as they are: in 8 bits if they were trained with `--eight-bits`.
+copied as they are: in 8 bits if they were trained with `--eight-bits`. `--shortcut` and `--causal-layer` are what
+`python -m visual_spec.training.shortcut` and `.causal_layer` wrote; without them the pipeline has none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 
+from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.embedded import SHARED
@@ -24,9 +27,12 @@ from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.training.loop import write_json
 
 OWNER, PARTS = "shapes", ("vq_model", "text_encoder")
+BESIDE = {"shortcut": FeatureShortcut, "causal_layer": CausalLayer}
 
 
-def assemble(model: Path, out: Path, *, sampler: str, guidance_scale: float, owner: str = OWNER) -> None:
+def assemble(
+    model: Path, out: Path, *, sampler: str, guidance_scale: float, owner: str = OWNER, **beside: Path | None
+) -> None:
     """Write the folder.
 
     Args:
@@ -34,25 +40,29 @@ def assemble(model: Path, out: Path, *, sampler: str, guidance_scale: float, own
         out: a folder beside the one of `owner`, which holds the shared parts.
         sampler: as on the command line.
         guidance_scale: default of the pipeline.
+        beside: folders of the networks of `BESIDE`; None: without it.
     """
     name, settings = parse_sampler(sampler)
     home = out.parent / owner
+    folders = {part: folder for part, folder in beside.items() if folder is not None}
     pipe = MaskedImagePipeline(
         transformer=MaskedImageTransformer.from_pretrained(model),
         vq_model=VQModel.from_pretrained(home / PARTS[0]),
         text_encoder=CaptionEncoder.from_pretrained(home / PARTS[1]),
         sampler=make_sampler(name, **settings),
         default_guidance_scale=guidance_scale,
+        **{part: BESIDE[part].from_pretrained(folder) for part, folder in folders.items()},
     )
     pipe.save_pretrained(out)
     for part in PARTS:
         shutil.rmtree(out / part)
     write_json(out / SHARED, dict.fromkeys(PARTS, owner))
-    for file in (SAFETENSORS_WEIGHTS_NAME, "training.json"):
-        shutil.copyfile(model / file, out / "transformer" / file)
-    config = json.loads((out / "transformer" / "config.json").read_text())
-    config.pop("_name_or_path", None)
-    write_json(out / "transformer" / "config.json", config)
+    for part, folder in {"transformer": model, **folders}.items():
+        for file in (SAFETENSORS_WEIGHTS_NAME, "training.json"):
+            shutil.copyfile(folder / file, out / part / file)
+        config = json.loads((out / part / "config.json").read_text())
+        config.pop("_name_or_path", None)
+        write_json(out / part / "config.json", config)
     for written in ("pipeline.py", "README.md"):  # of saved folders; this one is part of the package
         (out / written).unlink(missing_ok=True)
     index = json.loads((out / "model_index.json").read_text())
@@ -73,8 +83,17 @@ def main() -> None:
         help="default of the pipeline, as on the command line",
     )
     parser.add_argument("--guidance-scale", type=float, default=2.0, help="default of the pipeline")
+    parser.add_argument("--shortcut", type=Path, help="what visual_spec.training.shortcut wrote")
+    parser.add_argument("--causal-layer", type=Path, help="what visual_spec.training.causal_layer wrote")
     given = parser.parse_args()
-    assemble(given.model, given.out, sampler=given.sampler, guidance_scale=given.guidance_scale)
+    assemble(
+        given.model,
+        given.out,
+        sampler=given.sampler,
+        guidance_scale=given.guidance_scale,
+        shortcut=given.shortcut,
+        causal_layer=given.causal_layer,
+    )
 
 
 if __name__ == "__main__":

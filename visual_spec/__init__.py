@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.samplers.drafted import DraftedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
     from visual_spec.samplers.masked import MaskedSampler
+    from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler
     from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
     from visual_spec.samplers.mulo import MultiscaleSampler
     from visual_spec.samplers.ordered import OrderedSampler

@@ -19,6 +19,7 @@ from visual_spec.samplers.core.any_order import AlongOrderState
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.rows import RowState
 from visual_spec.samplers.core.window import widest
+from visual_spec.samplers.masked_self_speculative import SelfSpeculativeState
 from visual_spec.samplers.mulo import MultiscaleState
 from visual_spec.samplers.ordered import OrderedState
 from visual_spec.samplers.scales import ScaleDecodeState
@@ -215,6 +216,19 @@ def _picture_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[T
     return torch.zeros_like(regions), [state.tokens, state.open, _laws_key(state.label)]
 
 
+def _group_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """`_chain_key` for groups: beside the text, where the group began, and its drafts if the next pass tests them."""
+    length, start = run.num_tokens, torch.zeros_like(state.lengths)
+    horizon = state.lengths
+    if state.group is not None:
+        start = torch.where(state.lengths < state.group.end, state.group.start, state.lengths)
+        horizon = torch.maximum(horizon, state.group.end) if run.rule.identical else horizon
+    state.tokens = _scrub(state.tokens, ~_before(horizon, state.tokens.shape[1]), run.model.vocab_size - 1)
+    state.commit_call = torch.zeros_like(state.commit_call)
+    regions = regions.masked_fill(_before(state.lengths, length), 0)
+    return regions, [state.lengths, state.tokens, start, regions]
+
+
 def _scale_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Tensor, list[Tensor]]:
     """`_chain_key` for pyramids: everything is a function of the tokens."""
     return torch.zeros_like(regions), [state.tokens]
@@ -230,6 +244,7 @@ _KEYS = {
     RowState: _row_key,
     MultiscaleState: _picture_key,
     ScaleDecodeState: _scale_key,
+    SelfSpeculativeState: _group_key,
     State: _chain_key,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
 from visual_spec.training.ar import shapes_vocabulary
+from visual_spec.training.causal_layer import new_layer
+from visual_spec.training.mar import round_matrices
 from visual_spec.training.masked_image import new_model
+from visual_spec.training.shortcut import new_shortcut
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_shapes_masked.py"
 SAVED = "masked:steps=3,choice_temperature=1.0"
@@ -135,6 +139,32 @@ def test_its_rows_are_calls_in_two_orders_with_reuse_and_by_entropy(folder):
     )
     assert sum("reuse" in part for part in made.values()) == 4
     assert sum("entropy_bound" in part for part in made.values()) == 2
+
+
+def test_what_is_trained_beside_the_model_is_kept_and_measured(folder, tmp_path):
+    """A shortcut and a causal layer: the script puts them into the folder, from which pipelines take them."""
+    shutil.copytree(folder.parent / "shapes", tmp_path / "shapes")
+    model: Any = load(folder).transformer
+    made = {"shortcut": new_shortcut(model, 8), "causal_layer": new_layer(model, 8)}
+    for part, network in made.items():
+        round_matrices(network, tmp_path / part)
+        (tmp_path / part / "training.json").write_text("{}\n")
+    assemble = runpy.run_path(str(SCRIPT))["assemble"]
+    beside = {part: tmp_path / part for part in made}
+    assemble(folder.parent / "trained", tmp_path / "both", sampler=SAVED, guidance_scale=2.5, **beside)
+    pipe = load(tmp_path / "both")
+    for part, network in made.items():
+        assert (tmp_path / "both" / part / "training.json").exists()
+        assert "_name_or_path" not in (tmp_path / "both" / part / "config.json").read_text()
+        held = getattr(pipe, part).state_dict()
+        assert all(torch.equal(held[name], value) for name, value in network.state_dict().items())
+    others = settings_of_model(str(tmp_path / "both")).others
+    more = set(others) - set(settings_of_model(str(folder)).others)
+    assert sorted(text.partition(":")[0] for text in more) == ["masked"] * 2 + ["self-speculative-masked"] * 3
+    for text in more:
+        name, settings = parse_sampler(text)
+        pipe.sampler = make_sampler(name, **settings)
+        assert pipe(PROMPT, generator=torch.Generator().manual_seed(0)).trace.target_calls.item() > 1
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ def load() -> Any:
     pipe = MaskedImagePipeline.from_pretrained(NAME)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def weights_of(part: str) -> Path:
+    return embedded_folder(NAME) / part / "diffusion_pytorch_model.safetensors"
 
 
 def right(prompts: list[str], images: Any) -> float:
@@ -56,11 +61,24 @@ def test_reuse_stays_near_the_model():
     assert moved[0] > 0 and moved[1] < 3 * moved[0]
 
 
+def test_the_shortcut_stands_in_for_the_model_on_some_calls():
+    pipe, prompts = load(), held_out_prompts(4, seed=18)
+    settings: Any = dict(steps=12, schedule="arccos", clock="halton", score="halton", reuse_by="shortcut")
+    moved = []
+    for reuse in (0, 1):
+        pipe.sampler = MaskedSampler(**settings, reuse=reuse, measure=True)
+        found = pipe(prompts, generator=seeded(*range(4)))
+        moved.append(found.trace.divergence)
+        assert found.trace.whole_calls == 12 - 3 * reuse
+        assert right(prompts, found.images) > 0.6
+    assert moved[0] > 0 and moved[1] < 3 * moved[0]
+    assert weights_of("shortcut").stat().st_size < 0.6e6
+
+
 def test_its_tokenizer_and_caption_encoder_are_those_of_shapes():
     assert shared_parts(embedded_folder(NAME)) == {"vq_model": "shapes", "text_encoder": "shapes"}
     pipe, other = load(), ImagePipeline.from_pretrained("shapes")
     for part in ("vq_model", "text_encoder"):
         one, two = (getattr(each, part).state_dict() for each in (pipe, other))
         assert all(torch.equal(one[key], two[key]) for key in one | two)
-    weights = embedded_folder(NAME) / "transformer" / "diffusion_pytorch_model.safetensors"
-    assert weights.stat().st_size < 7e6
+    assert weights_of("transformer").stat().st_size < 7e6

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.continuous.tiny import calm, tiny_causal
+from tests.samplers.causal_tables import TabularCausalLayer, TabularFeatureModel
 from tests.samplers.test_columns import MODEL as COLUMN_MODEL
 from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
 from tests.tiny import seeded, tiny_transformer
@@ -31,7 +32,7 @@ from visual_spec.models.core.calls import (
     TREE,
 )
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
+from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import SamplerEntry
@@ -90,6 +91,7 @@ RASTER_DRAFTER.upsampler = Upsampler()
 RASTER_DRAFTER.transformer = TabularModel(TokenGrid(2, 2), 12, order=1, conditions=3, seed=9)
 CODES = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 SIDES = (1, 2, 3, 4)
+MASKED_MODEL = TabularFeatureModel(TokenGrid(1, 5), 3, conditions=3)
 
 
 def _latents(spread: float = 0.0) -> Any:
@@ -109,7 +111,7 @@ KINDS = {
     ORDER: _pictures,
     OWN_ORDER: _pictures,
     COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
-    MASKED: Kind(TabularMaskedModel(TokenGrid(1, 5), 3, conditions=3), _table),
+    MASKED: Kind(MASKED_MODEL, _table, given={"causal_layer": TabularCausalLayer(MASKED_MODEL)}),
     ANY_ORDER: Kind(TabularAnyOrderModel(TokenGrid(1, 5), 5, conditions=3), _table),
     CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
     DISTILLED: Kind(
@@ -192,6 +194,9 @@ CHANGED: dict[str, dict[str, Any]] = {
     ),
     "DistilledSampler": dict(steps=2, teacher_from=4),
     "SpeculativeMaskedSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
+    "SelfSpeculativeMaskedSampler": dict(
+        steps=3, schedule="linear", order="raster", num_drafts=2, acceptance="exact"
+    ),
     "ScaleWiseSampler": dict(
         ramp=False, smooth=True, measure=True, schedule={"stop_after": -2, "guided_until": 2}
     ),

@@ -203,8 +203,9 @@ def test_music(monkeypatch, name):
     watch_music(monkeypatch, MUSIC[name])
 
 
-# Samplers of continuous tokens that test drafts: what replaces one is drawn by rejection, until it is found.
-WAITING = {"speculative-continuous", "continuous-jacobi", "head-speculation"}
+# Samplers of continuous tokens that test drafts: what replaces one is drawn by rejection, until it is found. And the
+# one that calls its model only when a group is complete.
+WAITING = {"speculative-continuous", "continuous-jacobi", "head-speculation", "self-speculative-masked"}
 
 
 def watch_latents(monkeypatch: Any, sampler: Any) -> None:

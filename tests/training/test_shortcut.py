@@ -103,9 +103,16 @@ def test_it_learns_and_a_saved_pipeline_holds_it(tmp_path: Path):
     pipe.transformer.requires_grad_(False)
     torch.manual_seed(1)
     shortcut = new_shortcut(pipe.transformer, dim=16, num_heads=2)
-    settings = ShortcutTraining(steps=60, batch_size=3, calls=4, learning_rate=5e-3)
+    settings = ShortcutTraining(steps=60, batch_size=16, pictures=9, calls=4, learning_rate=5e-3)
     found = train_shortcut(
-        shortcut, pipe.transformer, pipe.encode_prompt, PROMPTS, PROMPTS, SAMPLER, settings, tmp_path / "s"
+        shortcut,
+        pipe.transformer,
+        pipe.encode_prompt,
+        3 * PROMPTS,
+        PROMPTS,
+        SAMPLER,
+        settings,
+        tmp_path / "s",
     )
     assert found["held_out_relative_error"] < 0.9 and found["parameters"] < 20_000
     assert not (tmp_path / "s" / "resume.pt").exists()

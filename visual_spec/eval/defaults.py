@@ -92,7 +92,7 @@ def settings_of_model(name: str) -> ModelSettings:
     if facts.unit == "scales":
         return scale_settings(facts, index, read_config(name, "vq_model")["scales"])
     if MASKED in facts.calls:
-        return _masked_settings(facts) if facts.medium == "audio" else masked_picture_settings(facts)
+        return _masked_settings(facts) if facts.medium == "audio" else masked_picture_settings(facts, index)
     if CONTINUOUS in facts.calls:
         return latent_settings(facts, index, read_config(name, "transformer"))
     return settings_for(facts, index)
@@ -178,10 +178,15 @@ def _masked_settings(facts: PipelineFacts) -> ModelSettings:
     return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), (fewer,))
 
 
-def masked_picture_settings(facts: PipelineFacts) -> ModelSettings:
+def masked_picture_settings(facts: PipelineFacts, index: Mapping[str, Any]) -> ModelSettings:
     """Of a masked model of pictures: fewer calls in the order of confidence and in Halton's, with reuse and by entropy.
 
-    All are compared with one token a call, the law of the model alone, and measure how far they are from it.
+    All are compared with one token a call, the law of the model alone, and measure how far they are from it. Groups of
+    a causal layer have a law of their own.
+
+    Args:
+        facts: of the pipeline.
+        index: its configuration: whether it holds a shortcut or a causal layer.
     """
     from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
 
@@ -194,7 +199,14 @@ def masked_picture_settings(facts: PipelineFacts) -> ModelSettings:
     rows += [
         {"steps": _ENTROPY_STEPS, "score": "entropy", "entropy_bound": bound} for bound in _ENTROPY_BOUNDS
     ]
+    if _holds(index, "shortcut"):
+        rows += [
+            {"steps": _PICTURE_STEPS[2], **_HALTON, "reuse": reuse, "reuse_by": "shortcut"}
+            for reuse in _REUSED
+        ]
     found = [write_sampler("masked", {**row, "measure": True}) for row in rows]
+    if _holds(index, "causal_layer"):
+        found += [write_sampler("self-speculative-masked", {"steps": steps}) for steps in _PICTURE_STEPS[:3]]
     plain = facts.plain_sampler
     cooler = f"temperature={_COOLER * facts.default_settings.get('temperature', 1.0):g}"
     controls = (with_setting(plain, cooler), with_setting(plain, _OTHER_SEEDS))

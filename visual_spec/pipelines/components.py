@@ -21,6 +21,7 @@ COMPONENTS = {  # beside the samplers, which their registry names
     "AmusedTransformer": f"{_MODELS}.masked.amused",
     "AmusedVQModel": f"{_MODELS}.masked.amused",
     "BitwiseVQModel": f"{_MODELS}.next_scale.infinity_vq",
+    "CausalLayer": f"{_MODELS}.masked.causal_layer",
     "CausalLatentTransformer": f"{_MODELS}.continuous.causal",
     "CaptionEncoder": f"{_MODELS}.text.caption_encoder",
     "ColumnEagleDrafter": f"{_MODELS}.drafters.column_eagle",

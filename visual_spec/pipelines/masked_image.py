@@ -7,6 +7,7 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.calls import MASKED
+from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -67,9 +68,11 @@ class MaskedImagePipeline(ImagePipeline):
             for the tokenizer or for the sampler: the pipeline only encodes prompts.
         vq_model: turns tokens into pictures and back; its codebook is the transformer's vocabulary.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
-        sampler: a `MaskedSampler`, or a `SpeculativeMaskedSampler` for the law of one token a call.
+        sampler: a `MaskedSampler`, a `SpeculativeMaskedSampler` for the law of one token a call, or a
+            `SelfSpeculativeMaskedSampler` for that of the causal layer.
         default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
         shortcut: stands in for the transformer on some calls where the sampler says `reuse_by="shortcut"`.
+        causal_layer: what a `SelfSpeculativeMaskedSampler` draws groups from.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -81,8 +84,9 @@ class MaskedImagePipeline(ImagePipeline):
     """
 
     shortcut: Any
-    model_cpu_offload_seq = "text_encoder->transformer->shortcut->vq_model"
-    _optional_components = ["text_encoder", "shortcut"]
+    causal_layer: Any
+    model_cpu_offload_seq = "text_encoder->transformer->shortcut->causal_layer->vq_model"
+    _optional_components = ["text_encoder", "shortcut", "causal_layer"]
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class MaskedImagePipeline(ImagePipeline):
         default_guidance_scale: float = 2.0,
         default_top_k: int = 0,
         shortcut: FeatureShortcut | None = None,
+        causal_layer: CausalLayer | None = None,
     ):
         VisualPipeline.__init__(self)
         self.register_modules(
@@ -101,6 +106,7 @@ class MaskedImagePipeline(ImagePipeline):
             text_encoder=text_encoder,
             sampler=sampler,
             shortcut=shortcut,
+            causal_layer=causal_layer,
         )
         self._finish_init(default_guidance_scale, default_top_k)
         if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
@@ -124,9 +130,13 @@ class MaskedImagePipeline(ImagePipeline):
         return masked_facts(cls, settings, sampler)
 
     def sampler_parts(self) -> dict[str, Any]:
-        """What the sampler asks for beside the model: the shortcut."""
-        asked = self.sampler.config.get("reuse") and self.sampler.config.reuse_by == "shortcut"
-        return {"shortcut": self.shortcut} if asked and self.shortcut is not None else {}
+        """What the sampler asks for beside the model: the shortcut, or the causal layer."""
+        config, parts = self.sampler.config, {}
+        if config.get("reuse") and config.reuse_by == "shortcut":
+            parts["shortcut"] = self.shortcut
+        if "causal_layer" in self.sampler.takes:
+            parts["causal_layer"] = self.causal_layer
+        return {name: part for name, part in parts.items() if part is not None}
 
     @torch.no_grad()
     def __call__(

@@ -153,6 +153,13 @@ SAMPLERS = (
         settings=(),
     ),
     SamplerEntry(
+        "self-speculative-masked",
+        f"{_HERE}.masked_self_speculative:SelfSpeculativeMaskedSampler",
+        MASKED,
+        "the law of a causal layer, by groups",
+        settings=(),
+    ),
+    SamplerEntry(
         "scale-wise",
         f"{_HERE}.scales:ScaleWiseSampler",
         SCALES,

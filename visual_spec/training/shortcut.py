@@ -1,15 +1,16 @@
 """Train the shortcut of a masked model of pictures, on features that the model has while it decodes.
 
-Every step decodes some captions by the model's own sampler with all calls full, and notes tokens and features of each
-call. The shortcut learns to make the features of a call from those of the call before (mean squared error, one call
-ahead, as in MIGM-Shortcut, 2602.23996). Its figure of merit is the error that is left, as a share of what it would be
-if the last features were taken as they are.
+At first some captions are decoded by the model's own sampler with all calls full, and tokens and features of each call
+are noted. Then every step takes some pairs of neighbouring calls, and the shortcut learns to make the features of a
+call from those of the call before (mean squared error, one call ahead, as in MIGM-Shortcut, 2602.23996). Its figure of
+merit is the error that is left, as a share of what it would be if the last features were taken as they are. Matrices
+are stored in 8 bits.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,23 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.training.loop import Checkpoint, Descent, write_json
+from visual_spec.training.mar import round_matrices
+
+_DECODED = 8  # pictures that are decoded together
 
 
 @dataclass(frozen=True)
 class ShortcutTraining:
-    """Settings of a run. `batch_size`: pictures that are decoded in a step; `calls`: of each of them."""
+    """Settings of a run.
 
-    steps: int = 400
-    batch_size: int = 8
+    Attributes:
+        pictures: that are decoded, each in so many `calls`.
+        batch_size: pairs of calls in a step.
+    """
+
+    steps: int = 600
+    batch_size: int = 32
+    pictures: int = 96
     calls: int = 16
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
@@ -52,6 +62,10 @@ class Transitions:
     tokens: Tensor
     newest: Tensor
     share: Tensor
+
+    def rows(self, index: Tensor) -> Transitions:
+        """Some of the pairs, long [n]."""
+        return Transitions(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
 class Recorder(nn.Module):
@@ -98,6 +112,12 @@ def record(
     return recorder.transitions()
 
 
+def joined(parts: list[Transitions]) -> Transitions:
+    """The pairs of several decodes."""
+    names = [field.name for field in fields(Transitions)]
+    return Transitions(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
 def relative_error(shortcut: FeatureShortcut, found: Transitions) -> Tensor:
     """The squared error of the shortcut as a share of that of the features before; below 1 if it helps."""
     made = shortcut(found.before, found.tokens, found.newest, found.share)
@@ -122,13 +142,15 @@ def train_shortcut(
 
     Args:
         encode: makes the model's condition of a list of captions.
-        prompts: captions to decode, in turn; those of `held_out` measure the error that is left.
+        prompts: captions to decode, as many as the settings say; those of `held_out` measure the error that is left.
         sampler: decodes, with all calls full.
 
     Raises:
-        ValueError: a shortcut for another model.
+        ValueError: a shortcut for another model, or fewer prompts than pictures.
     """
     shortcut.check_fits(model)
+    if len(prompts) < settings.pictures:
+        raise ValueError(f"{len(prompts)} prompts for {settings.pictures} pictures; pass one for each.")
     shortcut.train()
     rate = settings.learning_rate
     optimiser = torch.optim.AdamW(shortcut.parameters(), lr=rate, weight_decay=settings.weight_decay)
@@ -140,14 +162,23 @@ def train_shortcut(
     def decoded(some: list[str], seed: int) -> Transitions:
         return record(model, encode(some), len(some), sampler, settings.guidance_scale, seed)
 
-    size = settings.batch_size
-    for step in range(checkpoint.resume(), settings.steps):
-        some = [prompts[(step * size + place) % len(prompts)] for place in range(size)]
-        loss = relative_error(shortcut, decoded(some, (settings.seed << 32) + step))
+    first = checkpoint.resume()
+    starts = range(0, settings.pictures, _DECODED)
+    known = joined(
+        [
+            decoded(prompts[start : min(start + _DECODED, settings.pictures)], (settings.seed << 32) + start)
+            for start in starts
+        ]
+    )
+    for step in range(first, settings.steps):
+        dice = torch.Generator().manual_seed((settings.seed << 32) + step)
+        chosen = torch.randint(len(known.share), (settings.batch_size,), generator=dice)
+        loss = relative_error(shortcut, known.rows(chosen.to(known.share.device)))
         descend(loss, step)
         checkpoint.after(step, settings.steps, loss)
     shortcut.eval()
     with torch.no_grad():
+        round_matrices(shortcut, out)
         left = relative_error(shortcut, decoded(held_out, 777)).item()
     document = {
         "settings": asdict(settings),
@@ -156,7 +187,6 @@ def train_shortcut(
         "held_out_relative_error": round(left, 4),
         "loss": checkpoint.curve,
     }
-    shortcut.save_pretrained(out)
     write_json(out / "training.json", document)
     checkpoint.remove()
     return document
@@ -173,14 +203,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for weights and training.json")
     parser.add_argument("--dim", type=int, help="width (default: half of the model's)")
     parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=4096, help="captions that are decoded in turn")
-    for name in ("steps", "batch_size", "calls", "learning_rate", "seed"):
+    names = ("steps", "batch_size", "pictures", "calls", "learning_rate", "seed")
+    for name in names:
         value = getattr(defaults, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
     pipe = load_pipeline(given.model)
     pipe.transformer.eval().requires_grad_(False)
-    names = ("steps", "batch_size", "calls", "learning_rate", "seed")
     settings = ShortcutTraining(
         **{name: getattr(given, name) for name in names},
         guidance_scale=pipe.default_settings()["guidance_scale"],
@@ -190,8 +219,8 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     shortcut = new_shortcut(pipe.transformer, given.dim, given.num_heads)
     rng = np.random.default_rng(settings.seed + 1)
-    texts = (caption(sample_scene(rng)) for _ in range(2 * given.prompts))
-    prompts = [text for text in texts if not is_held_out(text)][: given.prompts]
+    texts = (caption(sample_scene(rng)) for _ in range(2 * given.pictures + 64))
+    prompts = [text for text in texts if not is_held_out(text)][: given.pictures]
     found = train_shortcut(
         shortcut,
         pipe.transformer,

@@ -50,6 +50,8 @@ class FeatureShortcut(SavedModel, ModelMixin, ConfigMixin):
         ValueError: heads that do not divide the width.
     """
 
+    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.shortcut`
+
     @register_to_config
     def __init__(
         self,

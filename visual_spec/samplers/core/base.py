@@ -517,9 +517,14 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding
         trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))
         trace |= dict(exact_width=run.fixed_width is not None)
-    if getattr(state, "near_ties", None) is not None:
-        trace |= dict(near_ties=active.whole("near_ties", state.near_ties).cpu())
+    trace |= {name: active.whole(name, here).cpu() for name, here in counted(state).items()}
     return sampler.result(run, state, tokens, trace)
+
+
+def counted(state: Any) -> dict[str, Tensor]:
+    """What a state counts beside its calls, by the names of the trace, each long [B]."""
+    found = {name: getattr(state, name, None) for name in ("near_ties", "layer_calls")}
+    return {name: here for name, here in found.items() if here is not None}
 
 
 class ActiveSamples:
@@ -548,8 +553,7 @@ class ActiveSamples:
     def leave(self, ended: Tensor, progress: Tensor, *others: Any) -> None:
         """Remove the samples where `ended` is true, bool [those still here] on the host, from `others` as well."""
         results = {name: getattr(self.state, name) for name in self._RESULTS} | {"progress": progress}
-        if getattr(self.state, "near_ties", None) is not None:
-            results["near_ties"] = self.state.near_ties
+        results |= counted(self.state)
         self._whole = {name: self.whole(name, here) for name, here in results.items()}
         kept = (~ended).nonzero()[:, 0].to(self.samples.device)
         self.samples = self.samples[kept]

@@ -109,6 +109,31 @@ def check_reuse(model: Any, settings: Any, parts: dict[str, Any]) -> None:
         shortcut.check_fits(model)
 
 
+def check_causal_layer(model: Any, layer: Any) -> None:
+    """Refuse a model that keeps no features or has several codebooks, and a layer that is missing or does not fit.
+
+    Raises:
+        ValueError: says what to pass.
+    """
+    name = type(model).__name__
+    if model.grid.codebooks != 1:
+        raise ValueError(
+            f"the model has {model.grid.codebooks} codebooks; this sampler decodes one. Use MaskedSampler."
+        )
+    if hasattr(model, "set_time"):
+        raise ValueError(
+            f"a {name} is told how far the decode is, which the layer was not trained with; use MaskedSampler."
+        )
+    if not hasattr(model, "scores"):
+        raise ValueError(f"a {name} keeps nothing of a call, which a causal layer reads; use MaskedSampler.")
+    if layer is None:
+        raise ValueError(
+            "this sampler needs causal_layer, a CausalLayer trained for this model (python -m "
+            "visual_spec.training.causal_layer)."
+        )
+    layer.check_fits(model)
+
+
 def at_least_one(number: Any) -> bool:
     """Whether something is a whole number of at least 1."""
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1

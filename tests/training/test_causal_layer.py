@@ -1,0 +1,168 @@
+"""The causal layer of a masked model: what it sees, what it learns from, that it learns, and that pipelines hold it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularMaskedModel
+from visual_spec.models.masked.causal_layer import CausalLayer
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler
+from visual_spec.training import causal_layer as training
+from visual_spec.training.causal_layer import (
+    CausalLayerTraining,
+    chain_logits,
+    groups_of,
+    held_out,
+    loss_of,
+    new_layer,
+    some_orders,
+    train_causal_layer,
+)
+
+SETTINGS = CausalLayerTraining(steps=60, batch_size=8, scenes=16, places=16, learning_rate=1e-2)
+
+
+def stirred(side: int = 4, **sizes: Any) -> CausalLayer:
+    """A layer in which everything counts."""
+    torch.manual_seed(0)
+    layer = CausalLayer(6, 12, side, **{"dim": 8, "num_heads": 2, **sizes}).double().eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def some_group() -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    slots = torch.stack([torch.randperm(16, generator=draw)[:6] for _ in range(2)])
+    features = torch.randn(2, 6, 6, generator=draw, dtype=torch.float64)
+    return features, torch.randint(12, (2, 6), generator=draw), slots
+
+
+def test_a_place_sees_the_tokens_before_it_and_no_others():
+    layer, (features, tokens, slots) = stirred(), some_group()
+    found = layer(features, tokens, slots)
+    for place in range(6):
+        other = tokens.clone()
+        other[:, place] = (other[:, place] + 1) % 12
+        moved = (layer(features, other, slots) - found).abs().amax((0, 2))
+        assert (moved[: place + 1] == 0).all() and (moved[place + 1 :] > 1e-6).all()
+        shorter = layer(features[:, : place + 1], tokens[:, : place + 1], slots[:, : place + 1])
+        assert torch.allclose(shorter, found[:, : place + 1], atol=1e-12)
+
+
+def test_the_layer_is_what_its_description_says():
+    """Attention, written out a place and a head at a time."""
+    layer, (features, tokens, slots) = stirred(), some_group()
+    found, (first, second, last) = layer(features, tokens, slots), layer.norms
+    for row in range(2):
+        x = layer.proj_in(features[row])
+        keys, values = layer.key_value(second(x + layer.token_emb(tokens[row]))).chunk(2, -1)
+        for place in range(6):
+            mixed = []
+            for head in range(2):
+                part = slice(4 * head, 4 * head + 4)
+                query = layer.query(first(x[place]))[part]
+                score, value = [query @ layer.nothing[0, head, 0] / 2], [layer.nothing[1, head, 0]]
+                for earlier in range(place):
+                    (y, x_), (v, u) = (divmod(int(slots[row, at]), 4) for at in (place, earlier))
+                    near = layer.distance[head, y - v + 3, x_ - u + 3]
+                    score.append(query @ keys[earlier, part] / 2 + near)
+                    value.append(values[earlier, part])
+                mixed.append(torch.stack(score).softmax(0) @ torch.stack(value))
+            inner = x[place] + layer.out(torch.cat(mixed))
+            inner = inner + layer.mlp(last(inner))
+            expected = features[row, place] + layer.proj_out(inner)
+            assert torch.allclose(found[row, place], expected, atol=1e-12)
+
+
+def test_a_fresh_layer_gives_the_law_of_the_model():
+    features, tokens, slots = some_group()
+    assert torch.equal(CausalLayer(6, 12, 4, 8, 2).double()(features, tokens, slots), features)
+
+
+def test_groups_are_those_of_the_pictures():
+    pipe: Any = tiny_masked_pipeline()
+    model, told = pipe.transformer, pipe.encode_prompt(["a red circle", "a blue square"])
+    draw = torch.Generator().manual_seed(3)
+    tokens, order = torch.randint(12, (2, 16), generator=draw), some_orders(2, 4, draw)
+    assert sorted(order[0].tolist()) == sorted(order[1].tolist()) == [*range(16)]
+    groups = groups_of(model, told, tokens, order, torch.tensor([12, 5]), 6)
+    assert groups.there.sum(1).tolist() == [4, 6]
+    for row, known in enumerate((12, 5)):
+        seen = torch.full((2, 16, 1), model.mask_id)
+        seen[row, order[row, :known], 0] = tokens[row, order[row, :known]]
+        state = model.prepare(told, batch_size=2, guided=False)
+        model(state, seen, 0, keep=0)
+        slots = order[row, known : known + 6]
+        assert torch.equal(groups.slots[row, : len(slots)], slots)
+        assert torch.equal(groups.tokens[row, : len(slots)], tokens[row, slots])
+        assert torch.allclose(groups.features[row, : len(slots)], state.features[row, slots], atol=1e-5)
+
+
+def paired(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Pictures in which every second token repeats the one before it, which is anything."""
+    draw = torch.Generator().manual_seed(4)
+    words = torch.randint(1, 4, (64, 6), generator=draw)
+    return words, torch.randint(12, (64, 8), generator=draw).repeat_interleave(2, 1)
+
+
+def test_it_learns_what_the_model_cannot_say_and_a_saved_pipeline_holds_it(tmp_path: Path, monkeypatch):
+    """Two hidden tokens that are equal: to the model they are independent."""
+    monkeypatch.setattr(training, "tokenize_dataset", paired)
+    pipe: Any = tiny_masked_pipeline()
+    pipe.transformer.requires_grad_(False)
+    pipe.text_encoder.requires_grad_(False)
+    torch.manual_seed(1)
+    layer = new_layer(pipe.transformer, dim=16, num_heads=2)
+    parts = pipe.transformer, pipe.text_encoder, pipe.vq_model
+    found = train_causal_layer(layer, *parts, SETTINGS, tmp_path / "layer")
+    assert not (tmp_path / "layer" / "resume.pt").exists()
+    for figures in found["held_out"].values():
+        assert figures["chain_nats"] < figures["independent_nats"] - 0.3 and 0 < figures["overlap"] < 1
+    again: Any = CausalLayer.from_pretrained(tmp_path / "layer")
+    assert held_out(again.eval(), *parts, places=16) == found["held_out"]
+    pipe.causal_layer = again
+    pipe.sampler = SelfSpeculativeMaskedSampler(3)
+    drawn = pipe("a red circle", generator=seeded(1))
+    assert drawn.trace.target_calls.tolist() == [3] and 3 < drawn.trace.layer_calls.item() <= 16
+    pipe.save_pretrained(tmp_path / "pipe")
+    loaded = load_pipeline(tmp_path / "pipe")
+    loaded.set_progress_bar_config(disable=True)
+    assert torch.equal(loaded("a red circle", generator=seeded(1)).tokens, drawn.tokens)
+
+
+def test_the_loss_is_that_of_the_hidden_tokens():
+    pipe: Any = tiny_masked_pipeline()
+    model, told = pipe.transformer, pipe.encode_prompt(["a red circle"])
+    draw = torch.Generator().manual_seed(3)
+    tokens, order = torch.randint(12, (1, 16), generator=draw), torch.randperm(16, generator=draw)[None]
+    groups = groups_of(model, told, tokens, order, torch.tensor([13]), 6)
+    logits = chain_logits(new_layer(model, dim=16, num_heads=2), model, groups)
+    nats = [-logits[0, at].log_softmax(0)[tokens[0, order[0, 13 + at]]] for at in range(3)]
+    assert loss_of(logits, groups).item() == pytest.approx(sum(nats).item() / 3, abs=1e-5)  # pyright: ignore
+
+
+def test_what_does_not_fit_is_refused():
+    pipe: Any = tiny_masked_pipeline(SelfSpeculativeMaskedSampler(2))
+    with pytest.raises(ValueError, match="needs causal_layer, a CausalLayer trained for this model"):
+        pipe("a red circle")
+    pipe.causal_layer = CausalLayer(16, 12, 5, 8, 2)
+    with pytest.raises(ValueError, match="12 codes and 5 x 5 slots of one codebook, and a MaskedImageTransf"):
+        pipe("a red circle")
+    with pytest.raises(ValueError, match="dim=8 and num_heads=3"):
+        CausalLayer(16, 12, 4, 8, 3)
+    table = TabularMaskedModel(TokenGrid(2, 2), 3)
+    with pytest.raises(ValueError, match="TabularMaskedModel keeps nothing of a call"):
+        SelfSpeculativeMaskedSampler()(table, None, law=TokenLaw())
+    model = tiny_masked_transformer()
+    new_layer(model, num_heads=2).check_fits(model)

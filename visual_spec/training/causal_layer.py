@@ -1,0 +1,237 @@
+"""Train the causal layer of a masked model of pictures, on tokens of `shapes`.
+
+The masked model, which does not change, reads a picture of which only the first tokens of an order are known; the
+layer learns the tokens behind them, each given those before it (cross entropy; self-speculative masked diffusion,
+2510.03929). The number of known tokens is uniform. Half of the pictures take the order of the Halton sequence, half a
+random one. A tenth of the steps goes without captions, so that guidance works. Matrices are stored in 8 bits.
+
+Its figure of merit is the loss of held-out tokens, beside that of the masked model, to which the tokens of a group are
+independent. The mean overlap of both laws, the sum over the codes of the smaller probability, is the chance that a
+draft of the masked model is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visual_spec.models.masked.causal_layer import CausalLayer
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.core.masking import halton_order
+from visual_spec.training.ar import tokenize_dataset
+from visual_spec.training.loop import Checkpoint, Descent, write_json
+from visual_spec.training.mar import round_matrices
+
+
+@dataclass(frozen=True)
+class CausalLayerTraining:
+    """Settings of a run.
+
+    Attributes:
+        places: tokens behind the known ones that are learned, the widest group the layer is made for.
+        bfloat16: compute the features in it: faster on a GPU, and on CPUs that can.
+    """
+
+    steps: int = 1000
+    batch_size: int = 16
+    scenes: int = 8000
+    places: int = 96
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    caption_dropout: float = 0.1
+    bfloat16: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Groups:
+    """Hidden tokens of pictures, in the order in which they are decoded.
+
+    Attributes:
+        features: [B, G, C], of the masked model at their slots.
+        tokens, slots: long [B, G].
+        there: bool [B, G], false behind the last slot of a picture.
+        state: the masked model's own.
+    """
+
+    features: Tensor
+    tokens: Tensor
+    slots: Tensor
+    there: Tensor
+    state: Any
+
+
+def new_layer(model: MaskedImageTransformer, dim: int | None = None, num_heads: int = 8) -> CausalLayer:
+    """A fresh layer for a model."""
+    return CausalLayer(model.feature_dim, model.vocab_size, model.grid.width, dim, num_heads)
+
+
+@torch.no_grad()
+def groups_of(
+    model: MaskedImageTransformer, condition: Any, tokens: Tensor, order: Tensor, known: Tensor, places: int
+) -> Groups:
+    """What the layer learns from pictures of which the model sees the first tokens of an order.
+
+    Args:
+        condition: of the model, or None.
+        tokens, order: long [B, L], by slot and by place.
+        known: long [B], the tokens that the model sees.
+        places: G, of the group.
+    """
+    batch, length = tokens.shape
+    state = model.prepare(condition, batch_size=batch, guided=False)
+    rank = order.argsort(1)  # [B, L], the place of each slot
+    seen = tokens.masked_fill(rank >= known[:, None], model.mask_id)
+    model(state, seen[..., None], 0, keep=0)
+    behind = known[:, None] + torch.arange(places, device=tokens.device)  # [B, G]
+    there = behind < length
+    slots = order.gather(1, behind.clamp(max=length - 1))
+    assert state.features is not None
+    features = state.features.float()
+    features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[-1]))
+    return Groups(features, tokens.gather(1, slots), slots, there, state)
+
+
+def chain_logits(layer: CausalLayer, model: MaskedImageTransformer, groups: Groups) -> Tensor:
+    """Logits `[B, G, V]` of the tokens of groups, each given those before it, with gradients."""
+    return model.scores(groups.state, layer(groups.features, groups.tokens, groups.slots))
+
+
+def loss_of(logits: Tensor, groups: Groups) -> Tensor:
+    """The mean cross entropy of the tokens of groups, in nats."""
+    return F.cross_entropy(logits[groups.there].float(), groups.tokens[groups.there])
+
+
+def some_orders(count: int, side: int, dice: torch.Generator) -> Tensor:
+    """Orders of the slots, long [count, L]: that of the Halton sequence for the first half, then random ones."""
+    length = side**2
+    drawn = torch.rand(count, length, generator=dice).argsort(1)
+    drawn[: count // 2] = halton_order(1, side, side)
+    return drawn
+
+
+def train_causal_layer(
+    layer: CausalLayer,
+    model: MaskedImageTransformer,
+    encoder: CaptionEncoder,
+    vq_model: VQModel,
+    settings: CausalLayerTraining,
+    out: Path,
+    *,
+    every: int = 100,
+) -> dict[str, Any]:
+    """Train in place, save the weights in `out`, and return the record that is also written to `out/training.json`.
+
+    A run that was interrupted goes on from `out/resume.pt` as if it had not been; the finished run removes it. The
+    tokens of the scenes are kept in `out`.
+
+    Raises:
+        ValueError: a layer for another model.
+    """
+    layer.check_fits(model)
+    words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
+    layer.train()
+    rate, size = settings.learning_rate, settings.batch_size
+    optimiser = torch.optim.AdamW(layer.parameters(), lr=rate, weight_decay=settings.weight_decay)
+    descend = Descent([optimiser], settings.steps, rate, warmup=min(50, settings.steps))
+    reads = [model, encoder, vq_model]
+    checkpoint = Checkpoint(
+        out / "resume.pt", every, asdict(settings), reads=reads, layer=layer, descend=descend
+    )
+    for step in range(checkpoint.resume(), settings.steps):
+        dice = torch.Generator().manual_seed((settings.seed << 32) + step)
+        chosen = torch.randint(len(tokens), (size,), generator=dice)
+        known = torch.randint(model.grid.num_tokens, (size,), generator=dice)
+        order = some_orders(size, model.grid.width, dice)
+        dropped = torch.rand((), generator=dice).item() < settings.caption_dropout
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
+            told = None if dropped else encoder(words[chosen])
+            groups = groups_of(model, told, tokens[chosen].long(), order, known, settings.places)
+        loss = loss_of(chain_logits(layer, model, groups), groups)
+        descend(loss, step)
+        checkpoint.after(step, settings.steps, loss)
+    layer.eval()
+    round_matrices(layer, out)
+    record = {
+        "settings": asdict(settings),
+        "parameters": sum(p.numel() for p in layer.parameters()),
+        "seconds": round(checkpoint.seconds),
+        "held_out": held_out(layer, model, encoder, vq_model, places=min(settings.places, 32)),
+        "loss": checkpoint.curve,
+    }
+    write_json(out / "training.json", record)
+    checkpoint.remove()
+    return record
+
+
+@torch.no_grad()
+def held_out(
+    layer: CausalLayer,
+    model: MaskedImageTransformer,
+    encoder: CaptionEncoder,
+    vq_model: VQModel,
+    *,
+    places: int,
+    count: int = 64,
+) -> dict[str, dict[str, float]]:
+    """By order, for groups of held-out pictures: nats a token of both laws, and their mean overlap."""
+    words, tokens = tokenize_dataset(vq_model, encoder, count, 777, held_out=True)
+    dice = torch.Generator().manual_seed(777)
+    known = torch.arange(count) * model.grid.num_tokens // count
+    orders = some_orders(2 * count, model.grid.width, dice)
+    found = {}
+    for name, order in zip(("halton", "random"), orders.split(count), strict=True):
+        independent, chain, overlap, number = 0.0, 0.0, 0.0, 0
+        for part in torch.arange(count).split(16):
+            told = encoder(words[part])
+            groups = groups_of(model, told, tokens[part].long(), order[part], known[part], places)
+            drafts = model.scores(groups.state, groups.features)
+            laws = chain_logits(layer, model, groups)
+            here = int(groups.there.sum())
+            independent += loss_of(drafts, groups).item() * here
+            chain += loss_of(laws, groups).item() * here
+            shared = torch.minimum(drafts.softmax(-1), laws.softmax(-1)).sum(-1)
+            overlap, number = overlap + shared[groups.there].sum().item(), number + here
+        sums = {"independent_nats": independent, "chain_nats": chain, "overlap": overlap}
+        found[name] = {key: round(value / number, 4) for key, value in sums.items()}
+    return found
+
+
+def main() -> None:
+    defaults = CausalLayerTraining()
+    parser = argparse.ArgumentParser(
+        description="Train the causal layer of a masked model: python -m visual_spec.training.causal_layer --out FOLDER"
+    )
+    parser.add_argument(
+        "--model", default="shapes_masked", help="embedded name or folder of a masked pipeline"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for weights and training.json")
+    parser.add_argument("--dim", type=int, help="width (default: that of the model)")
+    parser.add_argument("--num-heads", type=int, default=8)
+    names = ("steps", "batch_size", "scenes", "places", "learning_rate", "seed")
+    for name in names:
+        value = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser.add_argument("--bfloat16", action="store_true", help="compute the features in bfloat16")
+    given = parser.parse_args()
+    pipe: Any = load_pipeline(given.model)
+    for part in (pipe.transformer, pipe.text_encoder, pipe.vq_model):
+        part.eval().requires_grad_(False)
+    settings = CausalLayerTraining(**{name: getattr(given, name) for name in (*names, "bfloat16")})
+    torch.manual_seed(settings.seed)
+    layer = new_layer(pipe.transformer, given.dim, given.num_heads)
+    found = train_causal_layer(layer, pipe.transformer, pipe.text_encoder, pipe.vq_model, settings, given.out)
+    print(f"{found['parameters'] / 1e6:.2f} M parameters, held out {found['held_out']}")
+
+
+if __name__ == "__main__":
+    main()
