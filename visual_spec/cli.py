@@ -93,6 +93,13 @@ def _add_generate(commands: Any) -> None:
     )
     generate.add_argument("--json", action="store_true", help="print a JSON document as the last line")
 
+    _add_media(generate)
+    _add_sampler_and_law(generate)
+    generate.set_defaults(run=_generate)
+
+
+def _add_media(generate: argparse.ArgumentParser) -> None:
+    """What only music, control pictures or clips have."""
     music = generate.add_argument_group("music")
     music.add_argument("--music", action="store_true", help="as --model tunes, where no model is named")
     music.add_argument(
@@ -124,8 +131,6 @@ def _add_generate(commands: Any) -> None:
         choices=("wav", "flac", "ogg", "mp4", "gif", "png"),
         help="of music (default: wav) or clips (default: mp4; gif and png need no PyAV)",
     )
-    _add_sampler_and_law(generate)
-    generate.set_defaults(run=_generate)
 
 
 def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:

@@ -90,7 +90,7 @@ class VideoPipeline(TokenImagePipeline):
         """See `VisualPipeline.facts_of`."""
         fast = "speculative-jacobi:window=128,initial_draft=previous_frame"
         facts = super().facts_of(settings, sampler)
-        law = facts.default_settings | cls._saved_law(settings, "temperature")
+        law = {**facts.default_settings, **cls._saved_law(settings, "temperature")}
         return replace(facts, medium="video", fast_sampler=fast, default_settings=law)
 
     @property

@@ -144,20 +144,16 @@ def train_flashar(
     encoder.eval().requires_grad_(False)
     model.train()
     own = _branch_of(model)
-    trunk = [
-        parameter for parameter in model.parameters() if id(parameter) not in set(map(id, own.parameters()))
-    ]
+    learned_alone = set(map(id, own.parameters()))
+    trunk = [parameter for parameter in model.parameters() if id(parameter) not in learned_alone]
+    late_steps = settings.steps - settings.branch_steps
+    stages = (
+        (own["layers"], own.parameters(), settings.branch_rate, settings.branch_steps),
+        (model.layers, model.parameters(), settings.learning_rate, late_steps),
+    )
     descents = [
         Descent(muon_and_adamw(blocks, parameters, rate, settings.weight_decay), steps, rate)
-        for blocks, parameters, rate, steps in (
-            (own["layers"], own.parameters(), settings.branch_rate, settings.branch_steps),
-            (
-                model.layers,
-                model.parameters(),
-                settings.learning_rate,
-                settings.steps - settings.branch_steps,
-            ),
-        )
+        for blocks, parameters, rate, steps in stages
     ]
     checkpoint = Checkpoint(
         out / "resume.pt",

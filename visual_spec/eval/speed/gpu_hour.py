@@ -68,7 +68,7 @@ STAGES = (
     Stage("5d", "official sizes, a speech model of transformers", f"{_HERE}:speech", 150, essential=False),
     Stage("5e", "official sizes, causal video", f"{_HERE}:video", 180, essential=False),
     Stage("6", "bandwidth of the kernels", f"{_HERE}:kernel_bandwidth", 90),
-    Stage("7", "where the time of a call goes", f"{_HERE}:call_profiles", 90),
+    Stage("7", "where the time of a call goes", "visual_spec.eval.speed.gpu_profiles:call_profiles", 90),
 )
 
 

@@ -34,12 +34,9 @@ from visual_spec.eval.speed import (
     kernel_bench,
     measure,
     music_sizes,
-    official_sizes,
     speech_sizes,
     video_sizes,
 )
-from visual_spec.eval.speed.call_profile import profile_calls
-from visual_spec.eval.speed.official_bench import Middle
 from visual_spec.models.core.calls import COLUMNS, CONTINUOUS, MASKED, RASTER, TREE
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
@@ -566,42 +563,3 @@ def _layer_kernels(
     top = measure.copy_bandwidth(here, None if here.type == "cuda" else 4)
     rows = list(kernel_bench.layer_rows(window, batch, device=here, bandwidth=top, sizes=sizes))
     return dict(copy_bandwidth=top, rows=rows)
-
-
-# -- 7: profiles -------------------------------------------------------------------------------------------------------
-
-
-def call_profiles(dry: bool) -> Parts:
-    """Kernels, gaps and the longest kernels of a call, without and with a graph."""
-    texts = ("autoregressive", "speculative-jacobi:window=32")
-    if dry:
-        gpu_tiny.add_sizes()
-        return {"llamagen-tiny, autoregressive": partial(_profile, gpu_tiny.SIZES[LLAMAGEN], texts[0], "cpu")}
-    return {
-        f"{model}, {text}, graph={graph}": partial(
-            _profile, model, with_setting(text, f"graph={graph}"), "cuda"
-        )
-        for model, text, graph in product((LLAMAGEN, JANUS), texts, ("false", "true"))
-    }
-
-
-@cache
-def _official(model: str, device: str) -> Any:
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    found = official_sizes.official_model(model)
-    return official_sizes.fill(found, dtype=dtype, device=choose_device(device))
-
-
-@torch.no_grad()
-def _profile(model: str, text: str, device: str) -> dict[str, Any]:
-    official = _official(model, device)
-    law = TokenLaw(guidance_scale=official.guidance_scale, top_k=official.top_k)
-    setting, middle = parse_setting(text, law, 0), Middle(official.model, 16)
-    condition = official.condition(1)
-
-    def decode(callback: Callable[[int, Tensor], Any]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        setting.sampler(middle, condition, law=law, generator=generator, batch_size=1, callback=callback)
-
-    decode(lambda index, lengths: None)  # compiles and records
-    return profile_calls(decode, official.model.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -23,7 +23,7 @@ from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.offload import loads_weights
-from visual_spec.models.core.protocol import DecodeState, TokenGrid, check_raster
+from visual_spec.models.core.protocol import TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.core.trained_order import LEARNED_TOKENS, RASTER_ORDER
 from visual_spec.models.next_token import llamagen_any_order
@@ -38,7 +38,13 @@ from visual_spec.models.next_token.llamagen_blocks import (
     rotary_table,
     turns_of,
 )
-from visual_spec.models.next_token.llamagen_prefix import CaptionEmbedding, LabelEmbedding, entered
+from visual_spec.models.next_token.llamagen_prefix import (
+    CaptionEmbedding,
+    LabelEmbedding,
+    TextCondition,
+    entered,
+)
+from visual_spec.models.next_token.llamagen_state import LlamaGenState
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"num_layers": 12, "num_heads": 12, "dim": 768},
@@ -50,60 +56,6 @@ PRESETS: dict[str, dict[str, int]] = {
     "3B": {"num_layers": 24, "num_heads": 32, "dim": 3200},
     "7B": {"num_layers": 32, "num_heads": 32, "dim": 4096},
 }
-
-
-@dataclass
-class TextCondition:
-    """Caption features for a text-conditional model.
-
-    Attributes:
-        features: `[B, T, C]`, left-padded: the valid words of each row are at its end.
-        mask: bool `[B, T]`, true at valid words; at least the last of each row.
-        negative: captions that guidance leads away from, for as many rows; they take the place of the unconditional
-            caption. None: the unconditional caption.
-    """
-
-    features: Tensor
-    mask: Tensor
-    negative: TextCondition | None = field(default=None, kw_only=True)
-
-    @property
-    def parts(self) -> list[TextCondition]:
-        """The condition, and the negative one if there is one."""
-        return [self] if self.negative is None else [self, self.negative]
-
-
-@dataclass
-class LlamaGenState(DecodeState):
-    """Static cache of one decoding run.
-
-    Attributes:
-        cache: places of a row: the T positions of the prefix, the slots of the grid, and `window` more for slots past
-            it. The nodes of a tree are written there until `keep` copies the accepted ones to their slots.
-        rotary: `[L, D / 2, 2]`, at least float32: half precision is too coarse for angles.
-        prefix_mask: bool `[R, T]`, the prefix positions that image tokens may attend to.
-        features: `[R, W, dim]`, the head's input in the last call (prefill: W = 1), for drafters that read it.
-        side: what is added to the positions that predict each slot, see `entered`; None: nothing.
-    """
-
-    cache: StaticCache
-    rotary: Tensor
-    prefix_mask: Tensor
-    features: Tensor
-    side: Tensor | None = None
-
-    def select(self, samples: Tensor) -> None:
-        rows = self.rows(samples)
-        self.cache.select(rows)
-        self.logits, self.prefix_mask = self.logits[rows], self.prefix_mask[rows]
-        self.features = self.features[rows]
-        self.side = None if self.side is None else self.side[rows]
-
-    def buffers(self) -> list[Tensor]:
-        return [*self.cache.buffers(), self.prefix_mask, *([] if self.side is None else [self.side])]
-
-    def narrow(self, width: int) -> None:
-        self.features = self.features[:, :width]
 
 
 class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):

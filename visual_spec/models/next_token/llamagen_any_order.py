@@ -21,7 +21,8 @@ from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.next_token.llamagen_blocks import Shared, Turns, rotate, turns_of
 
 if TYPE_CHECKING:
-    from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer
+    from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+    from visual_spec.models.next_token.llamagen_state import LlamaGenState
 
 
 def instructions(embedding: Tensor, table: Tensor, heads: int) -> Tensor:

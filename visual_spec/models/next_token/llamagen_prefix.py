@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+@dataclass
+class TextCondition:
+    """Caption features for a text-conditional model.
+
+    Attributes:
+        features: `[B, T, C]`, left-padded: the valid words of each row are at its end.
+        mask: bool `[B, T]`, true at valid words; at least the last of each row.
+        negative: captions that guidance leads away from, for as many rows; they take the place of the unconditional
+            caption. None: the unconditional caption.
+    """
+
+    features: Tensor
+    mask: Tensor
+    negative: TextCondition | None = field(default=None, kw_only=True)
+
+    @property
+    def parts(self) -> list[TextCondition]:
+        """The condition, and the negative one if there is one."""
+        return [self] if self.negative is None else [self, self.negative]
 
 
 class LabelEmbedding(nn.Module):
