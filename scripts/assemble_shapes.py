@@ -46,12 +46,7 @@ def main() -> None:
         drafter=None if arguments.drafter is None else EagleDrafter.from_pretrained(arguments.drafter),
     )
     # Half precision on disk; from_pretrained computes in float32 again.
-    pipe.to(torch.float16)
-    if pipe.drafter is not None:
-        # No sample depends on what a drafter thinks, so its matrices may be rough.
-        for parameter in pipe.drafter.parameters():
-            parameter.data = parameter.data.to(torch.float8_e4m3fn) if parameter.ndim == 2 else parameter.data
-    pipe.save_pretrained(arguments.out)
+    pipe.to(torch.float16).save_pretrained(arguments.out)
     for path in arguments.out.glob("*/config.json"):  # where the parts were trained is nobody's business
         config = json.loads(path.read_text())
         config.pop("_name_or_path", None)
