@@ -82,9 +82,12 @@ def test_a_sample_is_what_it_is_alone(entry, settings):
             sampler.config, relaxation={**sampler.config.relaxation, "code_distance": None}
         )
     together = decode(entry, sampler)
+    by_batch = sampler.config.get("window", 0) is None  # a window that follows the batch: only tokens do not
     for sample in range(5):
         alone = decode(entry, sampler, [sample])
         assert same_tokens(alone.tokens[0], together.tokens[sample])
+        if by_batch:
+            continue
         assert torch.equal(alone.trace.commit_call[0], together.trace.commit_call[sample])
         assert alone.trace.target_calls[0] == together.trace.target_calls[sample]
 

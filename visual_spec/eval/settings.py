@@ -16,6 +16,7 @@ from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler
 
+BY_BATCH = "by batch"  # the window of a sampler without one of its own, which narrows in batches
 _LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 
 
@@ -41,8 +42,9 @@ class Setting:
 
     @property
     def window(self) -> int | str | None:
-        """The window of the sampler; None for one that has none."""
-        return self.sampler.config.get("window")
+        """The window of the sampler, `BY_BATCH` where the batch decides; None for one that has none."""
+        window = self.sampler.config.get("window")
+        return BY_BATCH if window is None and "window" in self.sampler.config else window
 
     @property
     def name(self) -> str:

@@ -188,7 +188,7 @@ def test_on_cuda_every_sampler_has_a_row_without_and_with_a_graph():
         (f"{texts[1]},graph=false", 7, False),
         (f"{texts[1]},graph=true", 7, True),
         ("zipar:window=2", 2, None),
-        ("speculative-jacobi:graph=true", 32, True),
+        ("speculative-jacobi:graph=true", "by batch", True),
     ]
     # They are what their text says.
     assert [parse_setting(one.text, LAW, 3).describe() for one in found] == [one.describe() for one in found]

@@ -198,8 +198,7 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
         if at.device.type == "cpu":  # reading the maximum costs no synchronisation and spares the unused tail
             size = int(at.max()) + 1
         mask = (torch.arange(size, device=at.device) <= at[..., None])[:, None]  # [R, 1, W, S]
-        places = Places()
-        places.set(at, size)
+        places = Places.of(at, size)
         for block, keys, values in zip(self.blocks, state.keys, state.values, strict=True):
             hidden = block(hidden, mask, (keys, values), places)
         return self.norm(hidden)

@@ -89,6 +89,12 @@ class Places:
     size: int = 0
     run: slice | None = None
 
+    @classmethod
+    def of(cls, slots: Tensor, size: int) -> Places:
+        """The places `slots` [R, W], all different in a row, of a forward that reads the first `size` slots."""
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        return cls(rows, slots, size, common_run(slots))
+
     def set(self, slots: Tensor, size: int) -> None:
         """Make the next forward write at slots [R, W], all different in a row, and read the first `size` slots."""
         self.rows = torch.arange(len(slots), device=slots.device)[:, None]

@@ -6,6 +6,7 @@ And the gate between the two heads of FlashAR.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -79,14 +80,22 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return norm_reference(x, self.weight, self.eps)
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, change: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if change is None:
+            return norm_reference(x, self.weight, self.eps)
+        return add_norm(x, change, self.weight, self.eps)
 
     def after(self, hidden: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return `hidden + change [R, W, dim]`, and its norm; without a change `hidden` itself."""
         if change is None:
             return hidden, self(hidden)
-        return add_norm(hidden, change, self.weight, self.eps)
+        return self(hidden, change)
 
 
 class Attention(nn.Module):
