@@ -28,7 +28,7 @@ from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
 from visual_spec.training.ar import shapes_vocabulary
 from visual_spec.training.causal_layer import new_layer
-from visual_spec.training.mar import round_matrices
+from visual_spec.training.loop import round_matrices
 from visual_spec.training.masked_image import new_model
 from visual_spec.training.shortcut import new_shortcut
 

@@ -28,8 +28,7 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.masking import halton_order
 from visual_spec.training.ar import tokenize_dataset
-from visual_spec.training.loop import Checkpoint, Descent, write_json
-from visual_spec.training.mar import round_matrices
+from visual_spec.training.loop import Checkpoint, Descent, round_matrices, write_json
 
 
 @dataclass(frozen=True)

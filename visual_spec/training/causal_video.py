@@ -16,7 +16,6 @@ things go. The first chunk of a cut is read, never learned.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -26,8 +25,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from visual_spec.data.motion import Clip, MovingShape, caption, is_held_out, render, sample_clip
@@ -35,7 +32,7 @@ from visual_spec.data.shapes import CELL
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
-from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
+from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
 from visual_spec.training.motion import motion_vocabulary
 
 SCALE = 4  # pixels of a frame on a side of a latent one
@@ -241,7 +238,8 @@ def train_causal_video(
         checkpoint.after(step, settings.steps, loss)
     modules.load_state_dict(average.module.state_dict())
     modules.eval()
-    store(model, encoder, out)
+    round_matrices(model, out / "transformer")
+    round_matrices(encoder, out / "text_encoder")
     held_out = _held_out_losses(causal, encoder, settings, device)
     causal.release()
     record = {
@@ -283,25 +281,6 @@ def _held_out_losses(
     """Return the mean loss of each chunk on held-out captions, with the weights as they are stored."""
     found = [_losses(causal, encoder, step, settings, device, held_out=True) for step in range(batches)]
     return [round(value, 4) for value in torch.stack(found).mean(0).tolist()]
-
-
-@torch.no_grad()
-def store(model: Any, encoder: CaptionEncoder, out: Path) -> None:
-    """Round the matrices of both networks to 8 bits (e4m3) and all else to 16, in place, and store them in `out` so."""
-    for name, module in (("transformer", model), ("text_encoder", encoder)):
-        parts = {
-            key: value.detach().to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16).contiguous()
-            for key, value in module.named_parameters()
-        }
-        for key, parameter in module.named_parameters():
-            parameter.copy_(parts[key])
-        folder = out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        module.save_config(folder)
-        config = json.loads((folder / "config.json").read_text())
-        config.pop("_name_or_path", None)  # where it was trained is nobody's business
-        write_json(folder / "config.json", config)
-        save_file(parts, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

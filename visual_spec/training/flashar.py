@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from torch import Tensor
 
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -29,7 +27,7 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.orders import order_of
 from visual_spec.training.ar import tokenize_dataset
-from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
+from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
 
 ORDER = "flashar"
 
@@ -184,7 +182,7 @@ def train_flashar(
         descents[late](loss, step - late * settings.branch_steps)
         checkpoint.after(step, settings.steps, loss)
     model.eval()
-    store(model, out)
+    round_matrices(model, out)
     record = {
         "settings": asdict(settings),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -221,23 +219,6 @@ def held_out_losses(
         found.append([loss.item() for loss in forced.losses(model, token_ids.long().to(model.device), told)])
     merged, below = np.mean(found, 0)
     return {"held_out_loss": round(float(merged), 4), "held_out_loss_below": round(float(below), 4)}
-
-
-@torch.no_grad()
-def store(model: LlamaGenTransformer, out: Path) -> None:
-    """Round the matrices to 8 bits (e4m3) and all else to 16, in place, and store them in `out` so."""
-    parts = {
-        key: value.detach().to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16).contiguous()
-        for key, value in model.named_parameters()
-    }
-    for key, parameter in model.named_parameters():
-        parameter.copy_(parts[key])
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_config(out)
-    config = json.loads((out / "config.json").read_text())
-    config.pop("_name_or_path", None)  # where it was trained is nobody's business
-    write_json(out / "config.json", config)
-    save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import read_content
@@ -33,6 +35,23 @@ def write_json(path: Path, document: dict) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+@torch.no_grad()
+def round_matrices(model: Any, out: Path) -> None:
+    """Round the matrices of a model to 8 bits (e4m3) and all else to 16, in place, and store it in `out` so."""
+    parts = {
+        name: value.to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16).contiguous()
+        for name, value in model.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        parameter.copy_(parts[name])
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_config(out)
+    config = json.loads((out / "config.json").read_text())
+    config.pop("_name_or_path", None)  # where it was trained is nobody's business
+    write_json(out / "config.json", config)
+    save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def muon_and_adamw(

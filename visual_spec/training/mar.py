@@ -10,7 +10,6 @@ null class, so that guidance works (Ho and Salimans 2022).
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from torch import Tensor
 
 from visual_spec.data.shapes import render
@@ -37,7 +34,7 @@ from visual_spec.models.core.fill_order import guidance_scales, random_orders, s
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.latents import guided
 from visual_spec.training.kl_tokenizer import moments_of
-from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
+from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
 from visual_spec.training.var_tokenizer import to_pixels
 
 LatentModel = MARTransformer | CausalLatentTransformer
@@ -247,23 +244,6 @@ def _check_fit(model: LatentModel, pictures: LatentPictures) -> None:
         )
     if model.config["num_classes"] != len(CLASSES):
         raise ValueError(f"the model has {model.config['num_classes']} classes; the data has {len(CLASSES)}.")
-
-
-@torch.no_grad()
-def round_matrices(model: Any, out: Path) -> None:
-    """Round the matrices of a model to 8 bits (e4m3) and all else to 16, in place, and store it in `out` so."""
-    parts = {
-        name: value.to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16)
-        for name, value in model.named_parameters()
-    }
-    for name, parameter in model.named_parameters():
-        parameter.copy_(parts[name])
-    out.mkdir(parents=True, exist_ok=True)
-    model.save_config(out)
-    config = json.loads((out / "config.json").read_text())
-    config.pop("_name_or_path", None)  # where it was trained is nobody's business
-    write_json(out / "config.json", config)
-    save_file(parts, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 # -- judging ----------------------------------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.training.ar import object_tokens, tokenize_dataset
-from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
-from visual_spec.training.mar import round_matrices
+from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
 from visual_spec.training.var_tokenizer import to_pixels
 
 

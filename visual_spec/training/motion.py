@@ -15,7 +15,6 @@ is not biased. A tenth of the captions is dropped for guidance.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from torch import Tensor
 
 from visual_spec.data.motion import (
@@ -47,7 +44,7 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.training.ar import initialise
-from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
+from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
 from visual_spec.training.motion_tokens import SIDE, MotionTokens, encode_parts
 
 
@@ -169,7 +166,8 @@ def train_motion(
         "held_out_loss": round(_held_out_loss(model, encoder, draws), 4),
         "loss": checkpoint.curve,
     }
-    store(model, encoder, out)
+    round_matrices(model, out / "transformer")
+    round_matrices(encoder, out / "text_encoder")
     write_json(out / "training.json", record)
     checkpoint.remove()
     return record
@@ -185,25 +183,6 @@ def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, draws: _
         logits = model.teacher_forced(tokens, encoder(word_ids.to(model.device)))
         losses.append(F.cross_entropy(logits.mT, tokens).item())
     return float(np.mean(losses))
-
-
-@torch.no_grad()
-def store(model: LlamaGenTransformer, encoder: CaptionEncoder, out: Path) -> None:
-    """Round the matrices of both networks to 8 bits (e4m3) and all else to 16, in place, and store them in `out` so."""
-    for name, module in (("transformer", model), ("text_encoder", encoder)):
-        parts = {
-            key: value.detach().to(torch.float8_e4m3fn if value.ndim == 2 else torch.float16).contiguous()
-            for key, value in module.named_parameters()
-        }
-        for key, parameter in module.named_parameters():
-            parameter.copy_(parts[key])
-        folder = out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        module.save_config(folder)
-        config = json.loads((folder / "config.json").read_text())
-        config.pop("_name_or_path", None)  # where it was trained is nobody's business
-        write_json(folder / "config.json", config)
-        save_file(parts, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 @torch.no_grad()

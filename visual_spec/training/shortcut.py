@@ -23,8 +23,7 @@ from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.training.loop import Checkpoint, Descent, write_json
-from visual_spec.training.mar import round_matrices
+from visual_spec.training.loop import Checkpoint, Descent, round_matrices, write_json
 
 _DECODED = 8  # pictures that are decoded together
 
