@@ -66,11 +66,11 @@ def test_drafted_music_takes_two_calls_for_three_columns():
 
 
 def test_plain_music_is_what_its_prompt_asks_for():
-    pipe, prompts = load(), held_out_prompts(12, seed=19)
+    pipe, prompts = load(), held_out_prompts(40, seed=19)  # of 12, chance alone moves the mean by 6 %
     pipe.sampler = ColumnAutoregressiveSampler()
-    clips = pipe(prompts, generator=seeded(*range(12))).audios[:, 0]
+    clips = pipe(prompts, generator=seeded(*range(40))).audios[:, 0]
     right = [np.mean(list(score(prompt, clip).values())) for prompt, clip in zip(prompts, clips, strict=True)]
-    assert np.mean(right) > 0.65  # 76 % over 200 prompts
+    assert np.mean(right) > 0.65  # 74 % over 200 prompts
 
 
 def test_streamed_music_is_the_music():

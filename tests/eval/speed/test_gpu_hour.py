@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -214,9 +215,9 @@ def test_settings_of_the_real_run_are_read(monkeypatch):
     """All that a GPU would be asked for, as far as it can be checked without one."""
     asked = []
     monkeypatch.setattr(gpu_stages, "_bench", lambda options: asked.append(options) or {"rows": []})
-    names = {stage.name: stage.parts.partition(":")[2] for stage in STAGES}
-    for name, function in names.items():
-        parts = getattr(gpu_stages, function)(False)
+    names = {stage.name: stage.parts.partition(":") for stage in STAGES}
+    for name, (module, _, function) in names.items():
+        parts = getattr(importlib.import_module(module), function)(False)
         assert parts, name
         for title, part in parts.items():
             if name in ("4", "5a") or title.startswith("var"):
