@@ -23,7 +23,7 @@ from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.pipelines import components
 from visual_spec.pipelines.latent_image import LatentImagePipeline
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.training.loop import write_json
+from visual_spec.training.loop import hold_in_8_bits, write_json
 
 
 def load(folder: Path, head_steps: int, final_noise: float) -> Any:
@@ -66,6 +66,8 @@ def main() -> None:
     chain = arguments.head_steps, arguments.final_noise
     parts = {"transformer": arguments.transformer, "drafter": arguments.drafter}
     vae = AutoencoderKL.from_pretrained(arguments.vae, torch_dtype=torch.float16)
+    # Its first and last layers keep 16 bits: there 8 cost more than in all the others (27.52 dB, not 27.68, of 27.77).
+    hold_in_8_bits(vae, r"(encoder|decoder)\.(down|mid|up)_block", ndim=4)
     loaded: dict[str, Any] = {
         name: None if folder is None else load(folder, *chain) for name, folder in parts.items()
     }

@@ -20,7 +20,7 @@ from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 from visual_spec.samplers.scales import ScaleWiseSampler
-from visual_spec.training.loop import write_json
+from visual_spec.training.loop import hold_in_8_bits, write_json
 
 
 def tidy(folder: Path, source: Path) -> None:
@@ -65,8 +65,12 @@ def main() -> None:
         refiner_guidance_scale=arguments.refiner_guidance_scale,
         refiner_first_scale=arguments.refiner_first_scale,
     )
-    # Half precision on disk; from_pretrained computes in float32 again.
-    pipe.to(torch.float16).save_pretrained(arguments.out)
+    # Half precision on disk, matrices of blocks and norms in 8 bits; from_pretrained computes in float32 again.
+    pipe.to(torch.float16)
+    for part in (pipe.transformer, pipe.refiner):
+        if part is not None:
+            hold_in_8_bits(part, r"(blocks|head_nm)[.]")
+    pipe.save_pretrained(arguments.out)
     sources = {
         "vq_model": arguments.tokenizer,
         "transformer": arguments.transformer,

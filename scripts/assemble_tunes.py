@@ -23,7 +23,7 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.training.loop import write_json
+from visual_spec.training.loop import hold_in_8_bits, write_json
 
 # The steps that MAGNeT was published with. Without its spans of 3 frames, this small model hears its captions better.
 MASKED: dict[str, Any] = {"steps": (20, 10, 10, 10), "clock": "magnet", "span": 1, "temperature": "falling"}
@@ -70,8 +70,8 @@ def main() -> None:
     pipe.to(torch.float16)
     # Matrices in 8 bits. No sample depends on what a drafter thinks; of the others two points of accuracy may be lost.
     for part in (pipe.text_encoder, pipe.drafter):
-        for parameter in () if part is None else part.parameters():
-            parameter.data = parameter.data.to(torch.float8_e4m3fn) if parameter.ndim == 2 else parameter.data
+        if part is not None:
+            hold_in_8_bits(part)
     pipe.save_pretrained(arguments.out)
     for path in arguments.out.glob("*/config.json"):  # where the parts were trained is nobody's business
         config = json.loads(path.read_text())
@@ -82,19 +82,30 @@ def main() -> None:
         if folder is not None:
             record = json.loads((folder / "training.json").read_text())
             write_json(arguments.out / part / "training.json", record)
-    round_matrices(arguments.out / "transformer")
+    for part in ("codec", "transformer"):
+        round_weights(arguments.out / part)
     if arguments.shared_with is not None:
         share_equal_parts(arguments.out, arguments.shared_with)
 
 
-def round_matrices(folder: Path) -> None:
-    """Round the matrices of a stored model of transformers to 8 bits (e4m3), and say so in its config.json."""
+def round_weights(folder: Path) -> None:
+    """Round the weights of a stored model of transformers to 8 bits, and say so in its config.json.
+
+    Matrices become e4m3. Directions of weight-normed convolutions become whole numbers from -127 to 127: their scale is
+    free, so each uses the whole range. Codebooks and all else keep their 16 bits.
+    """
     path, weights = folder / "model.safetensors", {}
     for name, value in load_file(path).items():
-        weights[name] = value.to(torch.float8_e4m3fn) if value.ndim == 2 else value
+        if name.endswith("weight.original1"):
+            longest = value.float().abs().amax(tuple(range(1, value.ndim)), keepdim=True)
+            value = (value.float() * (127 / longest)).round().to(torch.int8)
+        elif value.ndim == 2 and ".codebook." not in name:
+            value = value.to(torch.float8_e4m3fn)
+        weights[name] = value
     save_file(weights, path, metadata={"format": "pt"})
+    kinds = sorted({str(value.dtype).removeprefix("torch.") for value in weights.values()} - {"float16"})
     config = json.loads((folder / "config.json").read_text())
-    write_json(folder / "config.json", config | {"stored_as": "float8_e4m3fn"})
+    write_json(folder / "config.json", config | {"stored_as": kinds[0] if len(kinds) == 1 else kinds})
 
 
 def share_equal_parts(out: Path, other: Path) -> None:

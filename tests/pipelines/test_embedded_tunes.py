@@ -2,19 +2,24 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import EncodecModel
 
 import visual_spec
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE, held_out_prompts
 from visual_spec.data.tunes_parser import score
+from visual_spec.models.core.saved import check_transformers_model
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.embedded import describe, embedded_folder, part_folder
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
+from visual_spec.training.codec import codec_config
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_tunes.py"
 
@@ -128,6 +133,36 @@ def test_the_two_models_share_their_codec_and_text_encoder():
     assert given.codec is columns.codec
     half = AudioPipeline.from_pretrained("tunes_masked", dtype=torch.bfloat16)
     assert half.codec.dtype == half.text_encoder.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rounded_codecs_keep_lengths_biases_and_codebooks(tmp_path):
+    torch.manual_seed(0)
+    codec = EncodecModel(codec_config(num_filters=4, hidden_size=16, codebook_size=16))
+    quantizer: Any = codec.quantizer
+    for layer in quantizer.layers:
+        layer.codebook.embed.normal_()
+    codec.half().save_pretrained(tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    runpy.run_path(str(SCRIPT))["round_weights"](tmp_path)
+    loaded: Any = EncodecModel.from_pretrained(tmp_path, dtype=torch.float64)
+    check_transformers_model(tmp_path, loaded)
+    stored, read = load_file(tmp_path / "model.safetensors"), loaded.state_dict()
+    assert {value.dtype for value in stored.values()} == {torch.float16, torch.float8_e4m3fn, torch.int8}
+    for key, value in before.items():
+        value, found = value.double(), read[key]
+        if key.endswith("original1"):
+            length = before[key.replace("original1", "original0")].double()
+            weights = [length * v / v.square().sum((1, 2), keepdim=True).sqrt() for v in (value, found)]
+            # A rounded direction is off by half a step a number: the length changes by no more than all of them do.
+            step = (weights[0] / value).abs().amax((1, 2)) * value.abs().amax((1, 2)) / 127
+            off = (weights[1] - weights[0]).flatten(1).norm(dim=1)
+            assert (off <= 0.5 * step * value[0].numel() ** 0.5 * 1.01).all()
+            assert found.abs().amax((1, 2)).eq(127).all()
+        elif ".lstm.weight" in key:
+            assert torch.equal(found, value.to(torch.float8_e4m3fn).double())
+        else:
+            assert torch.equal(found, value)
 
 
 def test_only_equal_parts_are_shared(tmp_path):

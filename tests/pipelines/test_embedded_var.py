@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from tests.tiny import seeded
 from tests.tiny_scales import tiny_scale_pipeline, tiny_var
@@ -59,6 +60,17 @@ def test_parts_become_a_folder(tmp_path, monkeypatch):
     for part, source in {"transformer": "large", "vq_model": "tokenizer", "refiner": "small"}.items():
         assert json.loads((out / part / "training.json").read_text()) == {"part": source}
         assert "_name_or_path" not in json.loads((out / part / "config.json").read_text())
+    for part, source in {"transformer": "large", "refiner": "small"}.items():
+        stored = load_file(next((out / part).glob("*.safetensors")))
+        for key, value in load_file(next((tmp_path / source).glob("*.safetensors"))).items():
+            kind = (
+                torch.float8_e4m3fn
+                if key.startswith(("blocks.", "head_nm.")) and value.ndim == 2
+                else torch.float16
+            )
+            assert stored[key].dtype == kind and torch.equal(
+                stored[key].float(), value.half().to(kind).float()
+            )
     pipe: Any = ScaleImagePipeline.from_pretrained(out)
     assert pipe.dtype == torch.float32 and pipe.label_ids("red circle") == [0] == pipe.label_ids("0")
     law = pipe.make_law()

@@ -389,11 +389,7 @@ class AudioPipeline(AudioParts):
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
         law = self.make_law(
-            guidance_until,
-            guidance_scale=guidance_scale,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            guidance_until, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
         )
         texts: dict[str, Any] = dict(
             prompt_embeds=prompt_embeds,
@@ -427,20 +423,8 @@ class AudioPipeline(AudioParts):
         given = self._given_codes(clip, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
-        stream = None
-        if output_type != "latent" or callback_on_audio is not None:
-            stream = WaveStream(
-                self._codec,
-                self.channels,
-                self._num_timesteps,
-                max(1, round(stretch_in_s * self.frame_rate)),
-                None if callback_on_audio is None else lambda *heard: callback_on_audio(self, *heard),
-            )
+        stream = self._stream(output_type, stretch_in_s, callback_on_audio)
         told = StepListener(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
-
-        def listen(step: int, lengths: Tensor) -> Any:
-            return told(step, lambda: int(lengths.min()), lengths=lengths)
-
         self._guidance_scale = law.guidance_scale
         drafter = self.drafter if getattr(self.sampler, "needs_drafter", False) else None
         with at_hand(self._model, self._codec, drafter):
@@ -453,20 +437,32 @@ class AudioPipeline(AudioParts):
                 progress_bar=self.progress_bar,
                 stream=stream,
                 streamed=callback_on_audio is not None and not self._fills_in,
-                listener=listen,
+                listener=lambda step, lengths: told(step, lambda: int(lengths.min()), lengths=lengths),
                 law=law,
                 generator=generator,
                 **self.sampler_parts(),
             )
         self.last_trace = trace
-        audios: Any = codes
-        if output_type != "latent":
-            assert stream is not None
-            audios = stream.waves() if output_type == "pt" else stream.waves().numpy()
+        waves: Any = codes if output_type == "latent" or stream is None else stream.waves()
+        audios = waves.numpy() if output_type == "np" else waves
         self.maybe_free_model_hooks()
         if not return_dict:
             return audios, self.sampling_rate, codes, trace  # type: ignore[return-value]
         return AudioPipelineOutput(audios=audios, sampling_rate=self.sampling_rate, codes=codes, trace=trace)
+
+    def _stream(
+        self, output_type: str, stretch_in_s: float, listener: AudioListener | None
+    ) -> WaveStream | None:
+        """What makes waves of the columns of this call; None where nobody hears them."""
+        if output_type == "latent" and listener is None:
+            return None
+        return WaveStream(
+            self._codec,
+            self.channels,
+            self._num_timesteps,
+            max(1, round(stretch_in_s * self.frame_rate)),
+            None if listener is None else lambda *heard: listener(self, *heard),
+        )
 
     def _given_codes(self, clip: Tensor | None, batch_size: int) -> Tensor:
         """Codes [B, K, P] of the clip to go on from; P = 0 without one."""

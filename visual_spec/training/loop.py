@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,19 @@ def write_json(path: Path, document: dict) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(document, indent=1) + "\n")
     os.replace(temporary, path)
+
+
+@torch.no_grad()
+def hold_in_8_bits(model: nn.Module, names: str = "", ndim: int = 2) -> None:
+    """Hold weights of `ndim` dimensions in 8 bits (e4m3), to be saved so; the model cannot compute with them.
+
+    Args:
+        model: changed in place.
+        names: a regular expression for the beginning of their names.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == ndim and re.match(names, name):
+            parameter.data = parameter.data.to(torch.float8_e4m3fn)
 
 
 @torch.no_grad()

@@ -147,18 +147,7 @@ def train_masked_image(
 
     step_loss = torch.compile(loss_of) if settings.compile else loss_of
     for step in range(checkpoint.resume(), settings.steps):
-        # One seed per step, so that a resumed run sees what it would have seen. Drawn where the model is: copies from
-        # the host would make it wait for the GPU.
-        dice = torch.Generator(device).manual_seed((settings.seed << 32) + step)
-        size = settings.batch_size
-        chosen = torch.randint(len(tokens), (size,), generator=dice, device=device)
-        dropped = torch.rand(size, generator=dice, device=device) < settings.caption_dropout
-        shares = torch.rand(size, generator=dice, device=device)
-        noise = torch.rand(size, tokens.shape[1], generator=dice, device=device)
-        weight = torch.ones_like(noise)
-        if step < settings.weighted_until * settings.steps:
-            weight += (settings.object_weight - 1.0) * objects[chosen]
-        hidden = hidden_tokens(shares, noise)
+        chosen, dropped, hidden, weight = _drawn(objects, settings, step)
         loss = step_loss(words[chosen], tokens[chosen].long(), dropped, hidden, weight)
         descend(loss, step)
         checkpoint.after(step, settings.steps, loss)
@@ -174,6 +163,28 @@ def train_masked_image(
     write_json(out / "training.json", record)
     checkpoint.remove()
     return record
+
+
+def _drawn(
+    objects: Tensor, settings: MaskedImageTraining, step: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a step learns from: scenes [B], whether each hides its caption [B], the hidden tokens and weights [B, L].
+
+    Args:
+        objects: which tokens of each scene show an object, [N, L], on the device of the model.
+    """
+    # One seed per step, so that a resumed run sees what it would have seen. Drawn where the model is: copies from the
+    # host would make it wait for the GPU.
+    device, size = objects.device, settings.batch_size
+    dice = torch.Generator(device).manual_seed((settings.seed << 32) + step)
+    chosen = torch.randint(len(objects), (size,), generator=dice, device=device)
+    dropped = torch.rand(size, generator=dice, device=device) < settings.caption_dropout
+    shares = torch.rand(size, generator=dice, device=device)
+    noise = torch.rand(size, objects.shape[1], generator=dice, device=device)
+    weight = torch.ones_like(noise)
+    if step < settings.weighted_until * settings.steps:
+        weight += (settings.object_weight - 1.0) * objects[chosen]
+    return chosen, dropped, hidden_tokens(shares, noise), weight
 
 
 @torch.no_grad()

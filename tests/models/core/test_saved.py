@@ -175,3 +175,23 @@ def test_models_of_transformers_are_read_in_eight_bits_where_their_configuration
     check_transformers_model(folder, model)
     whole = EncodecModel.from_pretrained(codec_folder).state_dict()[key]
     assert torch.equal(model.state_dict()[key], whole.to(torch.float8_e4m3fn).float())
+
+
+def test_whole_numbers_are_read_as_directions_and_as_nothing_else(codec_folder, tmp_path):
+    prefix = "decoder.layers.0.conv.parametrizations.weight.original"
+    for stored_as in ("int8", ["float8_e4m3fn", "int8"], "float8_e4m3fn", 8, {}):
+        folder = tmp_path / str(stored_as)[:9]
+        shutil.copytree(codec_folder, folder)
+        changed(folder, lambda w: w.update({f"{prefix}1": w[f"{prefix}1"].mul(300).to(torch.int8)}))
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "stored_as": stored_as}))
+        model = EncodecModel.from_pretrained(folder, dtype=torch.float32)
+        if "int8" not in str(stored_as):
+            with pytest.raises(ValueError, match=f"{prefix}1 is of torch.int8"):
+                check_transformers_model(folder, model)
+            continue
+        check_transformers_model(folder, model)
+        assert model.state_dict()[f"{prefix}1"].dtype == torch.float32
+        changed(folder, lambda w: w.update({f"{prefix}0": w[f"{prefix}0"].to(torch.int8)}))
+        with pytest.raises(ValueError, match=f"{prefix}0 is of torch.int8"):
+            check_transformers_model(folder, model)

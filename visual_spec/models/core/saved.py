@@ -34,6 +34,10 @@ _OTHERS |= {
     "C64": torch.complex64,
 }
 
+# What a config.json of transformers may name as `stored_as`.
+_EIGHT_BITS = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
+_DIRECTION = "parametrizations.weight.original1"  # of a weight-normed layer: any multiple means the same
+
 _Method = TypeVar("_Method", bound=Callable)
 
 # Settings that count parts of a model; each part has weights.
@@ -195,8 +199,9 @@ def _counts_parts(name: str) -> bool:
 def check_transformers_model(folder: Path, model: Any, variant: str | None = None) -> None:
     """Refuse a model of transformers that was loaded from a folder whose weights do not match it.
 
-    transformers fills in missing weights at random, and casts any dtype, at most with a warning. Matrices in 8 bits
-    (e4m3) are accepted where config.json says `"stored_as": "float8_e4m3fn"`.
+    transformers fills in missing weights at random, and casts any dtype, at most with a warning. Weights in 8 bits are
+    accepted where config.json says so: `"stored_as": "float8_e4m3fn"` (e4m3), or `["float8_e4m3fn", "int8"]` for whole
+    numbers, too, of which only the directions of weight-normed layers are: their scale is free.
 
     Args:
         folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
@@ -219,8 +224,13 @@ def check_transformers_model(folder: Path, model: Any, variant: str | None = Non
             f"{folder} does not hold the {type(model).__name__} of its config.json: {difference}; copy or download it "
             "again."
         )
-    eight_bits = getattr(model.config, "stored_as", None) == "float8_e4m3fn"
-    _check_dtypes(folder, weights, expected, (*FLOATING, *[torch.float8_e4m3fn] * eight_bits))
+    stored_as = getattr(model.config, "stored_as", None)
+    named = stored_as if isinstance(stored_as, list) else [stored_as]
+    castable = [*FLOATING, *(dtype for name, dtype in _EIGHT_BITS.items() if name in named)]
+    directions = {key: value for key, value in weights.items() if key.endswith(_DIRECTION)}
+    _check_dtypes(folder, directions, expected, castable)
+    others = {key: value for key, value in weights.items() if key not in directions}
+    _check_dtypes(folder, others, expected, [dtype for dtype in castable if dtype != torch.int8])
     check_finite({key: expected[key] for key in weights if expected[key].dtype in FLOATING}, str(folder))
 
 
