@@ -12,6 +12,7 @@ from visual_spec.models.core.calls import (
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
+    FRAMES,
     MASKED,
     RASTER_TREE_ORDER,
     SCALES,
@@ -300,7 +301,7 @@ EXTRAS = {
 # The calls that the models of a pipeline answer.
 PIPELINES = {
     "ImagePipeline": RASTER_TREE_ORDER,
-    "VideoPipeline": RASTER_TREE_ORDER,
+    "VideoPipeline": (*RASTER_TREE_ORDER, FRAMES),
     "ChunkVideoPipeline": (CHUNKS,),
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
