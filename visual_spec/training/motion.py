@@ -87,7 +87,7 @@ def place_weights(frames: Tensor, ground: Tensor, near_weight: float) -> Tensor:
     return torch.where(near, near_weight, 1.0).flatten(1)
 
 
-class _Draws:
+class ClipDraws:
     """The clips of a step, the same for the same seed and step."""
 
     def __init__(self, parts: MotionTokens, encoder: CaptionEncoder, settings: MotionTraining) -> None:
@@ -135,7 +135,7 @@ def train_motion(
     """
     torch.manual_seed(settings.seed)
     device = model.device
-    draws = _Draws(encode_parts(vq_model), encoder, settings)
+    draws = ClipDraws(encode_parts(vq_model), encoder, settings)
     modules = torch.nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
     optimisers = muon_and_adamw(
         model.layers, modules.parameters(), settings.learning_rate, settings.weight_decay
@@ -174,7 +174,7 @@ def train_motion(
 
 
 @torch.no_grad()
-def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, draws: _Draws) -> float:
+def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, draws: ClipDraws) -> float:
     """Return the cross entropy in nats a token on 80 held-out clips, every place counted once."""
     words, frames = draws.frames(80, 777, NUM_FRAMES, held_out=True)
     losses = []
