@@ -5,21 +5,15 @@ import torch
 from torch import Tensor
 
 from tests.models.next_token.test_llamagen_frames import condition
+from tests.tiny import tiny_frame_transformer
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.frames import FrameMaskedSampler
 
-SIZES = dict(vocab_size=12, dim=16, num_layers=2, num_heads=2, grid_size=2, num_frames=3, prefix_length=6)
-
 
 def tiny_frames(**changes) -> FrameMaskedTransformer:
-    torch.manual_seed(3)
-    model = FrameMaskedTransformer(**{**SIZES, "caption_dim": 8, "feed_forward_dim": 24, **changes})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.4)
-    return model.double().eval()
+    return tiny_frame_transformer(**changes).double()
 
 
 def some_tokens(rows: int, hidden: float = 0.4) -> Tensor:
