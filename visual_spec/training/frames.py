@@ -28,9 +28,10 @@ from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.samplers.frames import FrameMaskedSampler
 from visual_spec.training.ar import initialise
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
-from visual_spec.training.motion import ClipDraws, MotionTraining, motion_vocabulary, place_weights
+from visual_spec.training.motion import ClipDraws, MotionTraining, judge, motion_vocabulary, place_weights
 from visual_spec.training.motion_tokens import SIDE, encode_parts
 
 
@@ -235,7 +236,7 @@ HELP = """Train the frame-by-frame masked model of `motion` and its caption enco
 `python -m visual_spec.training.frames --tokenizer FOLDER --start-from FOLDER --out FOLDER`
 
 Afterwards `--out` holds `transformer/` and `text_encoder/`, with matrices in 8 bits, and `training.json` with the loss
-curve. An interrupted run resumes.
+curve and what the parser reads in clips drawn with them. An interrupted run resumes.
 """
 
 
@@ -284,6 +285,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-layers", type=int, default=3)
     parser.add_argument("--num-heads", type=int, default=4)
     parser.add_argument("--feed-forward-dim", type=int, default=224)
+    parser.add_argument("--judged-clips", type=int, default=48, help="drawn for the accuracy; 0: none")
+    parser.add_argument("--guidance-scale", type=float, default=1.0, help="of these clips")
+    parser.add_argument("--frame-steps", type=int, default=8, help="calls that draw a frame of these clips")
+    parser.add_argument("--history-hidden", type=float, default=defaults.least_hidden, help="of these clips")
     parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
@@ -305,6 +310,13 @@ def main() -> None:
     for part in (model, encoder, vq_model):
         part.to(arguments.device)
     record = train_frames(model, encoder, vq_model, settings, arguments.out)
+    if arguments.judged_clips:
+        sampler = FrameMaskedSampler(arguments.frame_steps, arguments.history_hidden)
+        scale = arguments.guidance_scale
+        record["drawn"] = judge(
+            model, encoder, vq_model, arguments.judged_clips, guidance_scale=scale, sampler=sampler
+        )
+        write_json(arguments.out / "training.json", record)
     print({name: value for name, value in record.items() if name not in ("settings", "loss")})
 
 

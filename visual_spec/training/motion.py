@@ -187,24 +187,30 @@ def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, draws: C
 
 @torch.no_grad()
 def judge(
-    model: LlamaGenTransformer,
+    model: Any,
     encoder: CaptionEncoder,
     vq_model: VQModel,
     count: int,
     *,
     guidance_scale: float,
+    temperature: float = 1.0,
+    sampler: Any = None,
     batch_size: int = 20,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return the shares of attributes that clips drawn for held-out prompts have, by the parser."""
+    """Return the shares of attributes that clips drawn for held-out prompts have, by the parser.
+
+    `sampler` draws with `model`; None: `AutoregressiveSampler`.
+    """
+    sampler = AutoregressiveSampler() if sampler is None else sampler
     prompts = held_out_prompts(count, seed)
     results: list[dict[str, bool]] = []
     for start in range(0, count, batch_size):
         part = prompts[start : start + batch_size]
-        drawn = AutoregressiveSampler()(
+        drawn = sampler(
             model,
             encoder(part),
-            law=TokenLaw(guidance_scale=guidance_scale),
+            law=TokenLaw(guidance_scale=guidance_scale, temperature=temperature),
             generator=[torch.Generator().manual_seed(1000 + start + i) for i in range(len(part))],
             batch_size=len(part),
         )
