@@ -12,7 +12,6 @@ from visual_spec.models.core.calls import (
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
-    FRAMES,
     MASKED,
     RASTER_TREE_ORDER,
     SCALES,
@@ -301,7 +300,7 @@ EXTRAS = {
 # The calls that the models of a pipeline answer.
 PIPELINES = {
     "ImagePipeline": RASTER_TREE_ORDER,
-    "VideoPipeline": (*RASTER_TREE_ORDER, FRAMES),
+    "VideoPipeline": RASTER_TREE_ORDER,
     "ChunkVideoPipeline": (CHUNKS,),
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
