@@ -93,7 +93,7 @@ class FramesState:
         target_calls: long [B]; under an entropy bound complete frames wait for those of other samples.
         history: bool [B, N], the places that are hidden of every frame that is written.
         frame_calls: calls of each frame so far.
-        last: the last frame that is drawn.
+        drawn: the frames of which some sample has a token to decode.
         frame: the frame that is being decoded.
         drawing: its masked decode.
         round: index of the batch's last call, -1 before the first.
@@ -107,7 +107,7 @@ class FramesState:
     target_calls: Tensor
     history: Tensor
     frame_calls: list[int]
-    last: int
+    drawn: list[int]
     meter: DivergenceMeter | None
     correlation: Tensor | None
     frame: int = 0
@@ -233,7 +233,7 @@ class FrameMaskedSampler(Sampler):
             target_calls=torch.zeros_like(tokens[:, 0]),
             history=self._history(run),
             frame_calls=[0] * grid.frames,
-            last=_drawn_frames(run)[-1],
+            drawn=_drawn_frames(run),
             meter=DivergenceMeter(run.batch_size, run.device) if measures else None,
             correlation=torch.zeros(run.batch_size, device=run.device) if measures else None,
         )
@@ -245,7 +245,7 @@ class FrameMaskedSampler(Sampler):
         drawing = state.drawing
         assert drawing is not None
         complete = drawing.round + 1 == len(drawing.plan)
-        if complete and state.frame == state.last:
+        if complete and state.frame == state.drawn[-1]:
             return  # under an entropy bound the end is noticed one call late on a GPU
         state.round += 1
         state.frame_calls[state.frame] += 1
@@ -275,8 +275,10 @@ class FrameMaskedSampler(Sampler):
         run.lap("write")
 
     def _begin_frame(self, run: Run, state: FramesState) -> None:
-        known = state.tokens[:, state.places]
-        drawing = self._inner.prepare(replace(run, model=state.view, parts={"given": known}))
+        drawing = self._inner.prepare(replace(run, model=state.view, parts={}))
+        drawing.tokens.copy_(state.tokens[:, state.places, None])
+        if state.frame not in state.drawn:
+            drawing.plan = []
         drawing.first = state.places.start
         drawing.meter, drawing.correlation = state.meter, state.correlation
         state.drawing = drawing
