@@ -31,7 +31,7 @@ def main() -> None:
         "--trained", type=Path, required=True, help="folder that python -m visual_spec.training.frames wrote"
     )
     parser.add_argument("--share", default="shapes", help="the folder beside --out that holds the tokenizer")
-    parser.add_argument("--frame-steps", type=int, default=8, help="calls that draw a frame")
+    parser.add_argument("--frame-steps", type=int, default=4, help="calls that draw a frame")
     parser.add_argument("--history-hidden", type=float, default=0.3)
     parser.add_argument("--guidance-scale", type=float, default=1.0, help="default of the pipeline")
     parser.add_argument("--temperature", type=float, default=0.7, help="default of the pipeline")

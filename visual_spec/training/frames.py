@@ -287,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--feed-forward-dim", type=int, default=224)
     parser.add_argument("--judged-clips", type=int, default=48, help="drawn for the accuracy; 0: none")
     parser.add_argument("--guidance-scale", type=float, default=1.0, help="of these clips")
-    parser.add_argument("--frame-steps", type=int, default=8, help="calls that draw a frame of these clips")
+    parser.add_argument("--frame-steps", type=int, default=4, help="calls that draw a frame of these clips")
     parser.add_argument("--history-hidden", type=float, default=defaults.least_hidden, help="of these clips")
     parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
     parser.add_argument("--no-compile", action="store_true")
