@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -12,6 +13,7 @@ from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.frames import FrameMaskedSampler
 from visual_spec.samplers.masked import MaskedSampler
 
 WORDS = ["a", "blue", "circle", "on", "red", "square"]
@@ -56,6 +58,26 @@ def tiny_video_pipeline(sampler=None) -> VideoPipeline:
     pipe = VideoPipeline(
         transformer, tiny_vq_model(), tiny_text_encoder(), sampler or AutoregressiveSampler()
     )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def tiny_frame_transformer(**changes) -> FrameMaskedTransformer:
+    torch.manual_seed(3)
+    settings = dict(
+        vocab_size=12, dim=16, num_layers=2, num_heads=2, grid_size=2, num_frames=3, prefix_length=6
+    )
+    model = FrameMaskedTransformer(**{**settings, "caption_dim": 8, "feed_forward_dim": 24, **changes})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.4)
+    return model.eval()
+
+
+def tiny_frame_pipeline(sampler=None) -> VideoPipeline:
+    """Clips of three frames of 4 x 4 pixels, 2 x 2 tokens that are drawn in parallel."""
+    parts = tiny_frame_transformer(), tiny_vq_model(), tiny_text_encoder()
+    pipe = VideoPipeline(*parts, sampler or FrameMaskedSampler(3, 0.5), default_guidance_scale=2.0)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

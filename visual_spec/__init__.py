@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.samplers.core.law import TokenLaw
     from visual_spec.samplers.distilled import DistilledSampler
     from visual_spec.samplers.drafted import DraftedSampler
+    from visual_spec.samplers.frames import FrameMaskedSampler
     from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
     from visual_spec.samplers.masked import MaskedSampler
     from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.models.continuous.tiny import calm, tiny_causal
 from tests.samplers.causal_tables import TabularCausalLayer, TabularFeatureModel
+from tests.samplers.frame_tables import TableFrameModel
 from tests.samplers.test_columns import MODEL as COLUMN_MODEL
 from tests.samplers.test_columns_drafted import POOR as COLUMN_DRAFTER
 from tests.tiny import seeded, tiny_transformer
@@ -24,6 +25,7 @@ from visual_spec.models.core.calls import (
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
+    FRAMES,
     MASKED,
     ORDER,
     OWN_ORDER,
@@ -112,6 +114,7 @@ KINDS = {
     OWN_ORDER: _pictures,
     COLUMNS: Kind(COLUMN_MODEL, _table, COLUMN_DRAFTER),
     MASKED: Kind(MASKED_MODEL, _table, given={"causal_layer": TabularCausalLayer(MASKED_MODEL)}),
+    FRAMES: Kind(TableFrameModel(TokenGrid(1, 4, 3), 3, conditions=3), _table),
     ANY_ORDER: Kind(TabularAnyOrderModel(TokenGrid(1, 5), 5, conditions=3), _table),
     CONTINUOUS: Kind(_latents(), _table, _latents(0.03)),
     DISTILLED: Kind(
@@ -132,7 +135,7 @@ def decode(entry: SamplerEntry, sampler: Any, samples: Sequence[int] = range(5),
     """Some samples of the kind's model, each with its own generator and condition, as one batch."""
     kind = KINDS[entry.calls]
     options: dict[str, Any] = dict(law=LAW, generator=seeded(*samples), batch_size=len(samples))
-    if entry.calls in (MASKED, CONTINUOUS):
+    if entry.calls in (MASKED, FRAMES, CONTINUOUS):
         options["law"] = TokenLaw(guidance_scale=1.8)
     if entry.calls == DISTILLED and sampler.config.teacher_from is None:
         options["law"] = TokenLaw()  # a student alone has no law to change
@@ -176,6 +179,12 @@ CHANGED: dict[str, dict[str, Any]] = {
         span_score="sum", temperature="falling", guidance="falling", least_guidance=1.2, filtered_score=True,
         rescorer_share=0.25, last_temperature=0.5, entropy_bound=0.4, greedy=True, measure=True,
         reuse=0, reuse_from=0.25, reuse_by="shortcut", falls="before", score_temperature=0.8, graph="auto",
+    ),
+    "FrameMaskedSampler": dict(
+        steps=3, history_hidden=0.5, history_pattern="random", unconditional_history="same", schedule="arccos",
+        clock="magnet", score="probability", choice_temperature=0.5, falls="before", temperature="falling",
+        last_temperature=0.5, guidance="falling", least_guidance=1.2, entropy_bound=0.4, filtered_score=True,
+        score_temperature=0.8, greedy=True, measure=True,
     ),
     "ContinuousSampler": dict(
         steps=None, order=None, guidance="constant", head_steps=3, eta=0.5, final_noise=0.2, last_head_steps=2,

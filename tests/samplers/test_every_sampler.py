@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.samplers.kinds import CHANGED, KINDS, LAW, decode
 from tests.samplers.settings import settings_of
-from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, MASKED, SCALES
+from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, FRAMES, MASKED, SCALES
 from visual_spec.samplers.registry import SAMPLERS, SamplerEntry, sampler_class
 
 EVERY = pytest.mark.parametrize("entry", SAMPLERS, ids=lambda entry: entry.name)
@@ -96,7 +96,7 @@ def test_a_sample_is_what_it_is_alone(entry, settings):
 def test_complete_samples_leave_the_batch(entry, monkeypatch):
     """The rows that a model is fed are those of samples that are not complete, at every call."""
     kind, sampler = KINDS[entry.calls], sampler_class(entry)()
-    if entry.calls in (DISTILLED, MASKED, SCALES):
+    if entry.calls in (DISTILLED, FRAMES, MASKED, SCALES):
         return  # all samples take the same calls
     fed: list[int] = []
     forward = type(kind.model).forward

@@ -13,7 +13,7 @@ from tests.models.continuous.tiny import tiny_causal, tiny_mar
 from tests.samplers.drafting import captions, draft_model, eagle_pair
 from tests.samplers.settings import lossy
 from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
-from tests.tiny import tiny_transformer
+from tests.tiny import tiny_frame_transformer, tiny_transformer
 from tests.tiny_audio import tiny_decoder
 from tests.tiny_scales import tiny_var, tiny_var_vq
 from tests.tiny_students import tiny_student
@@ -22,7 +22,7 @@ from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.continuous import blocks as continuous_blocks
 from visual_spec.models.continuous import causal as continuous_causal
 from visual_spec.models.continuous import mar as continuous_mar
-from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, DISTILLED, MASKED, SCALES
+from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, DISTILLED, FRAMES, MASKED, SCALES
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
@@ -255,6 +255,13 @@ def test_what_is_registered_as_it_comes(monkeypatch, name):
             watch(monkeypatch, sampler, without_numbers(LlamaGenTransformer(**shape)), labels, LAW)
     elif entry.calls in (COLUMNS, MASKED):
         watch_music(monkeypatch, sampler)
+    elif entry.calls == FRAMES:
+        monkeypatch.setattr(LlamaGenTransformer, "check_condition", lambda *_: None)
+        model = tiny_frame_transformer(num_classes=3, caption_dim=None, prefix_length=1)
+        stand_in(monkeypatch)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            labels = without_numbers(torch.tensor([0, 1, 2]))
+            watch(monkeypatch, sampler, without_numbers(model), labels, TokenLaw(guidance_scale=2.0))
     elif entry.calls == CONTINUOUS:
         watch_latents(monkeypatch, sampler)
     elif entry.calls == DISTILLED:

@@ -144,9 +144,9 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
 
     model, encoder = tiny(vq_model)
     with monkeypatch.context() as patch:
-        original = motion._Draws.__call__
+        original = motion.ClipDraws.__call__
         patch.setattr(
-            motion._Draws, "__call__", lambda self, step: original(self, step) if step < 2 else stopping()
+            motion.ClipDraws, "__call__", lambda self, step: original(self, step) if step < 2 else stopping()
         )
         with pytest.raises(Stop):
             train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)

@@ -28,6 +28,7 @@ COMPONENTS = {  # beside the samplers, which their registry names
     "ControlARTransformer": f"{_MODELS}.next_token.controlar",
     "EagleDrafter": f"{_MODELS}.drafters.eagle",
     "FeatureShortcut": f"{_MODELS}.masked.shortcut",
+    "FrameMaskedTransformer": f"{_MODELS}.masked.frames",
     "InfinityTransformer": f"{_MODELS}.next_scale.infinity",
     "LlamaGenStudent": f"{_MODELS}.next_token.llamagen_student",
     "LlamaGenTransformer": f"{_MODELS}.next_token.llamagen",

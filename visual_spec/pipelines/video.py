@@ -1,4 +1,4 @@
-"""Text to video by next-token models: caption -> features -> tokens of all frames -> clip."""
+"""Text to video by models of tokens: caption -> features -> tokens of all frames -> clip."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,14 +9,17 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from einops import rearrange
 
+from visual_spec.models.core.calls import FRAMES
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.eagle import EagleDrafter
+from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import VideoPipelineOutput
+from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.texts import Texts, warn_unknown
 from visual_spec.pipelines.token_image import TokenImagePipeline
@@ -27,11 +30,13 @@ class VideoPipeline(TokenImagePipeline):
 
     Args:
         transformer: a next-token model over the tokens of all frames, such as a `LlamaGenTransformer` with
-            `num_frames`. None here, for the tokenizer or for the sampler: the pipeline only encodes prompts.
+            `num_frames`, or a `FrameMaskedTransformer`, which draws the tokens of a frame in parallel. None here, for
+            the tokenizer or for the sampler: the pipeline only encodes prompts.
         vq_model: turns the tokens of a frame into a picture; its codebook is the transformer's vocabulary. Frames may
             be of another size than the pictures that it was made for: it is convolutional.
         text_encoder: turns prompts into the features that the transformer reads. None: pass `prompt_embeds`.
-        sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler(128, initial_draft="previous_frame")`.
+        sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler(128, initial_draft="previous_frame")`; of a
+            `FrameMaskedTransformer` a `FrameMaskedSampler`.
         drafter: what proposes tokens to samplers that ask for one.
         default_guidance_scale, default_top_k, default_temperature: those of `__call__` where it is given none; saved
             with the pipeline.
@@ -54,7 +59,7 @@ class VideoPipeline(TokenImagePipeline):
 
     def __init__(
         self,
-        transformer: LlamaGenTransformer | None,
+        transformer: LlamaGenTransformer | FrameMaskedTransformer | None,
         vq_model: VQModel | None,
         text_encoder: CaptionEncoder | None,
         sampler: SchedulerMixin | None,
@@ -91,6 +96,18 @@ class VideoPipeline(TokenImagePipeline):
         fast = "speculative-jacobi:window=128,initial_draft=previous_frame"
         facts = super().facts_of(settings, sampler)
         law = {**facts.default_settings, **cls._saved_law(settings, "temperature")}
+        if (settings.get("transformer") or [None])[-1] == FrameMaskedTransformer.__name__:
+            # It has one way to decode, with the settings that it was saved with.
+            saved = saved_sampler("frame-masked", sampler) if "history_hidden" in sampler else "frame-masked"
+            return replace(
+                facts,
+                medium="video",
+                calls=(FRAMES,),
+                plain_sampler=saved,
+                fast_sampler=saved,
+                default_settings=law,
+                comparable=False,
+            )
         return replace(facts, medium="video", fast_sampler=fast, default_settings=law)
 
     @property

@@ -7,7 +7,8 @@ decoder defines its own output law: there is no autoregressive law to compare it
 * Chang et al., "MaskGIT: masked generative image transformer", CVPR 2022, section 3.2.
 * Ziv et al., "Masked audio generation using a single non-autoregressive transformer" (MAGNeT), ICLR 2024, section 3:
   spans, stages, falling guidance; section 3.4: rescoring with another model, which the released code lacks.
-  `masked_hybrid` has the paper's other addition, clips with an autoregressive beginning.
+  `masked_hybrid` has the paper's other addition, clips with an autoregressive beginning. `frames` decodes videos frame
+  by frame.
 * Besnier et al., "Halton scheduler for masked generative image transformer", ICLR 2025.
 * Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking", 2505.24857.
 * `core.masked_reuse`: calls that go on from what an earlier one computed.
@@ -415,9 +416,9 @@ class MaskedSampler(Sampler):
         number = hidden.sum(1)
         counts = [*hidden_counts(shares, self.config.clock, number), torch.zeros_like(number)]
         counters = codebook, grid.codebooks, run.batch_size, run.device
-        units = _counters(spans.count, *counters)
+        units = state.first + _counters(spans.count, *counters)
         order = fixed_order(score, grid, spans, run.noise, units) if score in FIXED_ORDERS else None
-        entries = _counters(grid.num_tokens, *counters)
+        entries = state.first + _counters(grid.num_tokens, *counters)
         full = full_calls(state.steps[codebook], self.config.reuse, self.config.reuse_from)
         groups = [(step, last_of_group(full, step)) for step in range(len(full)) if full[step]]
         widths = [

@@ -15,6 +15,7 @@ from visual_spec.models.core.calls import (
     COLUMNS,
     CONTINUOUS,
     DISTILLED,
+    FRAMES,
     MASKED,
     ORDER,
     OWN_ORDER,
@@ -158,6 +159,13 @@ SAMPLERS = (
         MASKED,
         "the law of a causal layer, by groups",
         settings=(),
+    ),
+    SamplerEntry(
+        "frame-masked",
+        f"{_HERE}.frames:FrameMaskedSampler",
+        FRAMES,
+        "a law of its own, frame by frame",
+        plain=True,
     ),
     SamplerEntry(
         "scale-wise",

@@ -87,7 +87,7 @@ def place_weights(frames: Tensor, ground: Tensor, near_weight: float) -> Tensor:
     return torch.where(near, near_weight, 1.0).flatten(1)
 
 
-class _Draws:
+class ClipDraws:
     """The clips of a step, the same for the same seed and step."""
 
     def __init__(self, parts: MotionTokens, encoder: CaptionEncoder, settings: MotionTraining) -> None:
@@ -135,7 +135,7 @@ def train_motion(
     """
     torch.manual_seed(settings.seed)
     device = model.device
-    draws = _Draws(encode_parts(vq_model), encoder, settings)
+    draws = ClipDraws(encode_parts(vq_model), encoder, settings)
     modules = torch.nn.ModuleDict({"transformer": model, "text_encoder": encoder}).train()
     optimisers = muon_and_adamw(
         model.layers, modules.parameters(), settings.learning_rate, settings.weight_decay
@@ -174,7 +174,7 @@ def train_motion(
 
 
 @torch.no_grad()
-def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, draws: _Draws) -> float:
+def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, draws: ClipDraws) -> float:
     """Return the cross entropy in nats a token on 80 held-out clips, every place counted once."""
     words, frames = draws.frames(80, 777, NUM_FRAMES, held_out=True)
     losses = []
@@ -187,24 +187,30 @@ def _held_out_loss(model: LlamaGenTransformer, encoder: CaptionEncoder, draws: _
 
 @torch.no_grad()
 def judge(
-    model: LlamaGenTransformer,
+    model: Any,
     encoder: CaptionEncoder,
     vq_model: VQModel,
     count: int,
     *,
     guidance_scale: float,
+    temperature: float = 1.0,
+    sampler: Any = None,
     batch_size: int = 20,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return the shares of attributes that clips drawn for held-out prompts have, by the parser."""
+    """Return the shares of attributes that clips drawn for held-out prompts have, by the parser.
+
+    `sampler` draws with `model`; None: `AutoregressiveSampler`.
+    """
+    sampler = AutoregressiveSampler() if sampler is None else sampler
     prompts = held_out_prompts(count, seed)
     results: list[dict[str, bool]] = []
     for start in range(0, count, batch_size):
         part = prompts[start : start + batch_size]
-        drawn = AutoregressiveSampler()(
+        drawn = sampler(
             model,
             encoder(part),
-            law=TokenLaw(guidance_scale=guidance_scale),
+            law=TokenLaw(guidance_scale=guidance_scale, temperature=temperature),
             generator=[torch.Generator().manual_seed(1000 + start + i) for i in range(len(part))],
             batch_size=len(part),
         )

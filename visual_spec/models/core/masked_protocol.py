@@ -84,6 +84,49 @@ class MaskedModel(Protocol):
         ...
 
 
+class FrameModel(Protocol):
+    """A model that predicts the hidden tokens of one frame after the other, given the frames before."""
+
+    @property
+    def grid(self) -> TokenGrid:
+        """The grid: several frames of N = height * width slots, one codebook."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V, without the mask."""
+        ...
+
+    @property
+    def mask_id(self) -> int:
+        """The id fed for a hidden token. No token has this id."""
+        ...
+
+    def prepare(self, condition: Any, *, batch_size: int, guided: bool) -> Any:
+        """As `MaskedModel.prepare`; no frame is written yet."""
+        ...
+
+    def __call__(self, state: Any, tokens: Tensor) -> Tensor:
+        """Score every slot of the next frame. No host synchronisation. Keeps nothing.
+
+        Args:
+            tokens: long [B, N], of this frame, the mask id for hidden ones.
+
+        Returns:
+            logits [R, N, V], the conditional rows first.
+        """
+        ...
+
+    def write(self, state: Any, tokens: Tensor) -> None:
+        """Make these tokens what later frames see of the next frame, and go on to the frame behind it.
+
+        Args:
+            tokens: long [B, N], or [R, N] where conditional and unconditional rows see other ones; the mask id where
+                later frames see no token.
+        """
+        ...
+
+
 class TimedMaskedModel(MaskedModel, Protocol):
     """A masked model that is told how far the decode is."""
 

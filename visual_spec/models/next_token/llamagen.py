@@ -192,7 +192,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         shorter.grid = replace(self.grid, frames=count)
         return shorter
 
-    def _embed(self, tokens: Tensor, slots: Tensor, hidden: Tensor | None = None) -> Tensor:
+    def embed(self, tokens: Tensor, slots: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return embeddings `[B, W, dim]` of `tokens [B, W]` at `slots [B, W]`; `hidden` ones show only their place."""
         if self.learned_tokens:
             learned = self.spe_tok_embeddings["special_embeddings"]((tokens - self.vocab_size).clamp(min=0))
@@ -386,7 +386,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             visible = None if visible is None else visible.repeat(2, 1, 1)
             seen = None if seen is None else seen.repeat(2, 1, 1)
         cache, prefix = state.cache, state.prefix_mask.shape[1]
-        hidden = self._embed(tokens, slots)
+        hidden = self.embed(tokens, slots)
         first_scratch = prefix + self.grid.num_tokens
         places = prefix + slots
         if visible is not None:
@@ -517,7 +517,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             )
         length = tokens.shape[1] - 1  # the last token predicts nothing
         slots = torch.arange(length, device=tokens.device)
-        trunk, _ = self._forced(
+        trunk, _ = self.forced(
             tokens[:, :-1], slots, slots[:, None] >= slots, condition, dropped, hidden_tokens
         )
         return self._head(self.norm(trunk))
@@ -552,10 +552,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
                 f"this model has order {self.trained_order!r} and one head; only those of orders "
                 f"{' and '.join(MERGES)} have two."
             )
-        trunk, hidden = self._forced(tokens, slots, seen, condition, dropped)
+        trunk, hidden = self.forced(tokens, slots, seen, condition, dropped)
         return self._two_heads(self.norm(trunk), hidden, answers)
 
-    def _forced(
+    def forced(
         self,
         tokens: Tensor,
         slots: Tensor,
@@ -572,7 +572,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         prefix_embeddings, prefix_mask = self.embed_condition(condition, dropped=dropped)
         prefix, length = prefix_mask.shape[1], tokens.shape[1]
         total = prefix + length
-        embedded = self._embed(tokens, slots.expand(len(tokens), -1), hidden_tokens)
+        embedded = self.embed(tokens, slots.expand(len(tokens), -1), hidden_tokens)
         hidden = torch.cat([prefix_embeddings, embedded], 1)
         table = self.rotary_table()
         table = table.to(tokens.device)

@@ -19,11 +19,33 @@ def check_masked_model(model: Any, law: TokenLaw, batch_size: int) -> None:
         ValueError: a model that hides no tokens, a batch size below 1, ids beyond the vocabulary, or guidance up to a
             slot.
     """
+    if hasattr(model, "write"):
+        raise ValueError(
+            f"{type(model).__name__} fills in one frame after the other; use FrameMaskedSampler for such models."
+        )
     if not (hasattr(model, "mask_id") and hasattr(model, "prepare")):
         raise ValueError(
             f"{type(model).__name__} hides no tokens; this sampler decodes masked models, such as MagnetModel. Use "
             "AutoregressiveSampler or ColumnAutoregressiveSampler."
         )
+    _check_masked_request(model, law, batch_size)
+
+
+def check_frame_model(model: Any, law: TokenLaw, batch_size: int) -> None:
+    """Refuse, before any compute, a request that cannot be decoded frame by frame.
+
+    Raises:
+        ValueError: a model that writes no frames, or as `check_masked_model`.
+    """
+    if not (hasattr(model, "mask_id") and hasattr(model, "write")):
+        raise ValueError(
+            f"{type(model).__name__} does not fill in frames; this sampler decodes a FrameModel, such as "
+            "FrameMaskedTransformer."
+        )
+    _check_masked_request(model, law, batch_size)
+
+
+def _check_masked_request(model: Any, law: TokenLaw, batch_size: int) -> None:
     check_batch_size(batch_size)
     check_allowed(law, model.vocab_size)
     if law.guidance_until is not None:

@@ -65,6 +65,7 @@ class MaskedState:
         stage: state of the codebook that is being decoded.
         meter, correlation: what `measure` has found so far; None without it. correlation: [B], in nats.
         reused_calls, whole_calls: see `MaskedTrace`.
+        first: the counter of the first slot: above 0 for a part of a longer decode.
     """
 
     cache: Any
@@ -80,6 +81,7 @@ class MaskedState:
     correlation: Tensor | None = None
     reused_calls: int = 0
     whole_calls: float = 0.0
+    first: int = 0
 
     @property
     def commit_call(self) -> Tensor:

@@ -1,0 +1,138 @@
+"""The LlamaGen that fills in frames: what each slot sees, and a cached decode against one pass over the whole clip."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.next_token.test_llamagen_frames import condition
+from tests.tiny import tiny_frame_transformer
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.masked.frames import FrameMaskedTransformer
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.frames import FrameMaskedSampler
+
+
+def tiny_frames(**changes) -> FrameMaskedTransformer:
+    return tiny_frame_transformer(**changes).double()
+
+
+def some_tokens(rows: int, hidden: float = 0.4) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(12, (rows, 12), generator=generator)
+    return tokens.masked_fill(torch.rand(rows, 12, generator=generator) < hidden, 12)
+
+
+def decoded(model: FrameMaskedTransformer, tokens: Tensor, guided: bool, rows: int = 2) -> Tensor:
+    """Logits [R, L, V] of frames that are scored one after the other, each written before the next."""
+    state = model.prepare(condition(rows), batch_size=rows, guided=guided)
+    found = []
+    for frame in tokens.split(4, 1):
+        model(state, torch.full_like(frame, 12))  # a call leaves nothing behind
+        found.append(model(state, frame))
+        model.write(state, frame)
+    return torch.cat(found, 1)
+
+
+def test_a_cached_decode_equals_one_pass():
+    model, tokens = tiny_frames(), some_tokens(2)
+    assert model.grid == TokenGrid(2, 2, 3)
+    expected = model.predictions(tokens, condition(2))
+    assert expected.shape == (2, 12, 12)
+    assert torch.allclose(decoded(model, tokens, False), expected, rtol=0, atol=1e-12)
+
+
+def test_unconditional_rows_equal_a_pass_without_captions():
+    model, tokens = tiny_frames(), some_tokens(2)
+    found = decoded(model, tokens, True)
+    nobody = model.predictions(tokens, condition(2), torch.ones(2, dtype=torch.bool))
+    assert torch.allclose(found[:2], model.predictions(tokens, condition(2)), rtol=0, atol=1e-12)
+    assert torch.allclose(found[2:], nobody, rtol=0, atol=1e-12)
+
+
+def test_a_decode_of_the_sampler_equals_full_recomputation(monkeypatch):
+    """Every call of a whole guided decode, with a hidden history, against one pass over all that was fed so far."""
+    model, calls = tiny_frames(), []
+    forward = model.forward
+
+    def noted(state, tokens):
+        found = forward(state, tokens)
+        calls.append((state.frames, tokens.clone(), found))
+        return found
+
+    monkeypatch.setattr(model, "forward", noted)
+    result = FrameMaskedSampler(3, 0.5)(
+        model, condition(2), law=TokenLaw(guidance_scale=2.0), batch_size=2,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    hidden = torch.tensor([True, False, True, False])
+    history = result.tokens.unflatten(1, (3, 4)).masked_fill(hidden, 12)
+    assert len(calls) == 9
+    nobody = torch.ones(2, dtype=torch.bool)
+    for frame, tokens, logits in calls:
+        past = history[:, :frame].flatten(1)
+        with_text = model.predictions(torch.cat([past, tokens], 1), condition(2))
+        without = model.predictions(torch.cat([torch.full_like(past, 12), tokens], 1), condition(2), nobody)
+        wanted = torch.cat([with_text, without])[:, -4:]
+        assert torch.allclose(logits, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_slot_sees_its_frame_and_those_before():
+    model, tokens = tiny_frames(), some_tokens(1)
+    before = model.predictions(tokens, condition(1))
+    for changed in range(12):
+        other = tokens.clone()
+        other[0, changed] = (tokens[0, changed] + 1) % 13
+        moved = (model.predictions(other, condition(1)) - before).abs().amax(-1)[0] > 1e-9
+        assert moved.tolist() == [slot // 4 >= changed // 4 for slot in range(12)]
+
+
+def test_the_mask_is_a_token_of_its_own():
+    model = tiny_frames()
+    hidden = torch.full((1, 4), 12)
+    with torch.no_grad():
+        before = model.predictions(hidden, condition(1))
+        model.transformer.tok_embeddings.weight[12] += 1.0
+        assert not torch.allclose(model.predictions(hidden, condition(1)), before)
+        shown = torch.arange(4)[None]
+        before = model.predictions(shown, condition(1))
+        model.transformer.tok_embeddings.weight[12] += 1.0
+        assert torch.equal(model.predictions(shown, condition(1)), before)
+
+
+def test_first_frames_are_those_of_longer_clips():
+    model, tokens = tiny_frames(), some_tokens(2)
+    short = model.first_frames(2)
+    assert short.grid.frames == 2 and model.grid.frames == 3 and model.first_frames(3) is model
+    assert torch.equal(decoded(short, tokens[:, :8], False), decoded(model, tokens, False)[:, :8])
+    with pytest.raises(ValueError, match="draws 1 to 3"):
+        model.first_frames(4)
+
+
+def test_selected_samples_go_on():
+    model, tokens = tiny_frames(), some_tokens(2)
+    state = model.prepare(condition(2), batch_size=2, guided=True)
+    model.write(state, tokens[:, :4])
+    expected = model(state, tokens[:, 4:8])
+    state.select(torch.tensor([1]))
+    assert torch.allclose(model(state, tokens[1:, 4:8]), expected[[1, 3]], rtol=0, atol=1e-12)
+
+
+def test_classes_condition_as_well():
+    model = tiny_frames(num_classes=5, caption_dim=None, prefix_length=1)
+    tokens, labels = some_tokens(2), torch.tensor([0, 3])
+    state = model.prepare(labels, batch_size=2, guided=False)
+    expected = model.predictions(tokens[:, :4], labels)
+    assert torch.allclose(model(state, tokens[:, :4]), expected, rtol=0, atol=1e-12)
+
+
+def test_a_single_frame_is_refused():
+    with pytest.raises(ValueError, match="at least 2"):
+        tiny_frames(num_frames=1)
+
+
+def test_a_saved_model_is_the_same(tmp_path):
+    model = tiny_frames()
+    model.save_pretrained(tmp_path)
+    loaded = FrameMaskedTransformer.from_pretrained(tmp_path, torch_dtype=torch.float64)
+    tokens = some_tokens(2)
+    assert torch.equal(loaded.predictions(tokens, condition(2)), model.predictions(tokens, condition(2)))

@@ -1,0 +1,181 @@
+"""A LlamaGen that fills in frames: full attention within a frame, causal attention between frames.
+
+After Lumos-1 (Yuan et al., arXiv 2507.08801, sections 3.1 and 3.3): a decoder of Llama's kind whose positions predict
+the very slots they stand at. A frame is drawn from hidden tokens, and reads what the cache holds of the frames before.
+The last row of the token embedding is the mask.
+
+Rotary table and place embeddings are those of our LlamaGen over frames, not Lumos-1's MM-RoPE; so this class reads no
+official weights.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.core.masked_protocol import MaskedState
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
+from visual_spec.models.next_token.llamagen_blocks import FeedForward, Shared, turns_of
+from visual_spec.models.next_token.llamagen_state import LlamaGenState
+
+
+@dataclass
+class FrameState(MaskedState):
+    """One batch between two calls.
+
+    Attributes:
+        held: keys and values of the prefix and of all frames, by slot; those of the next frame are written again by
+            every call.
+        frames: how many frames are written for good.
+    """
+
+    held: LlamaGenState
+    frames: int = 0
+
+    def select(self, samples: Tensor) -> None:
+        self.held.select(samples)
+
+
+class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
+    """A `FrameModel` over the frames of a clip.
+
+    Args:
+        vocab_size: number of image codes. The mask has the id behind them.
+        dim, num_layers, num_heads, grid_size, num_frames, prefix_length, num_classes, caption_dim: as of
+            `LlamaGenTransformer`; at least two frames.
+        feed_forward_dim: hidden width of the SwiGLU layers; None: that of `LlamaGenTransformer`.
+
+    Raises:
+        ValueError: fewer than two frames, or as `LlamaGenTransformer`.
+    """
+
+    _repeated_blocks = ["TransformerBlock"]
+    _no_split_modules = ["TransformerBlock"]
+
+    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.frames`
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int = 16384,
+        dim: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        grid_size: int = 16,
+        num_frames: int = 8,
+        prefix_length: int = 1,
+        num_classes: int | None = None,
+        caption_dim: int | None = None,
+        feed_forward_dim: int | None = None,
+    ):
+        super().__init__()
+        if num_frames < 2:
+            raise ValueError(
+                f"num_frames={num_frames} given; this model draws clips, pass at least 2 (pictures: "
+                "MaskedImageTransformer)."
+            )
+        self.transformer = LlamaGenTransformer(
+            vocab_size=vocab_size,
+            dim=dim,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            grid_size=grid_size,
+            num_frames=num_frames,
+            prefix_length=prefix_length,
+            num_classes=num_classes,
+            caption_dim=caption_dim,
+            zero_prefix_keys=False,
+        )
+        self.transformer.tok_embeddings = nn.Embedding(vocab_size + 1, dim)
+        nn.init.normal_(self.transformer.tok_embeddings.weight, std=0.02)
+        if feed_forward_dim is not None:
+            for block in self.transformer.layers:
+                block.feed_forward = FeedForward(dim, feed_forward_dim)
+        self.grid = self.transformer.grid
+        self.vocab_size = self.mask_id = vocab_size
+
+    @property
+    def frame_tokens(self) -> int:
+        """N, tokens of a frame."""
+        return self.grid.height * self.grid.width
+
+    def first_frames(self, count: int) -> Self:
+        """Return this model over the first `count` frames only, with the same weights.
+
+        Raises:
+            ValueError: the model has not so many frames.
+        """
+        if count == self.grid.frames:
+            return self
+        shorter = copy(self)
+        shorter.grid = self.transformer.first_frames(count).grid
+        return shorter
+
+    # -- decoding: the contract of `FrameModel` ----------------------------------------------------------------------
+
+    @loads_weights
+    @torch.no_grad()
+    def prepare(self, condition: TextCondition | Tensor, *, batch_size: int, guided: bool) -> FrameState:
+        """Run the prefix, and allocate the cache of all frames.
+
+        Raises:
+            TypeError, ValueError: as `LlamaGenTransformer.prefill`.
+        """
+        held = self.transformer.prefill(condition, batch_size=batch_size, guided=guided, window=0)
+        return FrameState(guided, held.cache.keys.device, held)
+
+    @loads_weights
+    @torch.no_grad()
+    def forward(self, state: FrameState, tokens: Tensor) -> Tensor:
+        """Score every slot of the next frame, given its tokens `[B, N]`, some of them hidden: logits `[R, N, V]`."""
+        logits = self.transformer.output(self._fed(state, tokens))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @loads_weights
+    @torch.no_grad()
+    def write(self, state: FrameState, tokens: Tensor) -> None:
+        """Make `tokens [B, N]` or `[R, N]`, some of them hidden, what later frames see of the next frame."""
+        self._fed(state, tokens)
+        state.frames += 1
+
+    def _fed(self, state: FrameState, tokens: Tensor) -> Tensor:
+        """Return what the head reads at the slots of the next frame, `[R, N, dim]`."""
+        held, count = state.held, self.frame_tokens
+        cache, prefix_mask = held.cache, held.prefix_mask
+        rows, prefix = prefix_mask.shape
+        tokens = tokens.repeat(rows // len(tokens), 1)  # [R, N]
+        first = state.frames * count
+        slots = torch.arange(first, first + count, device=tokens.device).expand(rows, -1)
+        size = prefix + first + count
+        cache.at(prefix + slots, size)
+        seen = torch.ones(rows, 1, count, size, dtype=torch.bool, device=tokens.device)
+        seen[..., :prefix] = prefix_mask[:, None, None]
+        hidden = self.transformer.embed(tokens, slots)
+        mask = hidden.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        turns = turns_of(held.rotary[slots[:1]])
+        features, _ = self.transformer.run(hidden, cache, Shared(turns, cache.places, mask, prefix_mask))
+        return features
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def predictions(
+        self, tokens: Tensor, condition: TextCondition | Tensor, dropped: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[B, L, V]` of clips, or of first frames, `tokens [B, L]`, some of them hidden; with gradients.
+
+        A slot sees all slots of its own frame and of those before, as they are given.
+
+        `dropped`, bool [B]: rows whose condition is replaced by the unconditional one.
+        """
+        slots = torch.arange(tokens.shape[1], device=tokens.device)
+        frame = slots // self.frame_tokens
+        trunk, _ = self.transformer.forced(tokens, slots, frame[:, None] >= frame, condition, dropped)
+        return self.transformer.output(self.transformer.norm(trunk[:, 1:]))
