@@ -286,6 +286,9 @@ def main() -> None:
         "--model", default="shapes_masked", help="embedded name or folder of a masked pipeline"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for weights and training.json")
+    parser.add_argument(
+        "--start-from", type=Path, help="folder of an earlier run to go on with, at a new rate"
+    )
     parser.add_argument("--dim", type=int, help="width (default: that of the model)")
     parser.add_argument("--num-heads", type=int, default=8)
     names = ("steps", "batch_size", "begun", "scenes", "places", "learning_rate", "seed")
@@ -299,7 +302,10 @@ def main() -> None:
         part.eval().requires_grad_(False)
     settings = CausalLayerTraining(**{name: getattr(given, name) for name in (*names, "bfloat16")})
     torch.manual_seed(settings.seed)
-    layer = new_layer(pipe.transformer, given.dim, given.num_heads)
+    if given.start_from is None:
+        layer = new_layer(pipe.transformer, given.dim, given.num_heads)
+    else:  # 32 bits: what is stored in fewer is computed with in these
+        layer = CausalLayer.from_pretrained(given.start_from, torch_dtype=torch.float32)
     found = train_causal_layer(layer, pipe.transformer, pipe.text_encoder, pipe.vq_model, settings, given.out)
     print(f"{found['parameters'] / 1e6:.2f} M parameters, held out {found['held_out']}")
 
