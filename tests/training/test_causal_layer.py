@@ -18,6 +18,7 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler
 from visual_spec.training import causal_layer as training
 from visual_spec.training.causal_layer import (
+    Beginnings,
     CausalLayerTraining,
     chain_logits,
     groups_of,
@@ -28,7 +29,7 @@ from visual_spec.training.causal_layer import (
     train_causal_layer,
 )
 
-SETTINGS = CausalLayerTraining(steps=60, batch_size=8, scenes=16, places=16, learning_rate=1e-2)
+SETTINGS = CausalLayerTraining(steps=60, batch_size=8, begun=4, scenes=16, places=16, learning_rate=1e-2)
 
 
 def stirred(side: int = 4, **sizes: Any) -> CausalLayer:
@@ -166,3 +167,25 @@ def test_what_does_not_fit_is_refused():
         SelfSpeculativeMaskedSampler()(table, None, law=TokenLaw())
     model = tiny_masked_transformer()
     new_layer(model, num_heads=2).check_fits(model)
+
+
+def test_beginnings_are_groups_of_blank_pictures():
+    pipe: Any = tiny_masked_pipeline()
+    model, encoder = pipe.transformer, pipe.text_encoder
+    draw = torch.Generator().manual_seed(3)
+    words = torch.randint(1, 4, (5, 6), generator=draw)
+    tokens, order = torch.randint(12, (3, 16), generator=draw), some_orders(3, 4, draw)
+    chosen = torch.tensor([4, 0, 5])  # the last picture has no caption
+    beginnings = Beginnings.of(model, encoder, words)
+    groups, layer = beginnings.groups(chosen, tokens, order, 6), new_layer(model, dim=16, num_heads=2)
+    found = chain_logits(layer, model, groups)
+    for row, caption in enumerate([encoder(words[4:]), encoder(words[:1]), None]):
+        nothing = torch.zeros(1, dtype=torch.long)
+        wanted = groups_of(model, caption, tokens[row, None], order[row, None], nothing, 6)
+        assert torch.equal(groups.tokens[row], wanted.tokens[0]) and torch.equal(
+            groups.slots[row], wanted.slots[0]
+        )
+        assert torch.allclose(
+            found[row], chain_logits(layer, model, wanted)[0], atol=2e-2
+        )  # held in bfloat16
+        assert groups.there.all()

@@ -2,8 +2,13 @@
 
 The masked model, which does not change, reads a picture of which only the first tokens of an order are known; the
 layer learns the tokens behind them, each given those before it (cross entropy; self-speculative masked diffusion,
-2510.03929). The number of known tokens is uniform. Half of the pictures take the order of the Halton sequence, half a
-random one. A tenth of the steps goes without captions, so that guidance works. Matrices are stored in 8 bits.
+2510.03929). Half of the pictures take the order of the Halton sequence, half a random one. A tenth goes without
+captions, so that guidance works. Matrices are stored in 8 bits.
+
+The tokens of a group tell most about each other where little is known: `shapes_masked`, told 31 more tokens, gains 0.7
+nats on the next one where it knew none (random order), 0.1 where it knew 32, and nothing where it knew 96. So most
+pictures of a batch are learned from their beginning. The model's features of a blank picture depend on the caption
+only, and are computed once. In the other pictures `L * u^3` tokens are known, for a uniform u.
 
 Its figure of merit is the loss of held-out tokens, beside that of the masked model, to which the tokens of a group are
 independent. The mean overlap of both laws, the sum over the codes of the smaller probability, is the chance that a
@@ -13,6 +18,7 @@ draft of the masked model is kept.
 from __future__ import annotations
 
 import argparse
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +42,17 @@ class CausalLayerTraining:
     """Settings of a run.
 
     Attributes:
+        batch_size: pictures of a step that are learned from their beginning.
+        begun: pictures of a step of which some tokens are known.
         places: tokens behind the known ones that are learned, the widest group the layer is made for.
         bfloat16: compute the features in it: faster on a GPU, and on CPUs that can.
     """
 
-    steps: int = 1000
-    batch_size: int = 16
-    scenes: int = 8000
-    places: int = 96
+    steps: int = 3000
+    batch_size: int = 24
+    begun: int = 6
+    scenes: int = 5000
+    places: int = 64
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     caption_dropout: float = 0.1
@@ -67,6 +76,45 @@ class Groups:
     slots: Tensor
     there: Tensor
     state: Any
+
+
+@dataclass
+class Beginnings:
+    """What a masked model makes of blank pictures, by caption; the last one has none.
+
+    Attributes:
+        features: bfloat16 [N + 1, L, C].
+        modulation: [N + 1, 2, C], of the head.
+        state: some state of the model.
+    """
+
+    features: Tensor
+    modulation: Tensor
+    state: Any
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: MaskedImageTransformer, encoder: CaptionEncoder, words: Tensor) -> Beginnings:
+        """Read captions, words long [N, T], 32 at a time."""
+        features, modulation, state = [], [], None
+        for part in [*words.split(32), None]:
+            told, count = (None, 1) if part is None else (encoder(part), len(part))
+            state = model.prepare(told, batch_size=count, guided=False)
+            blank = torch.full((count, model.grid.num_tokens, 1), model.mask_id, device=words.device)
+            model(state, blank, 0, keep=0)
+            assert state.features is not None
+            features.append(state.features.bfloat16())
+            modulation.append(state.head_modulation.float())
+        return cls(torch.cat(features), torch.cat(modulation), state)
+
+    def groups(self, chosen: Tensor, tokens: Tensor, order: Tensor, places: int) -> Groups:
+        """The first `places` tokens of pictures with the captions `chosen`, long [B]; N is no caption."""
+        slots = order[:, :places]
+        features = self.features[chosen[:, None], slots].float()
+        state = copy(self.state)
+        state.head_modulation = self.modulation[chosen]
+        there = torch.ones_like(slots, dtype=torch.bool)
+        return Groups(features, tokens.gather(1, slots), slots, there, state)
 
 
 def new_layer(model: MaskedImageTransformer, dim: int | None = None, num_heads: int = 8) -> CausalLayer:
@@ -140,6 +188,8 @@ def train_causal_layer(
     words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
     layer.train()
     rate, size = settings.learning_rate, settings.batch_size
+    with torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
+        beginnings = Beginnings.of(model, encoder, words)
     optimiser = torch.optim.AdamW(layer.parameters(), lr=rate, weight_decay=settings.weight_decay)
     descend = Descent([optimiser], settings.steps, rate, warmup=min(50, settings.steps))
     reads = [model, encoder, vq_model]
@@ -149,13 +199,14 @@ def train_causal_layer(
     for step in range(checkpoint.resume(), settings.steps):
         dice = torch.Generator().manual_seed((settings.seed << 32) + step)
         chosen = torch.randint(len(tokens), (size,), generator=dice)
-        known = torch.randint(model.grid.num_tokens, (size,), generator=dice)
+        told = chosen.where(torch.rand(size, generator=dice) >= settings.caption_dropout, len(tokens))
         order = some_orders(size, model.grid.width, dice)
-        dropped = torch.rand((), generator=dice).item() < settings.caption_dropout
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
-            told = None if dropped else encoder(words[chosen])
-            groups = groups_of(model, told, tokens[chosen].long(), order, known, settings.places)
+        groups = beginnings.groups(told, tokens[chosen].long(), order, settings.places)
         loss = loss_of(chain_logits(layer, model, groups), groups)
+        if settings.begun:
+            groups = _begun(model, encoder, words, tokens, settings, dice)
+            late = loss_of(chain_logits(layer, model, groups), groups)
+            loss = (size * loss + settings.begun * late) / (size + settings.begun)
         descend(loss, step)
         checkpoint.after(step, settings.steps, loss)
     layer.eval()
@@ -173,6 +224,25 @@ def train_causal_layer(
 
 
 @torch.no_grad()
+def _begun(
+    model: MaskedImageTransformer,
+    encoder: CaptionEncoder,
+    words: Tensor,
+    tokens: Tensor,
+    settings: CausalLayerTraining,
+    dice: torch.Generator,
+) -> Groups:
+    """Groups of pictures of which some tokens are known."""
+    chosen = torch.randint(len(tokens), (settings.begun,), generator=dice)
+    known = (model.grid.num_tokens * torch.rand(settings.begun, generator=dice) ** 3).long()
+    order = some_orders(settings.begun, model.grid.width, dice)
+    dropped = torch.rand((), generator=dice).item() < settings.caption_dropout
+    with torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
+        told = None if dropped else encoder(words[chosen])
+        return groups_of(model, told, tokens[chosen].long(), order, known, settings.places)
+
+
+@torch.no_grad()
 def held_out(
     layer: CausalLayer,
     model: MaskedImageTransformer,
@@ -182,26 +252,28 @@ def held_out(
     places: int,
     count: int = 64,
 ) -> dict[str, dict[str, float]]:
-    """By order, for groups of held-out pictures: nats a token of both laws, and their mean overlap."""
+    """By order and number of known tokens, for groups of held-out pictures: nats a token of both laws, and their mean
+    overlap.
+    """
     words, tokens = tokenize_dataset(vq_model, encoder, count, 777, held_out=True)
-    dice = torch.Generator().manual_seed(777)
-    known = torch.arange(count) * model.grid.num_tokens // count
-    orders = some_orders(2 * count, model.grid.width, dice)
+    orders = some_orders(2 * count, model.grid.width, torch.Generator().manual_seed(777)).split(count)
     found = {}
-    for name, order in zip(("halton", "random"), orders.split(count), strict=True):
-        independent, chain, overlap, number = 0.0, 0.0, 0.0, 0
-        for part in torch.arange(count).split(16):
-            told = encoder(words[part])
-            groups = groups_of(model, told, tokens[part].long(), order[part], known[part], places)
-            drafts = model.scores(groups.state, groups.features)
-            laws = chain_logits(layer, model, groups)
-            here = int(groups.there.sum())
-            independent += loss_of(drafts, groups).item() * here
-            chain += loss_of(laws, groups).item() * here
-            shared = torch.minimum(drafts.softmax(-1), laws.softmax(-1)).sum(-1)
-            overlap, number = overlap + shared[groups.there].sum().item(), number + here
-        sums = {"independent_nats": independent, "chain_nats": chain, "overlap": overlap}
-        found[name] = {key: round(value / number, 4) for key, value in sums.items()}
+    for name, order in zip(("halton", "random"), orders, strict=True):
+        for known in (0, *(model.grid.num_tokens // share for share in (32, 8, 2))):
+            sums = torch.zeros(4, dtype=torch.float64)
+            for part in torch.arange(count).split(16):
+                told = encoder(words[part])
+                held = torch.full_like(part, known)
+                groups = groups_of(model, told, tokens[part].long(), order[part], held, places)
+                drafts = model.scores(groups.state, groups.features)
+                laws = chain_logits(layer, model, groups)
+                here = int(groups.there.sum())
+                shared = torch.minimum(drafts.softmax(-1), laws.softmax(-1)).sum(-1)[groups.there].sum()
+                nats = [loss_of(logits, groups).item() * here for logits in (drafts, laws)]
+                sums += torch.tensor([*nats, shared.item(), here])
+            means = [round(value, 4) for value in (sums[:3] / sums[3]).tolist()]
+            names = ("independent_nats", "chain_nats", "overlap")
+            found[f"{name}, {known} known"] = dict(zip(names, means, strict=True))
     return found
 
 
@@ -214,9 +286,12 @@ def main() -> None:
         "--model", default="shapes_masked", help="embedded name or folder of a masked pipeline"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for weights and training.json")
+    parser.add_argument(
+        "--start-from", type=Path, help="folder of an earlier run to go on with, at a new rate"
+    )
     parser.add_argument("--dim", type=int, help="width (default: that of the model)")
     parser.add_argument("--num-heads", type=int, default=8)
-    names = ("steps", "batch_size", "scenes", "places", "learning_rate", "seed")
+    names = ("steps", "batch_size", "begun", "scenes", "places", "learning_rate", "seed")
     for name in names:
         value = getattr(defaults, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
@@ -227,7 +302,10 @@ def main() -> None:
         part.eval().requires_grad_(False)
     settings = CausalLayerTraining(**{name: getattr(given, name) for name in (*names, "bfloat16")})
     torch.manual_seed(settings.seed)
-    layer = new_layer(pipe.transformer, given.dim, given.num_heads)
+    if given.start_from is None:
+        layer = new_layer(pipe.transformer, given.dim, given.num_heads)
+    else:  # 32 bits: what is stored in fewer is computed with in these
+        layer = CausalLayer.from_pretrained(given.start_from, torch_dtype=torch.float32)
     found = train_causal_layer(layer, pipe.transformer, pipe.text_encoder, pipe.vq_model, settings, given.out)
     print(f"{found['parameters'] / 1e6:.2f} M parameters, held out {found['held_out']}")
 

@@ -51,8 +51,8 @@ class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(3))
         self.query, self.key_value = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim)
         self.nothing = nn.Parameter(torch.zeros(2, num_heads, 1, dim // num_heads))  # seen by the first token
-        # By the distance of two slots in rows and columns.
-        self.distance = nn.Parameter(torch.zeros(num_heads, 2 * grid_size - 1, 2 * grid_size - 1))
+        # By the distance of two slots in rows and columns. All zeros take thousands of steps to find the neighbours.
+        self.distance = nn.Parameter(_near_first(num_heads, grid_size))
         self.out = nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.proj_out = nn.Linear(dim, feature_dim)
@@ -108,3 +108,19 @@ class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
         near = self.distance.flatten(1)[:, down * (2 * side - 1) + right].transpose(0, 1)  # [R, H, G, G]
         later = torch.ones(count, count, dtype=torch.bool, device=slots.device).triu()
         return F.pad(near.masked_fill(later, -torch.inf), (1, 0))
+
+
+def _near_first(heads: int, side: int) -> Tensor:
+    """Scores `[H, 2 side - 1, 2 side - 1]` by distance in rows and columns that fall with the distance.
+
+    Of eight heads, four fall steeply around the slot on the left, above, on the right and below; the others fall around
+    the slot itself, each at half the rate of the one before.
+    """
+    around = ((0, 1), (1, 0), (0, -1), (-1, 0))
+    at = torch.arange(1.0 - side, side)
+    found = []
+    for head in range(heads):
+        kind = head % 8
+        (row, column), rate = (around[kind], 2.0) if kind < 4 else ((0, 0), 2.0 ** (4 - kind))
+        found.append(-rate * ((at - row).abs()[:, None] + (at - column).abs()))
+    return torch.stack(found)
