@@ -39,10 +39,10 @@ def chains() -> dict[str, Any]:
 
 
 def pictures() -> dict[str, Any]:
-    """Drafts from whole pictures of a near-to-far model, in the widest of the other windows and in a whole picture."""
+    """Drafts from whole pictures of a near-to-far model, in the other windows and in a whole picture."""
     return {
         f"pictured, window {window}": SpeculativeJacobiSampler(window, drafts="pictured")
-        for window in (64, 256)
+        for window in (32, 64, 256)
     }
 
 
