@@ -171,11 +171,8 @@ if triton is not None:
         return tl.sum(total)
 
     @triton.jit
-    def soonest_above(row, times, floor, least, besides, TILE: tl.constexpr, TILES: tl.constexpr):
-        """In one pass, return the soonest time above a floor, from `least` on, and whose; inf and -1 for none.
-
-        The token `besides` does not take part.
-        """
+    def soonest_above(row, times, floor, besides, TILE: tl.constexpr, TILES: tl.constexpr):
+        """In one pass, return the soonest time above a score, and whose, but of `besides`; inf and -1 for none."""
         infinity = float("inf")
         soonest = tl.full([TILE], infinity, tl.float32)
         holder = tl.full([TILE], -1, tl.int32)
@@ -184,7 +181,7 @@ if triton is not None:
             inside = (ids >= row[2]) & (ids < row[3])
             scores, _, _ = guided_logits(row, ids, inside, False)
             time = tl.load(times + ids, mask=inside, other=infinity)
-            time = tl.where((scores > floor) & (scores >= least) & (ids != besides), time, infinity)
+            time = tl.where((scores > floor) & (ids != besides), time, infinity)
             holder = tl.where(time < soonest, ids, holder)
             soonest = tl.minimum(soonest, time)
         first = tl.min(soonest)
@@ -234,27 +231,27 @@ if triton is not None:
             own = raced + place * (CHUNKS * CHUNK) - start
             times = own + slots_behind * CHUNK
             row = (own, own, first, stop, 1.0, 1.0, place < 0)
-            low = tl.min(tl.load(numbers + at, mask=there, other=infinity), 0)
-            least = low
             limit = top_k
             if TOP_P:
+                low = tl.min(tl.load(numbers + at, mask=there, other=infinity), 0)
+                least = low
                 if TOP_K:
                     least = least_kept(row, low, peak, top_k, False, False, TILE, TILES)
                 limit = top_p * mass_from(row, least, peak, False, TILE, TILES)
             floor = -infinity
             level = score_of(row, winner)
             above = weight_above(row, level, peak, TOP_P, TILE, TILES)
-            while (level < least) | (above >= limit):
+            while above >= limit:
                 floor = level
-                soonest, winner = soonest_above(row, times, floor, least, -1, TILE, TILES)
+                soonest, winner = soonest_above(row, times, floor, -1, TILE, TILES)
                 level = score_of(row, winner)
                 above = weight_above(row, level, peak, TOP_P, TILE, TILES)
             if MARGINS:
-                second, runner = soonest_above(row, times, floor, least, winner, TILE, TILES)
+                second, runner = soonest_above(row, times, floor, winner, TILE, TILES)
                 score = score_of(row, runner)
                 above = weight_above(row, score, peak, TOP_P, TILE, TILES)
                 while (score < level) & (above >= limit):
-                    second, runner = soonest_above(row, times, score, least, winner, TILE, TILES)
+                    second, runner = soonest_above(row, times, score, winner, TILE, TILES)
                     score = score_of(row, runner)
                     above = weight_above(row, score, peak, TOP_P, TILE, TILES)
         tl.store(tokens + place, tl.maximum(winner, first).to(tl.int64))
