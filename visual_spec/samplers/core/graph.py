@@ -173,7 +173,9 @@ def prefilled(
         _prefill_in_place(known.fields, lambda: model.run_prompt(known.prompt, **given, held=held))
 
     if not known.tried:
-        known.tried, known.replay = True, _record_prefill(run, recording, strict)
+        known.tried = True
+        if None not in recording.replays.values():  # a machine that records no calls records no prefill
+            known.replay = _record_prefill(run, recording, strict)
     for fixed, new in zip(known.prompt, prompt, strict=True):
         fixed.copy_(new)
     (known.replay or run)()
