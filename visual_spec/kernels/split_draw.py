@@ -54,11 +54,10 @@ def split_draw_triton(
     ids = logits.new_empty(2, count, chunks, dtype=torch.int32)
     # Score and time of every token, from the multiple of 4 at or before the first.
     raced = logits.new_empty(2, count if filtered else 0, chunks * CHUNK, dtype=torch.float32)
+    between = raced, numbers, ids
     with torch.cuda.device_of(logits):
         launcher(_split_kernel)[(count, chunks)](
-            raced,
-            numbers,
-            ids,
+            *between,
             logits,
             keys.contiguous(),
             slots,
@@ -77,22 +76,16 @@ def split_draw_triton(
             CHUNKS=chunks,
             num_warps=_CHUNK_WARPS,
         )
-        _, _, _, _, top_k, top_p, _ = kernel_numbers(law)
         launcher(_merge_kernel)[(count,)](
             tokens,
             finite,
             margin,
-            raced,
-            numbers,
-            ids,
+            *between,
             law.first,
             law.stop,
-            top_k,
-            top_p,
+            *kernel_numbers(law)[4:6],
             MARGINS=margins,
-            GREEDY=switches["GREEDY"],
-            TOP_K=switches["TOP_K"],
-            TOP_P=switches["TOP_P"],
+            **{name: switches[name] for name in ("GREEDY", "TOP_K", "TOP_P")},
             CHUNK=CHUNK,
             CHUNKS=chunks,
             PADDED=1 << (chunks - 1).bit_length(),
@@ -193,6 +186,37 @@ if triton is not None:
         return tl.load(row[0] + token, mask=token >= 0, other=float("inf"))
 
     @triton.jit
+    def _soonest_kept(
+        row, times, low, peak, soonest, winner, top_k, top_p, MARGINS: tl.constexpr, TOP_K: tl.constexpr,
+        TOP_P: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    ):  # fmt: skip
+        """Return the soonest time of a token that the filters keep, whose, and the second; given the soonest of all."""
+        limit = top_k
+        if TOP_P:
+            least = low
+            if TOP_K:
+                least = least_kept(row, low, peak, top_k, False, False, TILE, TILES)
+            limit = top_p * mass_from(row, least, peak, False, TILE, TILES)
+        floor = -float("inf")
+        level = score_of(row, winner)
+        above = weight_above(row, level, peak, TOP_P, TILE, TILES)
+        while above >= limit:
+            floor = level
+            soonest, winner = soonest_above(row, times, floor, -1, TILE, TILES)
+            level = score_of(row, winner)
+            above = weight_above(row, level, peak, TOP_P, TILE, TILES)
+        second = float("inf")
+        if MARGINS:
+            second, runner = soonest_above(row, times, floor, winner, TILE, TILES)
+            score = score_of(row, runner)
+            above = weight_above(row, score, peak, TOP_P, TILE, TILES)
+            while (score < level) & (above >= limit):
+                second, runner = soonest_above(row, times, score, winner, TILE, TILES)
+                score = score_of(row, runner)
+                above = weight_above(row, score, peak, TOP_P, TILE, TILES)
+        return soonest, winner, second
+
+    @triton.jit
     def _merge_kernel(
         tokens, finite, margin, raced, numbers, ids, first, stop, top_k, top_p, MARGINS: tl.constexpr,
         GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -227,33 +251,13 @@ if triton is not None:
                 behind = tl.load(numbers + 5 * slots_behind + at, mask=there, other=infinity)
                 second = tl.min(tl.where(winners == winner, behind, sooner), 0)
         if TOP_K or TOP_P:
-            start = first // 4 * 4
-            own = raced + place * (CHUNKS * CHUNK) - start
-            times = own + slots_behind * CHUNK
+            own = raced + place * (CHUNKS * CHUNK) - first // 4 * 4
             row = (own, own, first, stop, 1.0, 1.0, place < 0)
-            limit = top_k
-            if TOP_P:
-                low = tl.min(tl.load(numbers + at, mask=there, other=infinity), 0)
-                least = low
-                if TOP_K:
-                    least = least_kept(row, low, peak, top_k, False, False, TILE, TILES)
-                limit = top_p * mass_from(row, least, peak, False, TILE, TILES)
-            floor = -infinity
-            level = score_of(row, winner)
-            above = weight_above(row, level, peak, TOP_P, TILE, TILES)
-            while above >= limit:
-                floor = level
-                soonest, winner = soonest_above(row, times, floor, -1, TILE, TILES)
-                level = score_of(row, winner)
-                above = weight_above(row, level, peak, TOP_P, TILE, TILES)
-            if MARGINS:
-                second, runner = soonest_above(row, times, floor, winner, TILE, TILES)
-                score = score_of(row, runner)
-                above = weight_above(row, score, peak, TOP_P, TILE, TILES)
-                while (score < level) & (above >= limit):
-                    second, runner = soonest_above(row, times, score, winner, TILE, TILES)
-                    score = score_of(row, runner)
-                    above = weight_above(row, score, peak, TOP_P, TILE, TILES)
+            low = tl.min(tl.load(numbers + at, mask=there, other=infinity), 0)
+            soonest, winner, second = _soonest_kept(
+                row, own + slots_behind * CHUNK, low, peak, soonest, winner, top_k, top_p, MARGINS, TOP_K, TOP_P,
+                TILE, TILES,
+            )  # fmt: skip
         tl.store(tokens + place, tl.maximum(winner, first).to(tl.int64))
         if MARGINS:
             tl.store(margin + place, second - soonest)

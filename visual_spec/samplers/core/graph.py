@@ -225,19 +225,17 @@ def recorded(
         step: binds tensors of the parts anew, or changes them in place. It is kept as long as its recording.
         parts: a prepared decode. Use the returned parts in its place.
         watch: times the replayed calls, as phase "step".
-        drafter: another model that the step calls.
-        prefill: from `prefilled`.
+        drafter, prefill: another model that the step calls; what `prefilled` returned.
         strict: raise if recording fails. False: warn, and continue without a graph.
 
     Raises:
         TypeError: a model's state does not say what its buffers are.
         RuntimeError: the step cannot be recorded, and `strict` is set.
     """
-    state = parts[0]
+    state, device = parts[0], parts[0].lengths.device
     for cache in _caches(state):
         if not _has_buffers(cache):
             raise TypeError(f"{type(cache).__name__} has no `buffers`; pass graph=False for this model.")
-    device = state.lengths.device
     known = _RECORDINGS.setdefault(owner_of(model), {})
     key, weights = _whole_key(model, key), _weights(model, drafter)
     shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(parts))
