@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from visual_spec.kernels import (
     lantern_mass,
     masked_sample,
     philox,
+    split_draw,
     verify,
 )
 from visual_spec.samplers.core.law import TokenLaw
@@ -118,6 +120,23 @@ def test_compiles_for_hopper(monkeypatch, tmp_path, name):
         ),
     }[name]
     binary = compiled(monkeypatch, module, kernel, call)
+    assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
+
+
+@pytest.mark.parametrize("kernel", ["_split_kernel", "_merge_kernel"])
+@pytest.mark.parametrize(
+    "law",
+    [LAW, replace(LAW, top_k=2000, top_p=1.0), TokenLaw(top_p=0.9), TokenLaw(guidance_scale=2.0)],
+    ids=["both", "top-k", "top-p", "none"],
+)
+def test_split_draws_compile_for_hopper(monkeypatch, tmp_path, kernel, law):
+    here = window(law, 1, 2, 65536, dtype=torch.bfloat16)
+    drawing = (here.logits, here.keys, here.slots, None, 0, here.numbers)
+    (other,) = {"_split_kernel", "_merge_kernel"} - {kernel}
+    monkeypatch.setattr(split_draw, other, Recorder())
+    binary = compiled(
+        monkeypatch, split_draw, kernel, lambda: split_draw.split_draw_triton(*drawing, margins=True)
+    )
     assert "cubin" in binary.asm and spilled(binary, tmp_path) == 0
 
 

@@ -23,7 +23,7 @@ from tests.kernels.relaxing import codes, laws
 from tests.kernels.verification import case, compare
 from visual_spec.kernels.add_norm import add_norm_triton
 from visual_spec.kernels.clustered_mass import clustered_mass_triton
-from visual_spec.kernels.draw import draw_reference, draw_triton
+from visual_spec.kernels.draw import draw_reference, draw_triton, whole_draw_triton
 from visual_spec.kernels.gated import gated_triton
 from visual_spec.kernels.grouped_mass import grouped_mass_triton
 from visual_spec.kernels.head_step import head_step_reference, head_step_triton
@@ -36,6 +36,7 @@ from visual_spec.kernels.philox import (
     philox_uniform_triton,
 )
 from visual_spec.kernels.rotary_write import rotary_write_reference, rotary_write_triton
+from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.kernels.verify import verify_triton
 from visual_spec.kernels.window_attention import window_attention_reference, window_attention_triton
 from visual_spec.models.core.protocol import TokenGrid
@@ -76,12 +77,13 @@ def drawing(given: Window, stream: int = 2, round: int = 7) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_draw(name, dtype):
+@pytest.mark.parametrize("run", [whole_draw_triton, split_draw_triton])
+def test_draw(name, dtype, run):
     given = window(LAWS[name], 2, WIDTH, VOCAB, dtype=dtype)
-    found = here(draw_triton(*there(drawing(given))))
+    found = here(run(*there(drawing(given))))
     for one, other in zip(found, draw_reference(*drawing(given)), strict=True):
         assert torch.equal(one, other)
-    again, _, margins = here(draw_triton(*there(drawing(given)), margins=True))
+    again, _, margins = here(run(*there(drawing(given)), margins=True))
     assert torch.equal(again, found[0])
     torch.testing.assert_close(margins, draw_reference(*drawing(given), margins=True)[2], rtol=0, atol=2e-5)
 
@@ -187,16 +189,18 @@ def test_window_attention_and_cache_write(sizes, dtype):
     cosine, sine = angles.cos(), angles.sin()
     turns = torch.stack([cosine, cosine], -1), torch.stack([-sine, sine], -1)
     held = there((keys, values))
-    queries = rotary_write_triton(there(projected), *there(turns), *held, there(places))
+    queries = rotary_write_triton(there(projected), *there(turns), *held, places=there(places))
     expected = rotary_write_reference(projected, *turns, keys, values, places)
     near: dict[str, Any] = (
         dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
     )
     for one, other in zip(here((queries, *held)), (expected, keys, values), strict=True):
         torch.testing.assert_close(one, other, **near)
-    found = window_attention_triton(queries, *held, there(places), there(mask), dim**-0.5)
+    found = window_attention_triton(
+        queries, *held, places=there(places), prefix_mask=there(mask), scale=dim**-0.5
+    )
     exact = [here(one).double() for one in (queries, *held)]
-    expected = window_attention_reference(*exact, places, mask, dim**-0.5)
+    expected = window_attention_reference(*exact, places=places, prefix_mask=mask, scale=dim**-0.5)
     torch.testing.assert_close(here(found).double(), expected, **near)
 
 
@@ -206,7 +210,7 @@ def test_sum_norm_and_gate(dtype):
     near: dict[str, Any] = (
         dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
     )
-    found = here(add_norm_triton(*there((x, change, weight[0])), 1e-5))
+    found = here(add_norm_triton(*there((x, change, weight[0])), eps=1e-5))
     for one, other in zip(found, summed(x, change, weight[0], 1e-5), strict=True):
         torch.testing.assert_close(one.double(), other, **near)
     found = here(gated_triton(*there((x, change))))

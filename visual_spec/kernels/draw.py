@@ -8,6 +8,8 @@ logits
     1 + s + 1 times     with top-k or top-p: once for the smallest and the largest logit, s times for the threshold
                         (`law.least_kept`), once for the race.
 
+Where slots are few and the vocabulary is large, `split_draw` takes its place: it gives the same tokens.
+
 Results equal those of the reference except for rounding: a race that ties to within a few units in the last place may
 go either way.
 """
@@ -18,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import triton_op
 
-from visual_spec.kernels.launch import compiled, on_gpu, rows_of_numbers, triton
+from visual_spec.kernels.launch import launcher, on_gpu, rows_of_numbers, triton
 from visual_spec.kernels.law import (
     TILE,
     WARPS,
@@ -34,6 +36,7 @@ from visual_spec.kernels.law import (
     tiles,
 )
 from visual_spec.kernels.philox import philox_log_exponential
+from visual_spec.kernels.split_draw import split_draw_triton, splits
 
 
 def draw(
@@ -67,7 +70,9 @@ def draw(
         TypeError: the logits have another dtype.
     """
     check_logits(logits, keys, slots, law)
-    return _draw_op(logits, keys, slots, as_round(round, slots), stream, *law, margins)
+    # Round 0, that of a slot's own noise, needs no tensor: filling one would be a launch.
+    first = isinstance(round, int) and round == 0
+    return _draw_op(logits, keys, slots, None if first else as_round(round, slots), stream, *law, margins)
 
 
 def categorical_reference(
@@ -98,17 +103,18 @@ def draw_reference(
     logits: Tensor,
     keys: Tensor,
     slots: Tensor,
-    round: Tensor,
+    round: Tensor | None,
     stream: int,
     law: LawNumbers,
     margins: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition of `draw`, in PyTorch, on any device."""
+    """The definition of `draw`, in PyTorch, on any device; no round is round 0."""
     target = law_reference(logits, slots, law)
+    at = 0 if round is None else round
     if margins:
-        tokens, margin = race_reference(target, keys, slots, stream, round)
+        tokens, margin = race_reference(target, keys, slots, stream, at)
     else:
-        tokens = categorical_reference(target, keys, slots, stream, round)
+        tokens = categorical_reference(target, keys, slots, stream, at)
         margin = target.new_empty(0)
     return tokens.clamp(law.first, law.stop - 1), finite_reference(logits, law), margin
 
@@ -118,7 +124,7 @@ def _draw_op(
     logits: Tensor,
     keys: Tensor,
     slots: Tensor,
-    round: Tensor,
+    round: Tensor | None,
     stream: int,
     guided: bool,
     guidance_scale: float,
@@ -147,32 +153,46 @@ def draw_triton(
     logits: Tensor,
     keys: Tensor,
     slots: Tensor,
-    round: Tensor,
+    round: Tensor | None,
     stream: int,
     law: LawNumbers,
     margins: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`draw` by the Triton kernel."""
+    """`draw` by Triton: one kernel, or the two of `split_draw`."""
+    run = split_draw_triton if splits(slots.numel(), law) else whole_draw_triton
+    return run(logits, keys, slots, round, stream, law, margins)
+
+
+def whole_draw_triton(
+    logits: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    round: Tensor | None,
+    stream: int,
+    law: LawNumbers,
+    margins: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`draw` by the Triton kernel that serves a slot with one program."""
     slots = slots.contiguous()
     tokens, finite, margin = _draw_outputs(logits, keys, slots, round, stream, *law, margins)
     if slots.numel() == 0:
         return tokens, finite, margin
     logits = rows_of_numbers(logits)
-    kernel: Any = wrap_triton(_draw_kernel) if compiled(_draw_kernel) else _draw_kernel
     with torch.cuda.device_of(logits):
-        kernel[(slots.numel(),)](
+        launcher(_draw_kernel)[(slots.numel(),)](
             tokens,
             finite,
             margin,
             logits,
             keys.contiguous(),
             slots,
-            round,
+            slots if round is None else round,
             *slots.shape,
             logits.stride(0),
             logits.stride(1),
             *kernel_numbers(law),
             STREAM=stream,
+            ROUNDS=round is not None,
             MARGINS=margins,
             **kernel_switches(law),
             TILE=TILE,
@@ -249,6 +269,7 @@ if triton is not None:
         top_p,
         until,
         STREAM: tl.constexpr,
+        ROUNDS: tl.constexpr,
         MARGINS: tl.constexpr,
         GUIDED: tl.constexpr,
         GREEDY: tl.constexpr,
@@ -260,7 +281,10 @@ if triton is not None:
         infinity = float("inf")
         place = tl.program_id(0).to(tl.int64)  # sample * window + position
         sample = place // window
-        key, slot, at_round = tl.load(keys + sample), tl.load(slots + place), tl.load(round)
+        key, slot = tl.load(keys + sample), tl.load(slots + place)
+        at_round = 0
+        if ROUNDS:
+            at_round = tl.load(round)
         numbers = (first, stop, scale, inverse, top_k, top_p, until)
         row = logits_row(
             logits, sample, place % window, slot, batch_size, row_stride, column_stride, numbers, GUIDED

@@ -34,3 +34,22 @@ def test_kernels_and_chains_of_a_layer_compute_the_same(monkeypatch):
     }
     for row in found:
         assert row["gb_per_s"] == pytest.approx(2 * numbers[row["op"]] / 2e-3 / 1e9)
+
+
+def test_both_ways_to_draw_are_compared_with_the_chain_that_they_replace(monkeypatch):
+    results: list[Any] = []
+
+    def run(call: Any, device: torch.device) -> float:
+        results.append(call())
+        return 2.0
+
+    monkeypatch.setattr(kernel_bench, "milliseconds", run)
+    found = list(kernel_bench.draw_rows(64, 3, 2, device=torch.device("cpu"), bandwidth=1e6))
+    ways = ["draw, one program a slot", "draw, split"]
+    assert [(row["filters"], row["op"]) for row in found] == [
+        (name, way) for name in kernel_bench.FILTERS for way in ways
+    ]
+    for chain, one, other in zip(results[::3], results[1::3], results[2::3], strict=True):
+        assert torch.equal(chain, one[0]) and torch.equal(chain, other[0])
+    for row in found:
+        assert row["gb_per_s"] == pytest.approx(2 * (4 * 3 * 64) / 2e-3 / 1e9)  # both rows, in bfloat16

@@ -532,16 +532,22 @@ def _bench_folder(model: str, options: list[str]) -> dict[str, Any]:
 
 
 def kernel_bandwidth(dry: bool) -> Parts:
-    """Kernels of laws and of layers beside the chains of PyTorch ops, by vocabulary, window and batch."""
+    """Kernels of laws and of layers beside the chains of PyTorch ops, by vocabulary, window and batch; and both ways to
+    draw, by slots."""
     if dry:
         layers = partial(_layer_kernels, 2, 1, "cpu", (16, 32, 2, 3, 9))
         return {
             "vocabulary 64, window 2": partial(_kernels, 64, 2, "cpu"),
+            "draws of 2 slots": partial(_draws, 64, 2, 1, "cpu"),
             "layer, window 2, batch 1": layers,
         }
     parts: Parts = {
         f"vocabulary {vocab}, window {window}": partial(_kernels, vocab, window, "cuda")
         for vocab, window in product((16384, 65536), (32, 1))
+    }
+    parts |= {
+        f"draws of {window * batch} slots": partial(_draws, 16384, window, batch, "cuda")
+        for window, batch in ((1, 1), (32, 1), (32, 64))
     }
     return parts | {
         f"layer, window {window}, batch {batch}": partial(_layer_kernels, window, batch, "cuda")
@@ -554,6 +560,15 @@ def _kernels(vocab: int, window: int, device: str) -> dict[str, Any]:
     top = measure.copy_bandwidth(here, None if here.type == "cuda" else 4)
     rows = list(kernel_bench.rows(vocab, window, 1, device=here, bandwidth=top))
     return dict(copy_bandwidth=top, rows=rows)
+
+
+def _draws(vocab: int, window: int, batch: int, device: str) -> dict[str, Any]:
+    here = choose_device(device)
+    top = measure.copy_bandwidth(here, None if here.type == "cuda" else 4)
+    return dict(
+        copy_bandwidth=top,
+        rows=list(kernel_bench.draw_rows(vocab, window, batch, device=here, bandwidth=top)),
+    )
 
 
 def _layer_kernels(

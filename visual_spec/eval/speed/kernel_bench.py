@@ -17,9 +17,10 @@ from torch import Tensor
 
 from visual_spec.eval.speed import measure
 from visual_spec.kernels.add_norm import add_norm, add_norm_reference
-from visual_spec.kernels.draw import draw
+from visual_spec.kernels.draw import draw, draw_reference, whole_draw_triton
 from visual_spec.kernels.gated import gated, gated_reference
 from visual_spec.kernels.rotary_write import rotary_write, rotary_write_reference
+from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.kernels.verify import verify
 from visual_spec.kernels.window_attention import window_attention
 from visual_spec.models.next_token.llamagen_blocks import turns_of
@@ -35,6 +36,8 @@ FILTERS = {
     "both": TokenLaw(guidance_scale=4.0, top_k=2000, top_p=0.9),
 }
 OPS = ("draw", "verify")
+# The two ways of `draw`: one program a slot, and several. Which one it takes is decided in `kernels.split_draw`.
+DRAWS = {"draw, one program a slot": whole_draw_triton, "draw, split": split_draw_triton}
 # Width, hidden width, heads, positions of the prompt, and tokens of a picture.
 XL = (1280, 3584, 20, 120, 576)
 
@@ -53,6 +56,21 @@ def rows(
             times = _times(op, law, vocab_size, window, batch_size, device)
             what = dict(op=op, filters=filters, vocab=vocab_size, window=window, batch=batch_size)
             yield what | _figures(*times, bandwidth)
+
+
+def draw_rows(
+    vocab_size: int, window: int, batch_size: int, *, device: torch.device, bandwidth: float
+) -> Iterator[dict[str, Any]]:
+    """One dict as of `rows` for both ways to draw, with every filter; without a GPU both are the definition."""
+    for filters, law in FILTERS.items():
+        logits, slots, noise = _window(vocab_size, window, batch_size, device)
+        numbers = law.numbers(True, vocab_size)
+        slow = milliseconds(lambda: noise.categorical(law(logits, True, slots), slots, TOKEN), device)  # noqa: B023
+        for op, kernel in DRAWS.items():
+            run = kernel if device.type == "cuda" else draw_reference
+            fast = milliseconds(lambda: run(logits, noise.keys, slots, None, TOKEN, numbers), device)  # noqa: B023
+            what = dict(op=op, filters=filters, vocab=vocab_size, window=window, batch=batch_size)
+            yield what | _figures(logits.numel() * logits.element_size(), fast, slow, bandwidth)
 
 
 @torch.no_grad()
@@ -126,14 +144,20 @@ def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
     return found
 
 
+def _window(
+    vocab_size: int, window: int, batch_size: int, device: torch.device
+) -> tuple[Tensor, Tensor, CounterNoise]:
+    """Logits [2B, W, V], the slots [B, W] that they predict, and the noise."""
+    logits = 3 * torch.randn(2 * batch_size, window, vocab_size, dtype=torch.bfloat16, device=device)
+    slots = torch.arange(window, device=device).repeat(batch_size, 1)
+    return logits, slots, CounterNoise(torch.randint(2**62, (batch_size,)), device)
+
+
 def _times(
     op: str, law: TokenLaw, vocab_size: int, window: int, batch_size: int, device: torch.device
 ) -> tuple[int, float, float]:
     """The bytes, and the milliseconds of kernel and chain."""
-    dtype = torch.bfloat16
-    logits = 3 * torch.randn(2 * batch_size, window, vocab_size, dtype=dtype, device=device)  # [2B, W, V]
-    slots = torch.arange(window, device=device).repeat(batch_size, 1)  # [B, W]
-    noise = CounterNoise(torch.randint(2**62, (batch_size,)), device)
+    logits, slots, noise = _window(vocab_size, window, batch_size, device)
     numbers, size = law.numbers(True, vocab_size), logits.numel() * logits.element_size()
     if op == "draw":
         fast = milliseconds(lambda: draw(logits, noise.keys, slots, numbers, stream=TOKEN), device)

@@ -149,6 +149,11 @@ class StaticCache:
         """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
+    def clear(self) -> None:
+        """Fill all slots with zeros, as when they were allocated: nan that a decode left would spread."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def at(self, slots: Tensor, size: int) -> None:
         """Make the next forward write at slots [R, W], all different in a row, and read the first `size` slots."""
         self.places.set(slots, size)

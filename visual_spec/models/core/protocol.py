@@ -161,6 +161,30 @@ class NextTokenModel(Protocol):
         ...
 
 
+class PromptModel(NextTokenModel, Protocol):
+    """A next-token model whose prefill can be recorded, and can write where an earlier one wrote.
+
+    Its `prefill` is in two parts: one looks at the condition, the other computes, on the device alone.
+    """
+
+    def prompt_of(self, condition: Any, *, batch_size: int, guided: bool) -> tuple[Tensor, ...]:
+        """Check a condition, as `prefill` does, and return all that `run_prompt` reads of it.
+
+        Prompts of different lengths should have few different shapes where reading a shape is no synchronisation.
+        """
+        ...
+
+    def run_prompt(self, prompt: tuple[Tensor, ...], *, guided: bool, window: int, held: Any = None) -> Any:
+        """Run a prompt. Returns the state as of `prefill`. No host synchronisation, and nothing of the host is read.
+
+        Args:
+            prompt: from `prompt_of`.
+            held: an earlier state for a prompt of the same shapes, and for the same `guided` and `window`, which is not
+                needed any more: its cache is cleared and written, in place of a new one.
+        """
+        ...
+
+
 class TreeModel(NextTokenModel, Protocol):
     """A next-token model that also scores several continuations of one sequence in one call.
 

@@ -182,6 +182,11 @@ class SlotCache(Cache):
         """Bytes of keys and values; 0 before the first forward."""
         return sum(held.nbytes for _, held in self._held())
 
+    def clear(self) -> None:
+        """Fill all places with zeros, as when they were allocated."""
+        for _, held in self._held():
+            held.clear()
+
     def at(self, places: Tensor, size: int) -> None:
         """Make the next forward write at places [R, W], and read the first `size` places."""
         self.places.set(places, size)

@@ -210,30 +210,51 @@ class CachedDecoder:
             ValueError: the number of prompts is not `batch_size`, guidance has no unconditional prompts, or the cache
                 of the batch does not fit the GPU.
         """
+        prompt = self.prompt_of(condition, batch_size=batch_size, guided=guided)
+        return self.run_prompt(prompt, guided=guided, window=window)
+
+    def prompt_of(self, condition: ImagePrompt, *, batch_size: int, guided: bool) -> tuple[Tensor, ...]:
+        """Return ids and mask [R, T] of the prompts, positions, and start [R]; see `PromptModel`."""
         prompt = self._rows(condition, batch_size, guided)
-        rows, length = prompt.ids.shape
-        positions, start = prompt.where
-        # Slots run up to num_tokens + window - 1, with at most one row end per slot; a tree uses two places a node.
-        config, num_places = self.decoder.config, length + self.length + 2 * window + 1
-        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * self._head_dim * num_places
-        sample_bytes = numbers * self.decoder.dtype.itemsize * (rows // batch_size)
-        check_cache_fits(sample_bytes, batch_size, self.device)
-        cache = SlotCache(config.num_hidden_layers, num_places)
+        return (prompt.ids, prompt.mask, *prompt.where)
+
+    @loads_groups
+    @torch.no_grad()
+    def run_prompt(
+        self, prompt: tuple[Tensor, ...], *, guided: bool, window: int, held: CachedState | None = None
+    ) -> CachedState:
+        """Run checked prompts, see `PromptModel`."""
+        ids, mask, positions, start = prompt
+        rows, length = ids.shape
+        if held is None:
+            cache = self._allocate(rows, rows // (1 + guided), length, window)
+        else:
+            cache = held.cache
+            cache.clear()
         places = torch.arange(length, device=self.device).expand(rows, -1)
         causal = places[0] <= places[0][:, None]  # [T, T]
         # Padding sees itself, because attention over no position gives nan.
-        visible = (causal & prompt.mask[:, None]) | torch.eye(length, dtype=torch.bool, device=self.device)
-        hidden = self._forward(cache, self.table(prompt.ids), positions, places, visible, prompt.mask)
+        visible = (causal & mask[:, None]) | torch.eye(length, dtype=torch.bool, device=self.device)
+        hidden = self._forward(cache, self.table(ids), positions, places, visible, mask)
         features = hidden[:, -1:]
         return CachedState(
             logits=self._logits(features)[:, 0],
             guided=guided,
             window=window,
             cache=cache,
-            prompt_mask=prompt.mask,
+            prompt_mask=mask,
             start=start,
             features=features,
         )
+
+    def _allocate(self, rows: int, batch_size: int, length: int, window: int) -> SlotCache:
+        """Return an empty cache for prompts of this length, and the picture behind them."""
+        # Slots run up to num_tokens + window - 1, with at most one row end per slot; a tree uses two places a node.
+        config, num_places = self.decoder.config, length + self.length + 2 * window + 1
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * self._head_dim * num_places
+        sample_bytes = numbers * self.decoder.dtype.itemsize * (rows // batch_size)
+        check_cache_fits(sample_bytes, batch_size, self.device)
+        return SlotCache(config.num_hidden_layers, num_places)
 
     @loads_groups
     @torch.no_grad()

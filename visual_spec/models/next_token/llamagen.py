@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,11 @@ from visual_spec.models.next_token.llamagen_prefix import (
     CaptionEmbedding,
     LabelEmbedding,
     TextCondition,
+    check_captions,
+    check_labels,
+    condition_of,
     entered,
+    tensors_of,
 )
 from visual_spec.models.next_token.llamagen_state import LlamaGenState
 
@@ -222,31 +226,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             ValueError: a wrong batch, prefix or feature size, a label out of range, or an empty caption.
         """
         if isinstance(self.cls_embedding, LabelEmbedding):
-            if not isinstance(condition, Tensor) or condition.is_floating_point():
-                raise TypeError(
-                    f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]"
-                )
-            classes = self.cls_embedding.num_classes
-            if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
-                raise ValueError(
-                    f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
-                )
-            return
-        if not isinstance(condition, TextCondition):
-            raise TypeError(
-                f"{type(condition).__name__} given; this model takes a TextCondition(features, mask)"
-            )
-        expected = (batch_size, self.prefix_length, self.config["caption_dim"])
-        for part in condition.parts:
-            if tuple(part.features.shape) != expected or tuple(part.mask.shape) != expected[:2]:
-                raise ValueError(
-                    f"features {tuple(part.features.shape)} and mask {tuple(part.mask.shape)} given; "
-                    f"this model takes {expected} and {expected[:2]}"
-                )
-            if not part.mask[:, -1].all():
-                raise ValueError(
-                    "the last prefix position of a row is masked; captions are left-padded and not empty"
-                )
+            return check_labels(condition, batch_size, self.cls_embedding.num_classes)
+        check_captions(condition, (batch_size, self.prefix_length, self.config["caption_dim"]))
 
     def embed_condition(
         self, condition: TextCondition | Tensor, *, guided: bool = False, dropped: Tensor | None = None
@@ -304,26 +285,42 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             TypeError, ValueError: as in `check_condition`; the cache of the batch does not fit the GPU; or a model of
                 any order is not told `asked`.
         """
+        if self.trained_order == ANY_ORDER and asked is None:
+            raise ValueError("this model decodes in any order; pass asked, the first slots to predict.")
+        prompt = self.prompt_of(condition, batch_size=batch_size)
+        return self.run_prompt(prompt, guided=guided, window=window, asked=asked, side=side)
+
+    def prompt_of(self, condition: Any, *, batch_size: int, guided: bool = False) -> tuple[Tensor, ...]:
+        """Check a condition, and return its tensors, see `PromptModel`; guidance makes no difference."""
         self.check_condition(condition, batch_size)
-        hidden, prefix_mask = self.embed_condition(condition, guided=guided)
-        rows, prefix, dim = hidden.shape
-        heads = self.config["num_heads"]
-        any_order = self.trained_order == ANY_ORDER
-        places = prefix + (1 + any_order) * (self.grid.num_tokens + self.learned_tokens + window)
-        shape = (len(self.layers), rows, heads, places, dim // heads)
-        sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
-        check_cache_fits(sample_bytes, batch_size, hidden.device)
-        cache = StaticCache.allocate(hidden, shape)
-        table = self.rotary_table().to(hidden.device)
-        if any_order:
-            if asked is None:
-                raise ValueError("this model decodes in any order; pass asked, the first slots to predict.")
-            asked = asked.to(hidden.device)
-            features = llamagen_any_order.prefill(
-                self, cache, hidden, prefix_mask, table, asked
-            )  # [R, P, dim]
-            logits = self._head(features)
-            return LlamaGenState(logits, guided, window, cache, table, prefix_mask, features)
+        return tensors_of(condition)
+
+    @loads_weights
+    @torch.no_grad()
+    def run_prompt(
+        self,
+        prompt: tuple[Tensor, ...],
+        *,
+        guided: bool,
+        window: int,
+        held: LlamaGenState | None = None,
+        asked: Tensor | None = None,
+        side: Tensor | None = None,
+    ) -> LlamaGenState:
+        """Run the prefix of a checked condition, see `PromptModel`; `asked` and `side` as in `prefill`."""
+        hidden, prefix_mask = self.embed_condition(condition_of(prompt), guided=guided)
+        rows, prefix, _ = hidden.shape
+        if held is None:
+            cache = self._allocate(hidden, rows // (1 + guided), window)
+            table = self.rotary_table().to(hidden.device)
+        else:
+            cache, table = held.cache, held.rotary
+            cache.clear()
+        if self.trained_order == ANY_ORDER:
+            assert asked is not None
+            given = cache, hidden, prefix_mask, table, asked.to(hidden.device)
+            features = llamagen_any_order.prefill(self, *given)  # [R, P, dim]
+            return LlamaGenState(self._head(features), guided, window, cache, table, prefix_mask, features)
         cache.at(torch.arange(prefix, device=hidden.device).expand(rows, -1), prefix)
         turns = turns_of(self.unturned(table).expand(1, prefix, -1, -1))
         mask = None
@@ -442,6 +439,16 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             if index + 1 == self.config["num_layers"]:
                 (hidden, features), change = self.norm.after(hidden, change), None
         return features, hidden if change is None else hidden + change
+
+    def _allocate(self, hidden: Tensor, batch_size: int, window: int) -> StaticCache:
+        """Return an empty cache for a prefix [R, T, dim] and the slots behind it."""
+        (rows, prefix, dim), heads = hidden.shape, self.config["num_heads"]
+        tokens = self.grid.num_tokens + self.learned_tokens + window
+        places = prefix + (tokens if self.trained_order != ANY_ORDER else 2 * tokens)
+        shape = (len(self.layers), rows, heads, places, dim // heads)
+        sample_bytes = 2 * math.prod(shape) * hidden.element_size() // batch_size
+        check_cache_fits(sample_bytes, batch_size, hidden.device)
+        return StaticCache.allocate(hidden, shape)
 
     def _reads_windows(self, hidden: Tensor) -> bool:
         """Return whether attention takes the places of a window in place of a mask."""

@@ -30,6 +30,57 @@ class TextCondition:
         return [self] if self.negative is None else [self, self.negative]
 
 
+def tensors_of(condition: TextCondition | Tensor) -> tuple[Tensor, ...]:
+    """Return the labels, or the features and mask of the captions and of the negative ones."""
+    if isinstance(condition, Tensor):
+        return (condition,)
+    return tuple(tensor for part in condition.parts for tensor in (part.features, part.mask))
+
+
+def condition_of(tensors: tuple[Tensor, ...]) -> TextCondition | Tensor:
+    """Return the condition that has these tensors (`tensors_of`)."""
+    if len(tensors) == 1:
+        return tensors[0]
+    parts = [TextCondition(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+    return TextCondition(*tensors[:2], negative=parts[1] if len(parts) > 1 else None)
+
+
+def check_labels(condition: object, batch_size: int, classes: int) -> None:
+    """Refuse what is no LongTensor [B] of labels below `classes`.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it has another shape, or a label is out of range.
+    """
+    if not isinstance(condition, Tensor) or condition.is_floating_point():
+        raise TypeError(f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]")
+    if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+        raise ValueError(
+            f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
+        )
+
+
+def check_captions(condition: object, expected: tuple[int, int, int]) -> None:
+    """Refuse what is no `TextCondition` of features [B, T, C] and masks [B, T].
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it has other shapes, or an empty caption.
+    """
+    if not isinstance(condition, TextCondition):
+        raise TypeError(f"{type(condition).__name__} given; this model takes a TextCondition(features, mask)")
+    for part in condition.parts:
+        if tuple(part.features.shape) != expected or tuple(part.mask.shape) != expected[:2]:
+            raise ValueError(
+                f"features {tuple(part.features.shape)} and mask {tuple(part.mask.shape)} given; "
+                f"this model takes {expected} and {expected[:2]}"
+            )
+        if not part.mask[:, -1].all():
+            raise ValueError(
+                "the last prefix position of a row is masked; captions are left-padded and not empty"
+            )
+
+
 class LabelEmbedding(nn.Module):
     """Class prefix: one position. Row `num_classes` of the table is the null class of guidance."""
 

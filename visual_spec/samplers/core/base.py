@@ -23,7 +23,7 @@ from torch import Tensor
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
 from visual_spec.samplers.core.checks import CheckedLaw, check_parts, check_request
-from visual_spec.samplers.core.graph import can_record, recorded, wants_graph
+from visual_spec.samplers.core.graph import can_record, can_record_prefill, prefilled, recorded, wants_graph
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CounterNoise, draw_keys
@@ -336,16 +336,18 @@ class Sampler(SchedulerMixin, ConfigMixin):
         law: TokenLaw,
         keys: Tensor,
         watch: Stopwatch | None = None,
+        cache: Any = None,
         **parts: Any,
     ) -> Run:
         """Run the prefill, and set up what `prepare` and `step` read.
 
         Args:
             keys: int64 [B], one key a sample (`draw_keys`).
+            cache: the model's state, if the prefill has been run.
             parts: the arguments listed by `takes`.
         """
         watch = watch or Stopwatch()
-        cache = self.prefill(model, condition, law, len(keys), parts)
+        cache = self.prefill(model, condition, law, len(keys), parts) if cache is None else cache
         device = device_of(cache)
         watch.lap("prefill", device)
         checked = CheckedLaw(law, self.num_slots(model, parts), deferred=device.type == "cuda")
@@ -362,6 +364,18 @@ class Sampler(SchedulerMixin, ConfigMixin):
         ):
             run.unit = rounding_unit(low)
         return run
+
+    def _prefilled(
+        self, model: Any, condition: Any, key: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> tuple[Any, Any, Any]:
+        """Run a prefill that can be recorded, see `prefilled`; a state of None: it was not run."""
+        if not can_record_prefill(model) or type(self).prefill is not Sampler.prefill:
+            return key, None, None
+        given: Any = dict(guided=law.guided, window=self.fixed_width or self.window_of(model))
+        given |= dict(drafter=parts.get("drafter"), strict=self.config.graph is True)
+        key, cache, prefill = prefilled(model, condition, key, batch_size=batch_size, **given)
+        cache.fixed = self.fixed_width is not None
+        return key, cache, prefill
 
     def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
         """Return `advance`, with the state's `width` set before each call where calls differ in it."""
@@ -405,8 +419,14 @@ class Sampler(SchedulerMixin, ConfigMixin):
         self.check(model, law, batch_size, parts)
         graph = self.config.get("graph", False)
         recording = self.records_steps and wants_graph(graph, model)
-        keys = draw_keys(generator, batch_size)
-        run = self.begin(model, condition, law, keys, Stopwatch(), **parts)
+        keys, watch = draw_keys(generator, batch_size), Stopwatch()
+        # What a recording depends on. Only the prefill uses `drafter_condition`.
+        others = [part for name, part in parts.items() if name != "drafter_condition"]
+        key: Any = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
+        cache = prefill = None
+        if recording:
+            key, cache, prefill = self._prefilled(model, condition, key, law, batch_size, parts)
+        run = self.begin(model, condition, law, keys, watch, cache=cache, **parts)
         state = self.prepare(run)
 
         # The recording outlives this decode. Of the prefill it reads only what the state holds.
@@ -422,9 +442,6 @@ class Sampler(SchedulerMixin, ConfigMixin):
         if recording:
             state.round = torch.full((), state.round, dtype=torch.long, device=run.device)
             run.noise.keep = 0  # later decodes write their keys over these
-            # Only the prefill uses `drafter_condition`.
-            others = [part for name, part in parts.items() if name != "drafter_condition"]
-            key = (type(self), repr(sorted(self.config.items())), law, batch_size, *others)
             fixed, advance = recorded(
                 model,
                 key,
@@ -432,6 +449,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
                 (state, run.law, run.noise),
                 run.watch,
                 drafter=run.drafter,
+                prefill=prefill,
                 strict=graph is True,
             )
             state, run.law, run.noise = fixed

@@ -3,6 +3,9 @@
 A step of a sampler is a function of the tensors in its state. It is recorded once, with all of them at fixed addresses.
 At its end it copies every newly bound tensor back to its address. So one recording serves every call of a decode, and
 later decodes of the same shape: their states are copied over the first one's.
+
+The model's cache is not copied, where the model is a `PromptModel`: the prefill of a later decode writes it where the
+recorded calls read it, and is recorded itself. A recording serves prompts of one shape.
 """
 
 from __future__ import annotations
@@ -31,6 +34,22 @@ Step = Callable[[Any, CheckedLaw, CounterNoise], None]
 
 
 @dataclass
+class Prefill:
+    """A prefill of the state that a recording holds: its input and output at fixed addresses.
+
+    Attributes:
+        prompt: what it reads.
+        fields: what the model's state holds behind it. Calls bind some of these anew.
+        replay: replays the graph; None before, or if recording failed.
+    """
+
+    prompt: tuple[Tensor, ...]
+    fields: dict[str, Any]
+    replay: Callable[[], Any] | None = None
+    tried: bool = False
+
+
+@dataclass
 class Recording:
     """A step, the parts of a decode that it works on, and one graph for each recorded width.
 
@@ -41,6 +60,7 @@ class Recording:
         replays: {width of the state: function that replays the graph; None where recording failed}.
         steps: the recorded steps. Graphs read what these hold, such as tables, by address.
         memory: the memory pool that all graphs share.
+        prefill: the model's, where it can be recorded.
     """
 
     parts: Parts
@@ -49,6 +69,7 @@ class Recording:
     replays: dict[int | None, Callable[[], Any] | None] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     memory: Any = None
+    prefill: Prefill | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,9 +122,87 @@ def wants_graph(graph: bool | str, model: Any) -> bool:
     return True
 
 
+def can_record_prefill(model: Any) -> bool:
+    """Return whether the model is a `PromptModel`."""
+    return hasattr(model, "prompt_of") and hasattr(model, "run_prompt")
+
+
 def can_record(state: Any) -> bool:
     """Return whether a model's state, or those in a sampler's state, declare the tensors that last between calls."""
     return all(_has_buffers(cache) for cache in _caches(state))
+
+
+def prefilled(
+    model: Any,
+    condition: Any,
+    key: Any,
+    *,
+    batch_size: int,
+    guided: bool,
+    window: int,
+    drafter: Any = None,
+    strict: bool = False,
+) -> tuple[Any, Any, Prefill | None]:
+    """Run the prefill of a decode that will be recorded.
+
+    The first prefill of a key allocates the state, which the recording will hold. The second is recorded. It writes
+    into that state, as do the replays of all others.
+
+    Args:
+        key: as in `recorded`.
+        strict: raise if recording fails. False: warn, and run prefills in the held state without a graph.
+
+    Returns:
+        The key with the shapes of the prompt, the model's state, and what the recording must know of a first prefill.
+
+    Raises:
+        RuntimeError: the prefill cannot be recorded, and `strict` is set.
+    """
+    given: dict[str, Any] = dict(guided=guided, window=window)
+    prompt = model.prompt_of(condition, batch_size=batch_size, guided=guided)
+    key = (key, tuple((tensor.shape, tensor.dtype) for tensor in prompt))
+    recording = _RECORDINGS.get(owner_of(model), {}).get(_whole_key(model, key))
+    if recording is None or recording.prefill is None or recording.weights != _weights(model, drafter):
+        # A copy, because the state may hold parts of it, which later prompts overwrite.
+        prompt = tuple(map(torch.clone, prompt))
+        state = model.run_prompt(prompt, **given)
+        return key, state, Prefill(prompt, dict(vars(state)))
+    known, held = recording.prefill, recording.parts[0].cache
+
+    def run() -> None:
+        _prefill_in_place(known.fields, lambda: model.run_prompt(known.prompt, **given, held=held))
+
+    if not known.tried:
+        known.tried = True
+        if None not in recording.replays.values():  # a machine that records no calls records no prefill
+            known.replay = _record_prefill(run, recording, strict)
+    for fixed, new in zip(known.prompt, prompt, strict=True):
+        fixed.copy_(new)
+    (known.replay or run)()
+    vars(held).update(known.fields)
+    return key, held, None
+
+
+def _prefill_in_place(fields: dict[str, Any], run: Callable[[], DecodeState]) -> None:
+    """Run a prompt that writes the cache of a state, and copy all else that it returns to the tensors in `fields`."""
+    new = vars(run())
+    for name, fixed in fields.items():
+        if isinstance(fixed, Tensor) and new[name] is not fixed:
+            fixed.copy_(new[name])
+
+
+def _record_prefill(run: Callable[[], Any], recording: Recording, strict: bool) -> Callable[[], Any] | None:
+    """Return a function that replays a prefill; None if it cannot be recorded. Computes nothing."""
+    try:
+        replay, recording.memory = _capture(run, recording.memory)
+    except RuntimeError as error:
+        if strict:
+            raise
+        warnings.warn(
+            f"a prefill could not be recorded as a CUDA graph ({error}); going on without.", stacklevel=3
+        )
+        return None
+    return replay
 
 
 def recorded(
@@ -114,6 +213,7 @@ def recorded(
     watch: Stopwatch,
     *,
     drafter: Any = None,
+    prefill: Prefill | None = None,
     strict: bool = False,
 ) -> tuple[Parts, Callable[[], None]]:
     """Move a decode to the addresses of a recording. Returns its parts there, and a function that makes one call.
@@ -125,28 +225,27 @@ def recorded(
         step: binds tensors of the parts anew, or changes them in place. It is kept as long as its recording.
         parts: a prepared decode. Use the returned parts in its place.
         watch: times the replayed calls, as phase "step".
-        drafter: another model that the step calls.
+        drafter, prefill: another model that the step calls; what `prefilled` returned.
         strict: raise if recording fails. False: warn, and continue without a graph.
 
     Raises:
         TypeError: a model's state does not say what its buffers are.
         RuntimeError: the step cannot be recorded, and `strict` is set.
     """
-    state = parts[0]
+    state, device = parts[0], parts[0].lengths.device
     for cache in _caches(state):
         if not _has_buffers(cache):
             raise TypeError(f"{type(cache).__name__} has no `buffers`; pass graph=False for this model.")
-    device = state.lengths.device
     known = _RECORDINGS.setdefault(owner_of(model), {})
-    key = (key, type(model), model.grid)
-    weights = _addresses(model) + (() if drafter is None else _addresses(drafter))
+    key, weights = _whole_key(model, key), _weights(model, drafter)
     shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(parts))
     recording = known.pop(key, None)
     if recording is None or (recording.weights, recording.shapes) != (weights, shapes):
-        recording = Recording(parts, weights, shapes)
+        recording = Recording(parts, weights, shapes, prefill=prefill)
     else:
         for fixed, new in zip(_tensors(recording.parts), _tensors(parts), strict=True):
-            fixed.copy_(new)
+            if new is not fixed:  # as the buffers that the prefill has written in place
+                fixed.copy_(new)
         if hasattr(state, "width"):
             recording.parts[0].width = state.width  # a window policy may have changed it
     known[key] = recording
@@ -319,6 +418,14 @@ def _addresses(model: Any) -> tuple[int, ...]:
     """Return the addresses of the weights. Quantised weights have none; they count as moved when the objects change."""
     weights = [parameter for module in modules_of(model) for parameter in module.parameters()]
     return tuple(one.data_ptr() if type(one) is nn.Parameter else id(one) for one in weights)
+
+
+def _weights(model: Any, drafter: Any) -> tuple[int, ...]:
+    return _addresses(model) + (() if drafter is None else _addresses(drafter))
+
+
+def _whole_key(model: Any, key: Any) -> Any:
+    return key, type(model), model.grid
 
 
 def _is_offloaded(model: Any) -> bool:
