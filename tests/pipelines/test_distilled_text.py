@@ -115,7 +115,7 @@ def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monke
     assert type(loaded) is DistilledTextImagePipeline and isinstance(loaded.transformer, LlamaGenStudent)
     for settings in ({"steps": 2}, {"steps": 2, "teacher_from": 2}):
         loaded.sampler = pipe.sampler = make_sampler("distilled", **settings)
-        asked = {"guidance_scale": 1.5} if "teacher_from" in settings else {}
+        asked: dict[str, Any] = {"guidance_scale": 1.5} if "teacher_from" in settings else {}
         one, two = (
             each(PROMPTS, generator=seeded(3, 4), output_type="latent", **asked) for each in (loaded, pipe)
         )
