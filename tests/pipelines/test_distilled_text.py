@@ -54,6 +54,8 @@ def test_prompts_become_codes_of_the_students_calls(steps):
         tokens[:, kept:] = codes[model(state, again, kept).logits.argmax(-1)]
     assert torch.equal(found.tokens, tokens) and found.trace.target_calls.tolist() == [steps, steps]
     assert found.images.shape == (2, 4, SIDE, SIDE)
+    ids = (found.tokens[:, :, None] == codes).all(-1).long().argmax(-1)  # every slot holds a code
+    assert torch.equal(pipe.decode_tokens(ids, "latent"), found.images)
     alone = pipe(PROMPTS[1], generator=seeded(4), output_type="latent")
     assert torch.equal(alone.tokens[0], found.tokens[1])
 

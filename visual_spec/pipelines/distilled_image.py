@@ -109,10 +109,12 @@ class _StudentPipeline(TokenImagePipeline):
 
     @torch.no_grad()
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, h * w, d] in the form `output_type` asks for."""
-        return self.decode_canvas(
-            rearrange(tokens, "b (h w) d -> b d h w", h=self.transformer.grid.height), output_type
-        )
+        """Pictures of tokens [B, h * w, d], or of ids [B, h * w], in the form `output_type` asks for."""
+        if not tokens.is_floating_point():
+            with at_hand(self.vq_model):
+                tokens = self.vq_model.quantize.codes[tokens]
+        canvas = rearrange(tokens, "b (h w) d -> b d h w", h=self.transformer.grid.height)
+        return self.decode_canvas(canvas, output_type)
 
     @torch.no_grad()
     def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
