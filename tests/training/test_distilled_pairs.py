@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,22 +202,23 @@ def test_captions_are_never_held_out():
 
 def test_shards_are_drawn_once_and_only_read_by_their_own_run(models, tmp_path: Path, monkeypatch):
     drawn: list[list[str]] = []
+    draw = partial(drawn_pairs, models[0], models[1], models[2])
 
     def counted(*arguments: Any) -> Pairs:
         drawn.append(arguments[3])
         return draw_pairs(*arguments)
 
     monkeypatch.setattr("visual_spec.training.distilled_pairs.draw_pairs", counted)
-    half = drawn_pairs(*models, replace(SMALL, pictures=4), tmp_path)
-    whole = drawn_pairs(*models, SMALL, tmp_path)
+    half = draw(replace(SMALL, pictures=4), tmp_path)
+    whole = draw(SMALL, tmp_path)
     assert len(drawn) == 2 and len(whole.tokens) == 8
     assert all(torch.equal(part[:4], first) for part, first in zip(whole, half, strict=True))
-    again = drawn_pairs(*models, SMALL, tmp_path / "again")
+    again = draw(SMALL, tmp_path / "again")
     assert all(torch.equal(one, two) for one, two in zip(whole, again, strict=True))
     with pytest.raises(
         ValueError, match="pairs_0000.pt holds pictures of another teacher, or drawn with other"
     ):
-        drawn_pairs(*models, replace(SMALL, guidance_scale=2.0), tmp_path)
+        draw(replace(SMALL, guidance_scale=2.0), tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{"pictures": 6}, {"noises": 0}, {"batch_size": 0}])
