@@ -117,7 +117,8 @@ def check_condition(
     """Refuse a condition that an embedding cannot read. Errors as in `check_labels` and `check_captions`."""
     if isinstance(embedding, LabelEmbedding):
         return check_labels(condition, batch_size, embedding.num_classes)
-    check_captions(condition, (batch_size, *embedding.uncond_embedding.shape))
+    length, width = embedding.uncond_embedding.shape
+    check_captions(condition, (batch_size, length, width))
 
 
 def entered(hidden: Tensor, side: Tensor | None, layer: int, num_layers: int, slots: Tensor | None) -> Tensor:
