@@ -46,6 +46,18 @@ def tiny_student(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     return model
 
 
+def tiny_text_student(**changes: Any) -> Any:
+    """A student of captions whose slots all hold codes, over the tokens of `tests.tiny`."""
+    torch.manual_seed(5)
+    size = {**SIZE, "first_continuous": SIDE * SIDE, **changes}
+    model = LlamaGenStudent(
+        VOCAB, LENGTH, num_classes=None, caption_dim=8, prefix_length=6, zero_prefix_keys=False, **size
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
 def write_student(folder: Path, **container: Any) -> Path:
     """A file like the released ones, which hold averaged weights beside the last ones."""
     path = folder / "llamagen-tiny.pt"

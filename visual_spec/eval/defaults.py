@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.models.core.calls import CONTINUOUS, MASKED
+from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, MASKED
 from visual_spec.samplers.registry import SAMPLERS, fitting
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def settings_of_model(name: str) -> ModelSettings:
         return scale_settings(facts, index, read_config(name, "vq_model")["scales"])
     if MASKED in facts.calls:
         return _masked_settings(facts) if facts.medium == "audio" else masked_picture_settings(facts, index)
+    if DISTILLED in facts.calls:
+        return student_settings(facts, index)
     if CONTINUOUS in facts.calls:
         return latent_settings(facts, index, read_config(name, "transformer"))
     return settings_for(facts, index)
@@ -176,6 +178,20 @@ def _masked_settings(facts: PipelineFacts) -> ModelSettings:
     half = [max(1, count // 2) for count in steps] if isinstance(steps, list) else max(1, steps // 2)
     fewer = write_sampler(name, {**settings, "steps": half})
     return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), (fewer,))
+
+
+def student_settings(facts: PipelineFacts, index: Mapping[str, Any]) -> ModelSettings:
+    """Of a student: one call, two, and what the second call keeps drawn by the teacher.
+
+    Args:
+        facts: of the pipeline.
+        index: its configuration: whether it holds a teacher.
+    """
+    plain = "distilled"
+    others = [with_setting(plain, "steps=2")]
+    if _holds(index, "teacher"):
+        others.append(with_setting(plain, "steps=2,teacher_from=0"))
+    return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), tuple(others))
 
 
 def masked_picture_settings(facts: PipelineFacts, index: Mapping[str, Any]) -> ModelSettings:

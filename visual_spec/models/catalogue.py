@@ -305,6 +305,7 @@ PIPELINES = {
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
     "DistilledImagePipeline": (DISTILLED,),
+    "DistilledTextImagePipeline": (DISTILLED,),
     "AmusedImagePipeline": (MASKED,),
     "MageImagePipeline": (MASKED,),
     "MaskedImagePipeline": (MASKED,),

@@ -51,6 +51,7 @@ PIPELINES = {
     "ChunkVideoPipeline": "visual_spec.pipelines.chunk_video",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "DistilledImagePipeline": "visual_spec.pipelines.distilled_image",
+    "DistilledTextImagePipeline": "visual_spec.pipelines.distilled_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",
     "LatentImagePipeline": "visual_spec.pipelines.latent_image",

@@ -1,4 +1,4 @@
-"""Class to image by students of Distilled Decoding: label and noise -> all tokens in one call or two -> picture."""
+"""Pictures by students of Distilled Decoding: condition and noise -> all tokens in one call or two -> picture."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -14,58 +14,22 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent, load_llamagen_student
 from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.labels import ClassNames
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.core.law import TokenLaw
 
 
-class DistilledImagePipeline(ClassImagePipeline):
-    """Draws pictures of classes by a student of LlamaGen, in one call or two.
-
-    Args:
-        transformer: the student.
-        vq_model: turns tokens into pictures; the student draws its codes, and vectors between them.
-        sampler: a `DistilledSampler`.
-        id2label: as for `ClassImagePipeline`.
-        default_guidance_scale, default_top_k: of the tokens that the teacher draws.
-        teacher: the model that the student learned from, for a sampler with `teacher_from`.
-
-    A call takes what `ClassImagePipeline` takes. Without a teacher there is no law to change: guidance, temperature,
-    top-k and top-p are refused. With `output_type="latent"` its pictures are the vectors, [B, d, h, w].
-
-    Raises:
-        TypeError: a component that could not be saved.
-        ValueError: a tokenizer or a teacher of other tokens, or a number of names other than that of classes.
-
-    Example:
-        >>> pipe = DistilledImagePipeline.from_official("llamagen-L.pt", "vq_ds16_c2i.pt")
-        >>> pipe([207, 360], generator=torch.Generator().manual_seed(0)).images[0].save("retriever.png")
-    """
-
-    model_cpu_offload_seq = "teacher->transformer->vq_model"
-    _optional_components = ["teacher"]
+class _StudentPipeline(TokenImagePipeline):
+    """What pipelines around a student share, whatever it draws from. Registers a `teacher` beside."""
 
     teacher: Any
-
-    def __init__(
-        self,
-        transformer: LlamaGenStudent,
-        vq_model: VQModel,
-        sampler: SchedulerMixin,
-        id2label: list[str] | None = None,
-        default_guidance_scale: float = 2.0,
-        default_top_k: int = 0,
-        teacher: LlamaGenTransformer | None = None,
-    ):
-        VisualPipeline.__init__(self)
-        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
-        self.register_to_config(id2label=None if id2label is None else list(id2label))
-        self._finish_init(default_guidance_scale, default_top_k)
-        self._names = ClassNames(self.num_classes, id2label)
 
     def _check_fit(self) -> None:
         super()._check_fit()
@@ -76,54 +40,18 @@ class DistilledImagePipeline(ClassImagePipeline):
                 "both from the same release."
             )
         teacher = self.teacher
-        if teacher is not None and teacher.config["num_classes"] is None:
+        classes = model.config["num_classes"] is not None
+        if teacher is not None and classes != (teacher.config["num_classes"] is not None):
+            kind, own = ("text", "classes") if classes else ("class", "captions")
             raise ValueError(
-                "the teacher is text-conditional, and no student learned from it; pass a c2i file."
+                f"the teacher is {kind}-conditional, and this student, which draws {own}, did not learn from it; pass "
+                "the model that it learned from."
             )
         if teacher is not None and (teacher.grid, teacher.vocab_size) != (model.grid, model.vocab_size):
             raise ValueError(
                 f"the teacher draws {teacher.grid} out of {teacher.vocab_size} tokens, and the student {model.grid} "
                 f"out of {model.vocab_size}; pass the model that the student learned from."
             )
-
-    @classmethod
-    def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls,
-        transformer: Source,
-        vq_model: Source,
-        *,
-        teacher: Source | None = None,
-        dtype: torch.dtype | None = None,
-        sampler: SchedulerMixin | None = None,
-        id2label: list[str] | None = None,
-    ) -> Self:
-        """A pipeline around the files of Distilled Decoding and of LlamaGen.
-
-        Args:
-            transformer: `llamagen-B.pt` or `llamagen-L.pt`.
-            vq_model: LlamaGen's `vq_ds16_c2i.pt`.
-            teacher: LlamaGen's `c2i_B_256.pt` or `c2i_L_256.pt`, for tokens that it draws again.
-            dtype: of all weights; None keeps that of each file.
-            sampler: default `DistilledSampler(steps=2)`.
-            id2label: see the class.
-
-        Raises:
-            ValueError, OSError: a file that is none of these; says what it is.
-        """
-        model = load_llamagen_student(transformer, dtype=dtype)
-        tokenizer = load_tokenizer(vq_model, dtype=dtype)
-        side = model.grid.width * tokenizer.patch_size
-        tokenizer.register_to_config(image_size=side)
-        drawing = None
-        if teacher is not None:
-            drawing = load_transformer(teacher, image_size=side, patch_size=tokenizer.patch_size, dtype=dtype)
-        return cls(
-            model,
-            tokenizer,
-            sampler or make_sampler("distilled", steps=2),
-            id2label,
-            teacher=drawing,
-        )
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
@@ -181,10 +109,12 @@ class DistilledImagePipeline(ClassImagePipeline):
 
     @torch.no_grad()
     def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, h * w, d] in the form `output_type` asks for."""
-        return self.decode_canvas(
-            rearrange(tokens, "b (h w) d -> b d h w", h=self.transformer.grid.height), output_type
-        )
+        """Pictures of tokens [B, h * w, d], or of ids [B, h * w], in the form `output_type` asks for."""
+        if not tokens.is_floating_point():
+            with at_hand(self.vq_model):
+                tokens = self.vq_model.quantize.codes[tokens]
+        canvas = rearrange(tokens, "b (h w) d -> b d h w", h=self.transformer.grid.height)
+        return self.decode_canvas(canvas, output_type)
 
     @torch.no_grad()
     def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
@@ -194,3 +124,146 @@ class DistilledImagePipeline(ClassImagePipeline):
         with at_hand(self.vq_model):
             pictures = self.vq_model.decode_latents(canvas.to(self.vq_model.dtype)).clamp(-1, 1)
         return self.image_processor.postprocess(pictures, output_type=output_type)
+
+
+class DistilledImagePipeline(_StudentPipeline, ClassImagePipeline):
+    """Draws pictures of classes by a student of LlamaGen, in one call or two.
+
+    Args:
+        transformer: the student.
+        vq_model: turns tokens into pictures; the student draws its codes, and vectors between them.
+        sampler: a `DistilledSampler`.
+        id2label: as for `ClassImagePipeline`.
+        default_guidance_scale, default_top_k: of the tokens that the teacher draws.
+        teacher: the model that the student learned from, for a sampler with `teacher_from`.
+
+    A call takes what `ClassImagePipeline` takes. Without a teacher there is no law to change: guidance, temperature,
+    top-k and top-p are refused. With `output_type="latent"` its pictures are the vectors, [B, d, h, w].
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: a tokenizer or a teacher of other tokens, a student or a teacher of captions, or a number of names
+            other than that of classes.
+
+    Example:
+        >>> pipe = DistilledImagePipeline.from_official("llamagen-L.pt", "vq_ds16_c2i.pt")
+        >>> pipe([207, 360], generator=torch.Generator().manual_seed(0)).images[0].save("retriever.png")
+    """
+
+    model_cpu_offload_seq = "teacher->transformer->vq_model"
+    _optional_components = ["teacher"]
+
+    def __init__(
+        self,
+        transformer: LlamaGenStudent,
+        vq_model: VQModel,
+        sampler: SchedulerMixin,
+        id2label: list[str] | None = None,
+        default_guidance_scale: float = 2.0,
+        default_top_k: int = 0,
+        teacher: LlamaGenTransformer | None = None,
+    ):
+        VisualPipeline.__init__(self)
+        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
+        self.register_to_config(id2label=None if id2label is None else list(id2label))
+        self._finish_init(default_guidance_scale, default_top_k)
+        if self.transformer.config["num_classes"] is None:
+            raise ValueError("the student draws from captions; use DistilledTextImagePipeline.")
+        self._names = ClassNames(self.num_classes, id2label)
+
+    @classmethod
+    def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        transformer: Source,
+        vq_model: Source,
+        *,
+        teacher: Source | None = None,
+        dtype: torch.dtype | None = None,
+        sampler: SchedulerMixin | None = None,
+        id2label: list[str] | None = None,
+    ) -> Self:
+        """A pipeline around the files of Distilled Decoding and of LlamaGen.
+
+        Args:
+            transformer: `llamagen-B.pt` or `llamagen-L.pt`.
+            vq_model: LlamaGen's `vq_ds16_c2i.pt`.
+            teacher: LlamaGen's `c2i_B_256.pt` or `c2i_L_256.pt`, for tokens that it draws again.
+            dtype: of all weights; None keeps that of each file.
+            sampler: default `DistilledSampler(steps=2)`.
+            id2label: see the class.
+
+        Raises:
+            ValueError, OSError: a file that is none of these; says what it is.
+        """
+        model = load_llamagen_student(transformer, dtype=dtype)
+        tokenizer = load_tokenizer(vq_model, dtype=dtype)
+        side = model.grid.width * tokenizer.patch_size
+        tokenizer.register_to_config(image_size=side)
+        drawing = None
+        if teacher is not None:
+            drawing = load_transformer(teacher, image_size=side, patch_size=tokenizer.patch_size, dtype=dtype)
+        return cls(
+            model,
+            tokenizer,
+            sampler or make_sampler("distilled", steps=2),
+            id2label,
+            teacher=drawing,
+        )
+
+
+class DistilledTextImagePipeline(_StudentPipeline, ImagePipeline):
+    """Draws pictures from prompts by a student of LlamaGen, in one call or two.
+
+    Args:
+        transformer: the student, one of captions.
+        vq_model: turns codes into pictures.
+        text_encoder: as for `ImagePipeline`.
+        sampler: a `DistilledSampler`.
+        default_guidance_scale, default_top_k: of the tokens that the teacher draws.
+        teacher: the model that the student learned from, for a sampler with `teacher_from`.
+
+    A call takes what `ImagePipeline` takes. Without a teacher there is no law to change: guidance, temperature, top-k
+    and top-p are refused. With `output_type="latent"` its pictures are the codes, [B, d, h, w].
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: a tokenizer or a teacher of other tokens, or a student or a teacher of classes.
+
+    Example:
+        >>> pipe = DistilledTextImagePipeline.from_pretrained("shapes_distilled")
+        >>> pipe("a large red circle on a plain sky background").images[0].save("circle.png")
+    """
+
+    model_cpu_offload_seq = "text_encoder->teacher->transformer->vq_model"
+    _optional_components = ["text_encoder", "teacher"]
+
+    def __init__(
+        self,
+        transformer: LlamaGenStudent,
+        vq_model: VQModel,
+        text_encoder: CaptionEncoder | None,
+        sampler: SchedulerMixin,
+        default_guidance_scale: float = 3.0,
+        default_top_k: int = 0,
+        teacher: LlamaGenTransformer | None = None,
+    ):
+        VisualPipeline.__init__(self)
+        self.register_modules(
+            transformer=transformer,
+            vq_model=vq_model,
+            text_encoder=text_encoder,
+            sampler=sampler,
+            teacher=teacher,
+        )
+        self._finish_init(default_guidance_scale, default_top_k)
+        if self.transformer.config["num_classes"] is not None:
+            raise ValueError("the student draws from class labels; use DistilledImagePipeline.")
+
+    @classmethod
+    def from_official(cls, *files: Any, **settings: Any) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Refused: the released students draw classes.
+
+        Raises:
+            ValueError: always; names the pipeline that reads them.
+        """
+        raise ValueError("the released students draw class labels; use DistilledImagePipeline.from_official.")

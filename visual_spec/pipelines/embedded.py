@@ -36,14 +36,18 @@ def part_folder(folder: Path, part: str) -> Path:
     """Where the files of a component are: in the pipeline's folder, or in that of the one it is shared with.
 
     Two embedded pipelines may have a component in common. Its files are in one of their folders, and `shared.json` of
-    the other one says in which: {component: name of the folder}. (Not a link, which a wheel cannot hold.)
+    the other one says in which: {component: name of the folder}, or {component: "folder/component"} where it has
+    another name there. (Not a link, which a wheel cannot hold.)
     """
     owner = shared_parts(folder).get(part)
-    return folder / part if owner is None else folder.parent / owner / part
+    if owner is None:
+        return folder / part
+    home, _, name = owner.partition("/")
+    return folder.parent / home / (name or part)
 
 
 def shared_parts(folder: Path) -> dict[str, str]:
-    """The components of a pipeline whose files are in the folder of another one: {component: name of the folder}."""
+    """The components of a pipeline whose files are in the folder of another one: {component: where}."""
     path = folder / SHARED
     return json.loads(path.read_text()) if path.is_file() else {}
 

@@ -107,9 +107,13 @@ def _check_shared(path: Path) -> None:
     """Refuse a list of components in other folders that names anything but folders beside this one."""
     if path.exists():
         for name, owner in read_settings(path).items():
-            if not isinstance(owner, str) or Path(owner).name != owner or owner == "..":
+            names = owner.split("/") if isinstance(owner, str) else []
+            if len(names) not in (1, 2) or any(
+                Path(part).name != part or part in ("", "..") for part in names
+            ):
                 raise ValueError(
-                    f"{path} says {name}={shortened(owner)}; it should be the name of a folder beside it."
+                    f"{path} says {name}={shortened(owner)}; it should be the name of a folder beside it, or that and "
+                    'the name of a component there, as "shapes/transformer".'
                 )
 
 

@@ -42,7 +42,7 @@ class StudentCache:
     @property
     def device(self) -> torch.device:
         """The device of the decode."""
-        return self.student.classes.device
+        return self.student.prefix.device
 
 
 @dataclass
@@ -160,7 +160,7 @@ class DistilledSampler(Sampler):
     def prepare(self, run: Run) -> StudentState:
         model, size, device = run.model, run.batch_size, run.device
         slots = torch.arange(model.grid.num_tokens, device=device).expand(size, -1)
-        dtype = torch.promote_types(run.cache.student.classes.dtype, torch.float32)
+        dtype = torch.promote_types(run.cache.student.prefix.dtype, torch.float32)
         noise = run.noise.normal(slots, model.token_dim, CHAIN, dtype=dtype)
         zeros = torch.zeros(size, dtype=torch.long, device=device)
         return StudentState(

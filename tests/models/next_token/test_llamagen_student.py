@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.next_token import straight
@@ -22,6 +25,7 @@ from tests.tiny_students import (
     write_student,
 )
 from visual_spec.models.next_token import llamagen_student
+from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent, load_llamagen_student
 
 SLOTS = SIDE * SIDE
@@ -147,3 +151,72 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
         model.prefill(torch.tensor([2, 0, 7]), batch_size=3)
     with pytest.raises(TypeError, match="this model takes class labels"):
         model.prefill(torch.zeros(3), batch_size=3)
+
+
+def captions_student(**changes: Any) -> Any:
+    """A student of captions whose slots all hold codes, with random weights."""
+    size = {**SIZE, "first_continuous": SLOTS, **changes}
+    model = LlamaGenStudent(
+        VOCAB, LENGTH, num_classes=None, caption_dim=6, prefix_length=5, zero_prefix_keys=False, **size
+    )
+    generator = torch.Generator().manual_seed(6)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2
+    return model.eval()
+
+
+def captions(rows: int = 3) -> TextCondition:
+    features = torch.randn(rows, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return TextCondition(features, torch.arange(5) >= torch.tensor([[0], [3], [4]])[:rows])
+
+
+def straight_captions(model: Any, told: TextCondition, row: int, vectors: Tensor, known: int) -> Tensor:
+    """Logits [L, V] of one picture behind its words, padding left out; `known` tokens are given."""
+    weights = model.state_dict()
+    words = told.features[row][told.mask[row]] @ weights["cls_embedding.cap_proj.fc1.weight"].T
+    prefix = F.gelu(words, approximate="tanh") @ weights["cls_embedding.cap_proj.fc2.weight"].T
+    tokens = vectors @ weights["tok_embeddings.weight"].T + weights["tok_embeddings.bias"]
+    x = torch.cat([prefix, tokens])
+    for place in range(len(x)):
+        x[place] = x[place] + weights["n_d_embed.weight"][1 if place < len(prefix) + known else 0]
+    size = DIM // 2
+    frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
+    row_of, column_of = torch.arange(SLOTS) // SIDE, torch.arange(SLOTS) % SIDE
+    angles = torch.cat([row_of[:, None] * frequencies, column_of[:, None] * frequencies], 1)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    turn = torch.cat([torch.ones_like(turn[:1]).expand(len(prefix), -1), turn])[:, None]  # words do not turn
+    mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    for index in range(2):
+        x = straight.layer(weights, index, x, mask, turn)
+    return straight.norm(weights, x[len(prefix) :], "norm") @ weights["output.weight"].T
+
+
+@pytest.mark.parametrize("known", [0, SIZE["restart"]])
+def test_a_student_of_captions_reads_the_words_and_draws_codes_alone(known):
+    model, told = captions_student(), captions()
+    assert not any(key.startswith("final_layer_conti") for key in model.state_dict())
+    answer = model(model.prefill(told, batch_size=3), VECTORS, known)
+    assert answer.logits.shape == (3, SLOTS - known, VOCAB) and answer.vectors.shape == (3, 0, LENGTH)
+    for row in range(3):
+        logits = straight_captions(model, told, row, VECTORS[row], known)
+        assert torch.allclose(answer.logits[row], logits[known:], atol=1e-9)
+
+
+def test_a_pass_of_training_gives_each_row_tokens_of_its_own_number():
+    model, told, known = captions_student(), captions(), torch.tensor([0, 9, 2])
+    logits = model.teacher_forced(VECTORS, told, known)
+    for row in range(3):
+        want = straight_captions(model, told, row, VECTORS[row], int(known[row]))
+        assert torch.allclose(logits[row], want, atol=1e-9)
+    logits.sum().backward()
+    assert model.n_d_embed.weight.grad.abs().sum() > 0
+
+
+def test_a_student_of_captions_refuses_labels_and_other_words():
+    model = captions_student()
+    with pytest.raises(TypeError, match="Tensor given; this model takes a TextCondition"):
+        model.prefill(LABELS, batch_size=3)
+    with pytest.raises(ValueError, match=r"features \(2, 5, 6\) .* this model takes \(3, 5, 6\)"):
+        model.prefill(captions(2), batch_size=3)
+    with pytest.raises(ValueError, match="num_classes=7 and caption_dim=6 given; set exactly one"):
+        LlamaGenStudent(VOCAB, LENGTH, num_classes=7, caption_dim=6, **SIZE)

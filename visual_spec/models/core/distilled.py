@@ -22,11 +22,13 @@ class DistilledState(NamedTuple):
     """What all calls of one decode read.
 
     Attributes:
-        classes: [B, dim], embeddings of the condition.
+        prefix: [B, T, dim], embeddings of the condition, which the picture follows.
+        seen: bool [B, T], the positions of the prefix that others see; at least the last.
         table: what the model computed once for all calls, such as a rotary table.
     """
 
-    classes: Tensor
+    prefix: Tensor
+    seen: Tensor
     table: Tensor
 
 

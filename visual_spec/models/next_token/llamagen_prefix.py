@@ -111,6 +111,16 @@ class CaptionEmbedding(nn.Module):
         self.uncond_embedding = nn.Parameter(torch.randn(length, caption_dim) / caption_dim**0.5)
 
 
+def check_condition(
+    embedding: LabelEmbedding | CaptionEmbedding, condition: TextCondition | Tensor, batch_size: int
+) -> None:
+    """Refuse a condition that an embedding cannot read. Errors as in `check_labels` and `check_captions`."""
+    if isinstance(embedding, LabelEmbedding):
+        return check_labels(condition, batch_size, embedding.num_classes)
+    length, width = embedding.uncond_embedding.shape
+    check_captions(condition, (batch_size, length, width))
+
+
 def entered(hidden: Tensor, side: Tensor | None, layer: int, num_layers: int, slots: Tensor | None) -> Tensor:
     """Return `hidden [R, W, dim]` as it enters a layer: with the side embeddings of the slots that it predicts.
 

@@ -1,8 +1,11 @@
 """LlamaGen's students of Distilled Decoding 1: 256 tokens in one call or two (Liu et al. 2024, arXiv 2412.17153).
 
-LlamaGen's layers, but a position reads the very token that it answers for, or its noise: position i + 1 stands for slot
-i, behind the class. Attention is causal and includes the position itself. A learned vector tells tokens from noise.
+LlamaGen's layers, but a position reads the very token that it answers for, or its noise: the positions behind the class
+stand for the slots. Attention is causal and includes the position itself. A learned vector tells tokens from noise.
 Parameter names are the official keys.
+
+The released students draw classes. One of captions, as the embedded `shapes_distilled`, has LlamaGen's caption prefix
+in place of the class.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
@@ -27,13 +31,19 @@ from visual_spec.models.core.distilled import (
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
-from visual_spec.models.next_token.llamagen import PRESETS, LabelEmbedding
+from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
     TransformerBlock,
     feed_forward_width,
     rotary_table,
     turns_of,
+)
+from visual_spec.models.next_token.llamagen_prefix import (
+    CaptionEmbedding,
+    LabelEmbedding,
+    TextCondition,
+    check_condition,
 )
 
 # The released sizes, and how many slots of theirs hold codes.
@@ -46,23 +56,28 @@ _DROPPED = ("freqs_cis",)  # computed from the grid
 
 
 class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
-    """A `DistilledModel` over a square grid of image tokens, conditioned on a class.
+    """A `DistilledModel` over a square grid of image tokens, conditioned on a class or on a caption.
 
     Args:
         vocab_size, token_dim: number and length of the codes.
         dim, num_layers, num_heads: width, depth and attention heads.
         grid_size: tokens per side.
         num_classes: number of classes. The table has one row more, which is never read: guidance is in the weights.
+            None: captions.
         norm_eps: epsilon of every RMSNorm.
-        first_continuous: slots below it hold codes: 80 of B, 130 of L.
+        first_continuous: slots below it hold codes: 80 of B, 130 of L. The size of the grid: all slots.
         restart: the first slot that a second call draws anew.
+        caption_dim, prefix_length, zero_prefix_keys: as of `LlamaGenTransformer`.
 
     Raises:
-        ValueError: the head size is not a multiple of 4, or one of the two slots is not within the grid.
+        ValueError: not exactly one of `num_classes` and `caption_dim` is given, the head size is not a multiple of 4,
+            or one of the two slots is not within the grid.
     """
 
     _repeated_blocks = ["TransformerBlock"]
     _no_split_modules = ["TransformerBlock"]
+
+    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.distilled`
 
     @register_to_config
     def __init__(
@@ -73,12 +88,19 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         num_layers: int = 12,
         num_heads: int = 12,
         grid_size: int = 16,
-        num_classes: int = 1000,
+        num_classes: int | None = 1000,
         norm_eps: float = 1e-5,
         first_continuous: int = 80,
         restart: int = 80,
+        caption_dim: int | None = None,
+        prefix_length: int = 1,
+        zero_prefix_keys: bool = True,
     ):
         super().__init__()
+        if (num_classes is None) == (caption_dim is None):
+            raise ValueError(
+                f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them"
+            )
         if dim % num_heads or dim // num_heads % 4:
             raise ValueError(
                 f"dim={dim} and num_heads={num_heads} given; dim / num_heads must be a multiple of 4"
@@ -92,7 +114,11 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         self.vocab_size, self.token_dim = vocab_size, token_dim
         self.first_continuous, self.restart = first_continuous, restart
         self.tok_embeddings = nn.Linear(token_dim, dim)
-        self.cls_embedding = LabelEmbedding(num_classes, dim)
+        if caption_dim is None:
+            assert num_classes is not None
+            self.cls_embedding = LabelEmbedding(num_classes, dim)
+        else:
+            self.cls_embedding = CaptionEmbedding(caption_dim, dim, prefix_length)
         self.n_d_embed = nn.Embedding(2, dim)  # of noise, of tokens
         hidden = feed_forward_width(dim)
         self.layers = nn.ModuleList(
@@ -100,39 +126,45 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         )
         self.norm = RMSNorm(dim, norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
-        self.final_layer_conti = ContinuousHead(dim, token_dim)
+        if first_continuous < grid_size**2:
+            self.final_layer_conti = ContinuousHead(dim, token_dim)
 
     @loads_weights
     @torch.no_grad()
-    def prefill(self, condition: Tensor, *, batch_size: int) -> DistilledState:
-        """Embed class labels `[B]`, and compute the rotary table. See `DistilledModel.prefill`.
+    def prefill(self, condition: TextCondition | Tensor, *, batch_size: int) -> DistilledState:
+        """Embed class labels `[B]` or captions, and compute the rotary table. See `DistilledModel.prefill`.
 
         Raises:
-            TypeError: the condition is not class labels.
-            ValueError: the number of labels is not the batch size, or a label is out of range.
+            TypeError, ValueError: as in `check_condition`.
         """
         self.check_condition(condition, batch_size)
+        return self._begin(condition)
+
+    def check_condition(self, condition: Any, batch_size: int) -> None:
+        """Refuse what is not a condition of `batch_size` pictures. Errors as `check_condition` of `llamagen_prefix`."""
+        assert isinstance(self.cls_embedding, LabelEmbedding | CaptionEmbedding)
+        check_condition(self.cls_embedding, condition, batch_size)
+
+    def _begin(self, condition: TextCondition | Tensor) -> DistilledState:
+        if isinstance(self.cls_embedding, LabelEmbedding):
+            assert isinstance(condition, Tensor)
+            prefix = self.cls_embedding.embedding_table(condition.to(self.device))[:, None]
+            seen = torch.ones(prefix.shape[:2], dtype=torch.bool, device=prefix.device)
+        else:
+            assert isinstance(condition, TextCondition)
+            seen = condition.mask.to(self.device)
+            features = condition.features.to(self.device, self.dtype) * seen[..., None]
+            prefix = self.cls_embedding.cap_proj(features)
         dtype, size = (
             torch.promote_types(self.dtype, torch.float32),
             self.config["dim"] // self.config["num_heads"],
         )
         table = rotary_table(self.grid.width, size, dtype=dtype)
-        # Cosine 0 and sine 0: the key of the class vanishes, as in LlamaGen.
-        table = torch.cat([torch.zeros_like(table[:1]), table])  # [1 + L, D / 2, 2]
-        classes = self.cls_embedding.embedding_table(condition.to(self.device))
-        return DistilledState(classes, table.to(self.device))
-
-    def check_condition(self, condition: Any, batch_size: int) -> None:
-        """Refuse what is not `batch_size` class labels. Errors as in `prefill`."""
-        if not isinstance(condition, Tensor) or condition.is_floating_point():
-            raise TypeError(
-                f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]"
-            )
-        classes = self.cls_embedding.num_classes
-        if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
-            raise ValueError(
-                f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
-            )
+        unturned = torch.zeros_like(table[:1])  # cosine 0 and sine 0: the key vanishes, as in LlamaGen
+        if not self.config["zero_prefix_keys"]:
+            unturned[..., 0] = 1.0
+        table = torch.cat([unturned.expand(prefix.shape[1], -1, -1), table])  # [T + L, D / 2, 2]
+        return DistilledState(prefix, seen, table.to(self.device))
 
     @loads_weights
     @torch.no_grad()
@@ -143,26 +175,44 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
             ValueError: tokens of another picture, or a call that the student was not trained for.
         """
         check_call(self, vectors, known)
-        classes = state.classes
-        words = self.tok_embeddings(vectors.to(classes.dtype))
-        hidden = torch.cat([classes[:, None], words], 1)  # [B, 1 + L, dim]
+        hidden = self._run(state, vectors, torch.full_like(state.seen[:, 0], known, dtype=torch.long))
+        split = max(known, self.first_continuous)
+        if split == self.grid.num_tokens:
+            drawn = vectors[:, split:]  # all slots hold codes
+        else:
+            drawn = self.final_layer_conti(hidden[:, split:], state.prefix[:, -1])
+        return DistilledAnswer(self._head(hidden[:, known:split]), drawn)
+
+    def teacher_forced(self, vectors: Tensor, condition: TextCondition | Tensor, known: Tensor) -> Tensor:
+        """Return logits `[B, L, V]` for every slot of whole pictures. Gradients flow.
+
+        Args:
+            vectors: `[B, L, D]`, the codes of the first tokens, then noise.
+            known: long `[B]`, how many tokens of each row are given.
+        """
+        return self._head(self._run(self._begin(condition), vectors, known))
+
+    def _run(self, state: DistilledState, vectors: Tensor, known: Tensor) -> Tensor:
+        """Return what the heads read `[B, L, dim]`, position i that of slot i; `known` long `[B]`."""
+        words = self.tok_embeddings(vectors.to(state.prefix.dtype))
+        hidden, length = torch.cat([state.prefix, words], 1), state.prefix.shape[1]  # [B, T + L, dim]
         places = torch.arange(hidden.shape[1], device=hidden.device)
-        hidden = hidden + self.n_d_embed((places <= known).long())
+        hidden = hidden + self.n_d_embed((places < length + known[:, None]).long())
         turns = turns_of(state.table[None])
-        mask = (places <= places[:, None])[None, None]
+        seen = F.pad(state.seen, (0, vectors.shape[1]), value=True)
+        causal, itself = places <= places[:, None], places == places[:, None]
+        mask = ((causal & seen[:, None]) | itself)[:, None]  # [B, 1, T + L, T + L]
         for block in self.layers:
             assert isinstance(block, TransformerBlock)
             q, k, v = block.attention.project(block.attention_norm(hidden), turns)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             hidden = hidden + block.attention.attend(q, k, v, mask)
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-        split = max(known, self.first_continuous)
-        hidden = hidden[:, 1:]  # position i + 1 answers for slot i
-        logits = self.output(self.norm(hidden[:, known:split]))
-        return DistilledAnswer(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)),
-            self.final_layer_conti(hidden[:, split:], classes),
-        )
+        return hidden[:, length:]
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        logits = self.output(self.norm(hidden))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 # -- official checkpoints --------------------------------------------------------------------------------------------
