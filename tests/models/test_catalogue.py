@@ -172,7 +172,7 @@ def test_size_of_controlar():
 @pytest.mark.parametrize("name", llamagen_student.STUDENTS)
 def test_sizes_of_students(name):
     with torch.device("meta"):
-        network = LlamaGenStudent(**llamagen_student.STUDENTS[name])
+        network = LlamaGenStudent(**llamagen_student.STUDENTS[name])  # pyright: ignore[reportArgumentType]
     (model,) = (m for m in catalogue.MODELS if m.name.startswith(f"DD1 student {name} "))
     assert model.parameters == parameters(network)
     assert (model.tokens, model.prefix) == (network.grid.num_tokens, 1)
