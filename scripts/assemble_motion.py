@@ -8,19 +8,17 @@ The tokenizer is that of `shapes` and stays in its folder beside `--out`.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
 import torch
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
-from visual_spec.training.loop import write_json
+from visual_spec.training.embedding import RECORD, embed
 
 
 def main() -> None:
@@ -46,17 +44,9 @@ def main() -> None:
         default_guidance_scale=arguments.guidance_scale,
         default_temperature=arguments.temperature,
     )
-    pipe.save_pretrained(out)
-    for part in ("transformer", "text_encoder"):  # as they were stored, in 8 bits
-        for name in (SAFETENSORS_WEIGHTS_NAME, "config.json"):
-            shutil.copyfile(trained / part / name, out / part / name)
-    write_json(out / "transformer" / "training.json", json.loads((trained / "training.json").read_text()))
-    shutil.rmtree(out / "vq_model")
-    write_json(out / "shared.json", {"vq_model": arguments.share})
-    for written in ("pipeline.py", "README.md"):  # of saved folders; this one is part of the package
-        (out / written).unlink(missing_ok=True)
-    index = json.loads((out / "model_index.json").read_text())
-    write_json(out / "model_index.json", index | {"_class_name": type(pipe).__name__})
+    parts = ("transformer", "text_encoder")
+    embed(pipe, out, trained={part: trained / part for part in parts}, shared={"vq_model": arguments.share})
+    shutil.copyfile(trained / RECORD, out / "transformer" / RECORD)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
-from visual_spec.training.loop import write_json
+from visual_spec.training.embedding import RECORD, embed
 
 
 def main() -> None:
@@ -30,7 +29,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     trained, out = arguments.trained, arguments.out
-    record = json.loads((trained / "training.json").read_text())
+    record = json.loads((trained / RECORD).read_text())
     chunk, chunks = (record["settings"][name] for name in ("chunk", "chunks"))
     pipe = ChunkVideoPipeline(
         transformer=WanTransformer3DModel.from_pretrained(trained / "transformer", torch_dtype=torch.float32),
@@ -41,15 +40,9 @@ def main() -> None:
         default_steps=arguments.steps,
         default_shift=arguments.shift,
     )
-    pipe.save_pretrained(out)
-    for part in ("transformer", "text_encoder"):  # as they were stored, in 8 bits
-        for name in (SAFETENSORS_WEIGHTS_NAME, "config.json"):
-            shutil.copyfile(trained / part / name, out / part / name)
-    write_json(out / "transformer" / "training.json", record)
-    for written in ("pipeline.py", "README.md"):  # of saved folders; this one is part of the package
-        (out / written).unlink(missing_ok=True)
-    index = json.loads((out / "model_index.json").read_text())
-    write_json(out / "model_index.json", index | {"_class_name": type(pipe).__name__})
+    parts = ("transformer", "text_encoder")
+    embed(pipe, out, trained={part: trained / part for part in parts}, shared={})
+    shutil.copyfile(trained / RECORD, out / "transformer" / RECORD)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,12 @@ import argparse
 import shutil
 from pathlib import Path
 
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
-
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.embedded import SHARED
-from visual_spec.pipelines.saved_index import INDEX, read_index_file
 from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.frames import FrameMaskedSampler
-from visual_spec.training.loop import write_json
+from visual_spec.training.embedding import RECORD, embed
 
 
 def main() -> None:
@@ -46,16 +42,9 @@ def main() -> None:
         default_guidance_scale=arguments.guidance_scale,
         default_temperature=arguments.temperature,
     )
-    pipe.save_pretrained(out)
-    for part in ("transformer", "text_encoder"):  # as they were stored, in 8 bits
-        for name in (SAFETENSORS_WEIGHTS_NAME, "config.json"):
-            shutil.copyfile(trained / part / name, out / part / name)
-    shutil.copyfile(trained / "training.json", out / "transformer" / "training.json")
-    shutil.rmtree(out / "vq_model")
-    write_json(out / SHARED, {"vq_model": arguments.share})
-    for written in ("pipeline.py", "README.md"):  # of saved folders; this one is part of the package
-        (out / written).unlink(missing_ok=True)
-    write_json(out / INDEX, read_index_file(out) | {"_class_name": type(pipe).__name__})
+    parts = ("transformer", "text_encoder")
+    embed(pipe, out, trained={part: trained / part for part in parts}, shared={"vq_model": arguments.share})
+    shutil.copyfile(trained / RECORD, out / "transformer" / RECORD)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,17 @@ weights are copied as they are, in 8 bits.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 from pathlib import Path
 
 import torch
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.distilled_image import DistilledTextImagePipeline
-from visual_spec.pipelines.embedded import SHARED
 from visual_spec.samplers.distilled import DistilledSampler
-from visual_spec.training.loop import write_json
+from visual_spec.training.embedding import embed
 
 OWNER = "shapes"
 PARTS = {"vq_model": "vq_model", "text_encoder": "text_encoder", "teacher": "transformer"}  # as named there
@@ -47,22 +43,8 @@ def assemble(model: Path, out: Path, *, steps: int, guidance_scale: float, owner
         default_guidance_scale=guidance_scale,
         teacher=LlamaGenTransformer.from_pretrained(home / PARTS["teacher"]),
     )
-    pipe.save_pretrained(out)
-    for part in PARTS:
-        shutil.rmtree(out / part)
-    write_json(
-        out / SHARED,
-        {part: owner if part == name else f"{owner}/{name}" for part, name in PARTS.items()},
-    )
-    for file in (SAFETENSORS_WEIGHTS_NAME, "training.json"):
-        shutil.copyfile(model / file, out / "transformer" / file)
-    config = json.loads((out / "transformer" / "config.json").read_text())
-    config.pop("_name_or_path", None)
-    write_json(out / "transformer" / "config.json", config)
-    for written in ("pipeline.py", "README.md"):  # of saved folders; this one is part of the package
-        (out / written).unlink(missing_ok=True)
-    index = json.loads((out / "model_index.json").read_text())
-    write_json(out / "model_index.json", index | {"_class_name": type(pipe).__name__})
+    shared = {part: owner if part == name else f"{owner}/{name}" for part, name in PARTS.items()}
+    embed(pipe, out, trained={"transformer": model}, shared=shared)
 
 
 def main() -> None:

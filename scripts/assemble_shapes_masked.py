@@ -10,21 +10,16 @@ copied as they are: in 8 bits if they were trained with `--eight-bits`. `--short
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 from pathlib import Path
-
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 
 from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.masked.shortcut import FeatureShortcut
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.embedded import SHARED
 from visual_spec.pipelines.masked_image import MaskedImagePipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
-from visual_spec.training.loop import write_json
+from visual_spec.training.embedding import embed
 
 OWNER, PARTS = "shapes", ("vq_model", "text_encoder")
 BESIDE = {"shortcut": FeatureShortcut, "causal_layer": CausalLayer}
@@ -53,20 +48,7 @@ def assemble(
         default_guidance_scale=guidance_scale,
         **{part: BESIDE[part].from_pretrained(folder) for part, folder in folders.items()},
     )
-    pipe.save_pretrained(out)
-    for part in PARTS:
-        shutil.rmtree(out / part)
-    write_json(out / SHARED, dict.fromkeys(PARTS, owner))
-    for part, folder in {"transformer": model, **folders}.items():
-        for file in (SAFETENSORS_WEIGHTS_NAME, "training.json"):
-            shutil.copyfile(folder / file, out / part / file)
-        config = json.loads((out / part / "config.json").read_text())
-        config.pop("_name_or_path", None)
-        write_json(out / part / "config.json", config)
-    for written in ("pipeline.py", "README.md"):  # of saved folders; this one is part of the package
-        (out / written).unlink(missing_ok=True)
-    index = json.loads((out / "model_index.json").read_text())
-    write_json(out / "model_index.json", index | {"_class_name": type(pipe).__name__})
+    embed(pipe, out, trained={"transformer": model, **folders}, shared=dict.fromkeys(PARTS, owner))
 
 
 def main() -> None:

@@ -9,19 +9,14 @@ copied as they are, in 8 bits.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 from pathlib import Path
-
-from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.embedded import SHARED
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.samplers.ordered import OrderedSampler
-from visual_spec.training.loop import write_json
+from visual_spec.training.embedding import embed
 
 OWNER, PARTS = "shapes", ("vq_model", "text_encoder")
 
@@ -42,19 +37,7 @@ def assemble(model: Path, out: Path, *, guidance_scale: float, owner: str = OWNE
         sampler=OrderedSampler(),
         default_guidance_scale=guidance_scale,
     )
-    pipe.save_pretrained(out)
-    for part in PARTS:
-        shutil.rmtree(out / part)
-    write_json(out / SHARED, dict.fromkeys(PARTS, owner))
-    for file in (SAFETENSORS_WEIGHTS_NAME, "training.json"):
-        shutil.copyfile(model / file, out / "transformer" / file)
-    config = json.loads((out / "transformer" / "config.json").read_text())
-    config.pop("_name_or_path", None)
-    write_json(out / "transformer" / "config.json", config)
-    for written in ("pipeline.py", "README.md"):  # of saved folders; this one is part of the package
-        (out / written).unlink(missing_ok=True)
-    index = json.loads((out / "model_index.json").read_text())
-    write_json(out / "model_index.json", index | {"_class_name": type(pipe).__name__})
+    embed(pipe, out, trained={"transformer": model}, shared=dict.fromkeys(PARTS, owner))
 
 
 def main() -> None:
