@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tqdm import tqdm
 
 from tests.tiny import tiny_pipeline, tiny_video_pipeline
 from visual_spec.eval.quality import sample_set
@@ -194,6 +196,8 @@ def test_geneval_and_dpg_get_their_layouts(tmp_path):
 
 def _draw(folder):
     torch.set_num_threads(1)
+    # tqdm's own lock is shared by all children, and one that dies with it would stop all others.
+    tqdm.set_lock(threading.RLock())
     sample(work_in(folder))
 
 
