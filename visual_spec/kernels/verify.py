@@ -254,6 +254,16 @@ if triton is not None:
         return law
 
     @triton.jit
+    def _label_at(label_row, ids, inside, draft, kind, log_allowed):
+        """Log-probabilities of ids under the law that the draft is labelled with; -inf for ids that are not inside.
+
+        The kinds are the module's: 0 and above a stored law, -1 no draft, -2 a point law, -3 the uniform law.
+        """
+        label = tl.load(label_row + ids, mask=inside & (kind >= 0), other=-float("inf"))
+        label = tl.where((kind == -2) & (ids == draft), 0.0, label)
+        return tl.where((kind == -3) & inside, -log_allowed, label)
+
+    @triton.jit
     def _verify_kernel(
         laws,
         accept,
@@ -307,14 +317,13 @@ if triton is not None:
         if not GREEDY:
             log_mass = tl.log(mass_from(row, least, peak, GUIDED, TILE, TILES))
 
-        # The test. The constants are the module's: -1 no draft, -2 a point law, -3 the uniform law.
+        # The test.
         kind = tl.load(draft_laws + place)
         draft = tl.load(drafts + place)
         label_row = stored_laws + sample * law_row_stride + tl.where(kind >= 0, kind, 0) * law_column_stride
         score, _, _ = guided_logits(row, draft, kind != -1, GUIDED)
         own = _log_law(score, draft, least, peak, best, log_mass, GREEDY)
-        label = tl.load(label_row + draft, mask=kind >= 0, other=-infinity)
-        label = tl.where(kind == -2, 0.0, tl.where(kind == -3, -log_allowed, label))
+        label = _label_at(label_row, draft, draft >= 0, draft, kind, log_allowed)
         chance = uniform_scalar(key, slot, this_round, 4294967295, ACCEPT_STREAM)
         kept = (kind != -1) & (draft >= first) & (draft < stop) & (chance < tl.exp(own - label))
 
@@ -337,9 +346,7 @@ if triton is not None:
                 uniform = uniform_tile(key, slot, tl.load(draw_round), start, DRAW_STREAM, BLOCKS)
                 draw_soonest, draw_winner = race(uniform, law, ids, draw_soonest, draw_winner, True)
             if not kept:
-                label_here = tl.load(label_row + ids, mask=inside & (kind >= 0), other=-infinity)
-                label_here = tl.where((kind == -2) & (ids == draft), 0.0, label_here)
-                label_here = tl.where((kind == -3) & inside, -log_allowed, label_here)
+                label_here = _label_at(label_row, ids, inside, draft, kind, log_allowed)
                 excess = tl.maximum(tl.exp(law) - tl.exp(label_here), 0.0)
                 uniform = uniform_tile(key, slot, this_round, start, RESIDUAL_STREAM, BLOCKS)
                 soonest, winner = race(uniform, excess, ids, soonest, winner, False)
