@@ -307,15 +307,10 @@ def _official_table() -> str:
 
 def _fit_table(facts: list[dict[str, Any]]) -> str:
     from visual_spec.models import catalogue
-    from visual_spec.models.core.calls import FRAMES, OWN_ORDER, RASTER_TREE_ORDER
+    from visual_spec.models.core.calls import RASTER_TREE_ORDER
     from visual_spec.samplers.registry import SAMPLERS, fit
 
-    families = {fact["name"]: catalogue.PIPELINES.get(fact["pipeline"], ()) for fact in facts}
-    families |= {fact["name"]: (OWN_ORDER,) for fact in facts if fact["own_order"]}
-    frame_models = [
-        fact["name"] for fact in facts if fact["components"].get("transformer") == "FrameMaskedTransformer"
-    ]
-    families |= dict.fromkeys(frame_models, (FRAMES,))
+    families = {fact["name"]: fact["calls"] for fact in facts}
     families |= {
         m.name.split("-")[0]
         if m.name.startswith(("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MaskGIT", "MAGE"))

@@ -13,6 +13,7 @@ from tests.tiny import seeded
 from visual_spec import cli
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
+from visual_spec.models.core.calls import OWN_ORDER, RASTER_TREE_ORDER
 from visual_spec.pipelines.embedded import describe, embedded_folder, shared_parts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_drafter, load_pipeline
@@ -61,9 +62,8 @@ def test_it_shares_parts_and_is_small():
         assert all(torch.equal(one[key], two[key]) for key in one | two)
     weights = embedded_folder(NAME) / "transformer" / "diffusion_pytorch_model.safetensors"
     assert weights.stat().st_size < 4e6
-    assert (
-        describe(embedded_folder(NAME))["own_order"] and not describe(embedded_folder("shapes"))["own_order"]
-    )
+    assert describe(embedded_folder(NAME))["calls"] == (OWN_ORDER,)
+    assert describe(embedded_folder("shapes"))["calls"] == RASTER_TREE_ORDER
 
 
 def test_the_command_line_draws_with_it_and_drafts_with_it(tmp_path, capsys):

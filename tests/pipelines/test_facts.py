@@ -11,9 +11,11 @@ from tests.tiny_infinity import tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline
 from tests.tiny_students import tiny_student
 from visual_spec.models.catalogue import PIPELINES
+from visual_spec.models.core.calls import FRAMES, OWN_ORDER
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline
+from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, describe, embedded_models
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
@@ -181,3 +183,10 @@ def test_accelerating_a_pipeline_without_a_faster_sampler_keeps_its_own():
     ):  # the settings of their samplers belong to their laws
         own = pipe.sampler
         assert accelerate(pipe).sampler is own and restore(pipe).sampler is own
+
+
+@pytest.mark.parametrize("name", embedded_models())
+def test_what_an_embedded_model_answers_is_known_without_loading_it(name):
+    answers, loaded = describe(WEIGHTS_FOLDER / name)["calls"], read_facts(name).calls
+    assert set(loaded) <= set(answers)
+    assert (FRAMES in answers, OWN_ORDER in answers) == (FRAMES in loaded, OWN_ORDER in loaded)

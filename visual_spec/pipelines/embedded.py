@@ -6,6 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from visual_spec.models.catalogue import PIPELINES
+from visual_spec.models.core.calls import FRAMES, OWN_ORDER
 from visual_spec.pipelines.components import resolved
 
 SHARED = "shared.json"
@@ -58,7 +60,7 @@ def describe(folder: Path) -> dict[str, Any]:
     Returns:
         name; pipeline, the class name; components, {name: class name}; parameters, {name: count}; bytes of all
         weights; image_size in pixels, or None for models that do not draw; sampling_rate in Hz, or None for models that
-        do not play; own_order, whether a model of tokens was trained for another order than raster order.
+        do not play; calls, those of `visual_spec.models.core.calls` that the model answers.
 
     Raises:
         FileNotFoundError: there is no model_index.json in it.
@@ -76,7 +78,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for paths in weights.values() for path in paths),
         "image_size": _image_size(folder),
         "sampling_rate": _sampling_rate(folder),
-        "own_order": _own_order(folder),
+        "calls": _calls(folder, index["_class_name"]),
     }
 
 
@@ -85,11 +87,15 @@ def _transformer_settings(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _own_order(folder: Path) -> bool:
+def _calls(folder: Path, pipeline: str) -> tuple[str, ...]:
+    """As the `facts_of` of the pipeline says, without loading it."""
     settings = _transformer_settings(folder)
-    return (
-        settings.get("_class_name") == "LlamaGenTransformer" and settings.get("order", "raster") != "raster"
-    )
+    kind = settings.get("_class_name")
+    if kind == "FrameMaskedTransformer":
+        return (FRAMES,)
+    if kind == "LlamaGenTransformer" and settings.get("order", "raster") != "raster":
+        return (OWN_ORDER,)
+    return tuple(call for call in PIPELINES.get(pipeline, ()) if call != FRAMES)
 
 
 def _image_size(folder: Path) -> int | None:
