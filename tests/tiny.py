@@ -15,6 +15,7 @@ from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.frames import FrameMaskedSampler
 from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.training.ar import shapes_vocabulary
 
 WORDS = ["a", "blue", "circle", "on", "red", "square"]
 
@@ -42,6 +43,22 @@ def tiny_vq_model(**changes) -> VQModel:
 def tiny_text_encoder() -> CaptionEncoder:
     torch.manual_seed(2)
     return CaptionEncoder(vocabulary=WORDS, dim=8, num_layers=1, num_heads=2, max_words=6).eval()
+
+
+def tiny_readers() -> tuple[CaptionEncoder, VQModel]:
+    """A random encoder of captions of `shapes`, and a random tokenizer of their pictures, 4 x 4 tokens out of 16."""
+    encoder = CaptionEncoder(shapes_vocabulary(), dim=8, num_layers=0, max_words=20)
+    vq_model = VQModel(
+        base_channels=4,
+        channel_multipliers=(1, 1, 1, 1),
+        blocks_per_level=1,
+        latent_channels=4,
+        codebook_size=16,
+        codebook_dim=4,
+        norm_groups=None,
+        image_size=32,
+    )
+    return encoder.eval(), vq_model.eval()
 
 
 def tiny_pipeline(sampler=None) -> ImagePipeline:

@@ -13,18 +13,17 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from visual_spec.data.shapes import is_held_out
+from tests.tiny import tiny_readers
+from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training import ar
 from visual_spec.training.distilled_pairs import (
     Flow,
     PairDrawing,
     Pairs,
     draw_pairs,
     drawn_pairs,
-    training_captions,
 )
 
 SMALL = PairDrawing(pictures=8, batch_size=4, noises=3, candidates=16)
@@ -50,17 +49,7 @@ def models() -> tuple[LlamaGenTransformer, CaptionEncoder, VQModel]:
     )
     for parameter in teacher.parameters():
         torch.nn.init.normal_(parameter, std=0.6)
-    encoder = CaptionEncoder(ar.shapes_vocabulary(), dim=8, num_layers=0, max_words=20)
-    vq_model = VQModel(
-        base_channels=4,
-        channel_multipliers=(1, 1, 1, 1),
-        blocks_per_level=1,
-        latent_channels=4,
-        codebook_size=16,
-        codebook_dim=4,
-        norm_groups=None,
-        image_size=32,
-    )
+    encoder, vq_model = tiny_readers()
     return teacher.double().eval(), encoder.double().eval(), vq_model.double().eval()
 
 
@@ -161,7 +150,7 @@ def straight_laws(teacher: Any, encoder: Any, words: Tensor, tokens: Tensor, sca
 def test_pictures_are_the_teachers_and_every_noise_leads_to_its_token(models):
     teacher, encoder, vq_model = models
     codes = vq_model.quantize.codes.detach()
-    captions = training_captions(4, 0, 0)
+    captions = training_prompts(4, (0, 0))
     pairs = draw_pairs(teacher, encoder, codes, captions, SMALL, torch.Generator().manual_seed(1))
     assert torch.equal(pairs.words, encoder.word_ids(captions)) and pairs.noise.shape == (4, 3, 16, 4)
     tokens = pairs.tokens.long()
@@ -185,7 +174,7 @@ def test_a_certain_slot_keeps_noise_that_is_free_of_its_token(models):
     codes = vq_model.quantize.codes.detach()
     one, two = (
         draw_pairs(
-            certain, encoder, codes, training_captions(4, 0, 0), SMALL, torch.Generator().manual_seed(1)
+            certain, encoder, codes, training_prompts(4, (0, 0)), SMALL, torch.Generator().manual_seed(1)
         )
         for _ in range(2)
     )
@@ -195,9 +184,9 @@ def test_a_certain_slot_keeps_noise_that_is_free_of_its_token(models):
 
 
 def test_captions_are_never_held_out():
-    found = [training_captions(60, 3, shard) for shard in range(3)]
+    found = [training_prompts(60, (3, shard)) for shard in range(3)]
     assert not any(is_held_out(text) for texts in found for text in texts)
-    assert found[0] != found[1] and found[0] == training_captions(60, 3, 0)
+    assert found[0] != found[1] and found[0] == training_prompts(60, (3, 0))
 
 
 def test_shards_are_drawn_once_and_only_read_by_their_own_run(models, tmp_path: Path, monkeypatch):

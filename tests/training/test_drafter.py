@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.data.shapes import is_held_out
+from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -24,7 +24,6 @@ from visual_spec.training.drafter import (
     acceptance_rates,
     drafter_loss,
     guided_logits,
-    prompts_of_shard,
     target_features,
     train_drafter,
 )
@@ -78,7 +77,7 @@ def run(out: Path, **changes: Any) -> tuple[dict, EagleDrafter, Draw]:
 
 
 def drawn(target: LlamaGenTransformer, encoder: CaptionEncoder, guidance: float) -> DrawnPictures:
-    prompts = prompts_of_shard(9, 6, 0)
+    prompts = training_prompts(6, (0, 9))
     tokens = Draw(target, encoder)(prompts, guidance, 5)
     features = target_features(target, encoder(prompts), tokens)
     return DrawnPictures(tokens, features, torch.full((6,), guidance))
@@ -141,14 +140,14 @@ def test_refuses_settings_that_train_nothing():
 
 
 def test_prompts_are_never_held_out_ones():
-    prompts = [text for shard in range(4) for text in prompts_of_shard(shard, 30, 0)]
+    prompts = [text for shard in range(4) for text in training_prompts(30, (0, shard))]
     assert not any(map(is_held_out, prompts)) and len(set(prompts)) > 100
 
 
 def test_target_features_give_the_targets_laws():
     target, encoder = models()
     target, encoder = target.double(), encoder.double()
-    prompts = prompts_of_shard(0, 3, 0)
+    prompts = training_prompts(3, (0, 0))
     tokens = torch.randint(0, VOCAB, (3, SIDE * SIDE), generator=torch.Generator().manual_seed(0))
     condition = encoder(prompts)
     features = target_features(target, condition, tokens)
@@ -185,7 +184,7 @@ def test_predicted_acceptance_is_what_the_sampler_meets(tmp_path):
     """The rate of depth 1 against decodes with one draft a call: how many are kept."""
     _, drafter, _ = run(tmp_path)
     target, encoder = models()
-    prompts = prompts_of_shard(3, 64, 0)
+    prompts = training_prompts(64, (0, 3))
     law = TokenLaw(guidance_scale=3.0)
     sampler, generator = DraftedSampler(1), torch.Generator().manual_seed(0)
     condition = encoder(prompts)

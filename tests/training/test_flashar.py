@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.tiny import tiny_readers
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -37,20 +38,8 @@ SIZES: dict[str, Any] = dict(
 
 @pytest.fixture(scope="module")
 def readers() -> tuple[CaptionEncoder, VQModel]:
-    """A random caption encoder, and a random tokenizer of 4 x 4 tokens."""
     torch.manual_seed(0)
-    encoder = CaptionEncoder(ar.shapes_vocabulary(), dim=8, num_layers=0, max_words=20)
-    vq_model = VQModel(
-        base_channels=4,
-        channel_multipliers=(1, 1, 1, 1),
-        blocks_per_level=1,
-        latent_channels=4,
-        codebook_size=16,
-        codebook_dim=4,
-        norm_groups=None,
-        image_size=32,
-    )
-    return encoder.eval(), vq_model.eval()
+    return tiny_readers()
 
 
 @pytest.fixture(autouse=True)

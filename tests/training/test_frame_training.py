@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.tiny import tiny_vq_model
+from tests.training.interrupted import stopped_at
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -94,20 +95,9 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
     model, encoder = tiny(vq_model)
     train_frames(model, encoder, vq_model, settings, tmp_path / "whole", every=2)
 
-    class Stop(Exception):
-        pass
-
-    def stopping(*arguments):
-        raise Stop
-
     model, encoder = tiny(vq_model)
-    with monkeypatch.context() as patch:
-        original = frames._Draws.__call__
-        patch.setattr(
-            frames._Draws, "__call__", lambda self, step: original(self, step) if step < 2 else stopping()
-        )
-        with pytest.raises(Stop):
-            train_frames(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
+    with stopped_at(monkeypatch, frames._Draws, 2):
+        train_frames(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
     model, encoder = tiny(vq_model)
     train_frames(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
     whole = FrameMaskedTransformer.from_pretrained(tmp_path / "whole" / "transformer").state_dict()

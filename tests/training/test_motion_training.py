@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_vq_model
+from tests.training.interrupted import stopped_at
 from visual_spec.data.motion import Clip, MovingShape, sample_clips
 from visual_spec.data.motion_parser import parse_caption
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
@@ -136,20 +137,9 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
     model, encoder = tiny(vq_model)
     train_motion(model, encoder, vq_model, settings, tmp_path / "whole", every=2)
 
-    class Stop(Exception):
-        pass
-
-    def stopping(*arguments):
-        raise Stop
-
     model, encoder = tiny(vq_model)
-    with monkeypatch.context() as patch:
-        original = motion.ClipDraws.__call__
-        patch.setattr(
-            motion.ClipDraws, "__call__", lambda self, step: original(self, step) if step < 2 else stopping()
-        )
-        with pytest.raises(Stop):
-            train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
+    with stopped_at(monkeypatch, motion.ClipDraws, 2):
+        train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
     model, encoder = tiny(vq_model)
     record = train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
     assert not (tmp_path / "parts" / "resume.pt").exists() and record["parameters"] > 0

@@ -173,11 +173,20 @@ def sample_dataset(
 
 def held_out_prompts(count: int, seed: int = 0) -> list[str]:
     """Return captions of held-out scenes."""
+    return _prompts(count, seed, held_out=True)
+
+
+def training_prompts(count: int, seed: int | tuple[int, int]) -> list[str]:
+    """Return captions of scenes outside the held-out tenth."""
+    return _prompts(count, seed, held_out=False)
+
+
+def _prompts(count: int, seed: int | tuple[int, int], held_out: bool) -> list[str]:
     rng = np.random.default_rng(seed)
     prompts: list[str] = []
     while len(prompts) < count:
         text = caption(sample_scene(rng))
-        if is_held_out(text):
+        if is_held_out(text) == held_out:
             prompts.append(text)
     return prompts
 

@@ -18,11 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from visual_spec.data.shapes import caption, is_held_out, sample_scene
+from visual_spec.data.shapes import training_prompts
 from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -129,17 +128,6 @@ class Flow:
 # -- the teacher's pictures -------------------------------------------------------------------------------------------
 
 
-def training_captions(count: int, seed: int, shard: int) -> list[str]:
-    """Captions of fresh scenes, none of them held out."""
-    rng = np.random.default_rng((seed, shard))
-    found: list[str] = []
-    while len(found) < count:
-        text = caption(sample_scene(rng))
-        if not is_held_out(text):
-            found.append(text)
-    return found
-
-
 @torch.no_grad()
 def draw_pairs(
     teacher: LlamaGenTransformer,
@@ -209,7 +197,7 @@ def drawn_pairs(
     for shard in range(settings.pictures // settings.batch_size):
         path = folder / f"pairs_{shard:04d}.pt"
         if not path.exists():
-            captions = training_captions(settings.batch_size, settings.seed, shard)
+            captions = training_prompts(settings.batch_size, (settings.seed, shard))
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + shard)
             pairs = draw_pairs(teacher, encoder, codes, captions, settings, generator)
             temporary = path.with_suffix(".tmp")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visual_spec.data.shapes import caption, held_out_prompts, is_held_out, sample_scene
+from visual_spec.data.shapes import held_out_prompts, training_prompts
 from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -74,17 +74,6 @@ class DrawnPictures:
     tokens: Tensor
     features: Tensor
     guidance: Tensor
-
-
-def prompts_of_shard(shard: int, count: int, seed: int) -> list[str]:
-    """Return captions of scenes outside the held-out tenth."""
-    rng = np.random.default_rng((seed, shard))
-    prompts: list[str] = []
-    while len(prompts) < count:
-        text = caption(sample_scene(rng))
-        if not is_held_out(text):
-            prompts.append(text)
-    return prompts
 
 
 @torch.no_grad()
@@ -234,7 +223,7 @@ def train_drafter(
     torch.manual_seed(settings.seed)
     counts = [len(part) for part in torch.arange(settings.pictures).split(settings.shard_size)]
     scales = [settings.guidance_scales[k % len(settings.guidance_scales)] for k in range(len(counts))]
-    prompts = [prompts_of_shard(shard, count, settings.seed) for shard, count in enumerate(counts)]
+    prompts = [training_prompts(count, (settings.seed, shard)) for shard, count in enumerate(counts)]
     seed = settings.seed * 100_003
     drawn = draw_pictures(target, draw, encode, prompts, scales, out / "pictures", seed)
     held = [held_out_prompts(settings.held_out_pictures, _HELD_OUT_SEED)]
