@@ -31,7 +31,15 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.frames import FrameMaskedSampler
 from visual_spec.training.ar import initialise
 from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
-from visual_spec.training.motion import ClipDraws, MotionTraining, judge, motion_vocabulary, place_weights
+from visual_spec.training.motion import (
+    ClipDraws,
+    MotionTraining,
+    judge,
+    new_encoder,
+    place_weights,
+    run_parser,
+    settings_of,
+)
 from visual_spec.training.motion_tokens import SIDE, encode_parts
 
 
@@ -244,7 +252,7 @@ def new_model(
     vq_model: VQModel, dim: int, num_layers: int, num_heads: int, feed_forward_dim: int | None
 ) -> tuple[FrameMaskedTransformer, CaptionEncoder]:
     """Return fresh networks for the codes of a tokenizer."""
-    encoder = CaptionEncoder(motion_vocabulary(), dim=128, num_layers=0, num_heads=4, max_words=22)
+    encoder = new_encoder()
     model = FrameMaskedTransformer(
         vocab_size=vq_model.config["codebook_size"],
         dim=dim,
@@ -262,37 +270,17 @@ def new_model(
 
 def _parser() -> argparse.ArgumentParser:
     defaults = FrameTraining()
-    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tokenizer", type=Path, required=True, help="folder that visual_spec.training.tokenizer wrote"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for weights and training.json; resumes if interrupted"
-    )
+    parser = run_parser(HELP, defaults, judged_clips=48, guidance_scale=1.0)
     parser.add_argument(
         "--start-from", type=Path, help="folder with transformer/ and text_encoder/ of motion to start from"
     )
-    parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
-    parser.add_argument("--short-share", type=float, default=defaults.short_share)
-    parser.add_argument("--short-frames", type=int, default=defaults.short_frames)
     parser.add_argument("--least-hidden", type=float, default=defaults.least_hidden)
     parser.add_argument("--tubes", type=float, default=defaults.tubes, help="share of the clips")
-    parser.add_argument("--near-weight", type=float, default=defaults.near_weight)
     parser.add_argument("--weighted-until", type=float, default=defaults.weighted_until)
-    parser.add_argument("--dim", type=int, default=192)
     parser.add_argument("--num-layers", type=int, default=3)
-    parser.add_argument("--num-heads", type=int, default=4)
     parser.add_argument("--feed-forward-dim", type=int, default=224)
-    parser.add_argument("--judged-clips", type=int, default=48, help="drawn for the accuracy; 0: none")
-    parser.add_argument("--guidance-scale", type=float, default=1.0, help="of these clips")
     parser.add_argument("--frame-steps", type=int, default=4, help="calls that draw a frame of these clips")
     parser.add_argument("--history-hidden", type=float, default=defaults.least_hidden, help="of these clips")
-    parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
-    parser.add_argument("--seed", type=int, default=defaults.seed)
     return parser
 
 
@@ -304,9 +292,7 @@ def main() -> None:
     model, encoder = new_model(vq_model, *sizes)
     if arguments.start_from is not None:
         start_from_motion(model, encoder, arguments.start_from)
-    known = FrameTraining.__dataclass_fields__
-    given = {name: value for name, value in vars(arguments).items() if name in known}
-    settings = FrameTraining(**given, compile=not arguments.no_compile)
+    settings = settings_of(FrameTraining, arguments)
     for part in (model, encoder, vq_model):
         part.to(arguments.device)
     record = train_frames(model, encoder, vq_model, settings, arguments.out)

@@ -290,11 +290,16 @@ curve and what the parser reads in clips drawn with them. An interrupted run res
 """
 
 
+def new_encoder() -> CaptionEncoder:
+    """Return a fresh encoder of captions of clips."""
+    return CaptionEncoder(motion_vocabulary(), dim=128, num_layers=0, num_heads=4, max_words=22)
+
+
 def new_model(
     vq_model: VQModel, dim: int, num_layers: int, num_heads: int
 ) -> tuple[LlamaGenTransformer, CaptionEncoder]:
     """Return fresh networks for the codes of a tokenizer."""
-    encoder = CaptionEncoder(motion_vocabulary(), dim=128, num_layers=0, num_heads=4, max_words=22)
+    encoder = new_encoder()
     model = LlamaGenTransformer(
         vocab_size=vq_model.config["codebook_size"],
         dim=dim,
@@ -311,36 +316,59 @@ def new_model(
     return model, encoder
 
 
-def _parser() -> argparse.ArgumentParser:
-    defaults = MotionTraining()
-    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_parser(text: str, defaults: Any, judged_clips: int, guidance_scale: float) -> argparse.ArgumentParser:
+    """Arguments that the trainers of models of frames share.
+
+    Args:
+        defaults: the settings of the trainer.
+        judged_clips, guidance_scale: of the clips that are drawn for the accuracy.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--tokenizer", type=Path, required=True, help="folder that visual_spec.training.tokenizer wrote"
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for weights and training.json; resumes if interrupted"
     )
-    parser.add_argument(
-        "--start-from", type=Path, help="folder with transformer/ and text_encoder/ of shapes to start from"
-    )
-    parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
-    parser.add_argument("--short-share", type=float, default=defaults.short_share)
-    parser.add_argument("--short-frames", type=int, default=defaults.short_frames)
-    parser.add_argument(
-        "--hidden-clips", type=float, default=defaults.hidden_clips, help="share of short clips"
-    )
-    parser.add_argument("--near-weight", type=float, default=defaults.near_weight)
+    for name in (
+        "steps",
+        "batch_size",
+        "learning_rate",
+        "short_share",
+        "short_frames",
+        "near_weight",
+        "seed",
+    ):
+        value = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--dim", type=int, default=192)
-    parser.add_argument("--num-layers", type=int, default=6)
     parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--judged-clips", type=int, default=60, help="drawn for the accuracy; 0: none")
-    parser.add_argument("--guidance-scale", type=float, default=1.5, help="of these clips")
+    parser.add_argument(
+        "--judged-clips", type=int, default=judged_clips, help="drawn for the accuracy; 0: none"
+    )
+    parser.add_argument("--guidance-scale", type=float, default=guidance_scale, help="of these clips")
     parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
-    parser.add_argument("--seed", type=int, default=defaults.seed)
+    return parser
+
+
+def settings_of(kind: Any, arguments: argparse.Namespace) -> Any:
+    """The settings of a trainer that its arguments name."""
+    known = {name: value for name, value in vars(arguments).items() if name in kind.__dataclass_fields__}
+    return kind(**known, compile=not arguments.no_compile)
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = MotionTraining()
+    parser = run_parser(HELP, defaults, judged_clips=60, guidance_scale=1.5)
+    parser.add_argument(
+        "--start-from", type=Path, help="folder with transformer/ and text_encoder/ of shapes to start from"
+    )
+    parser.add_argument(
+        "--hidden-clips", type=float, default=defaults.hidden_clips, help="share of short clips"
+    )
+    parser.add_argument("--num-layers", type=int, default=6)
     return parser
 
 
@@ -351,19 +379,7 @@ def main() -> None:
     model, encoder = new_model(vq_model, arguments.dim, arguments.num_layers, arguments.num_heads)
     if arguments.start_from is not None:
         start_from_shapes(model, encoder, arguments.start_from)
-    names = (
-        "steps",
-        "batch_size",
-        "learning_rate",
-        "short_share",
-        "short_frames",
-        "hidden_clips",
-        "near_weight",
-    )
-    settings = MotionTraining(
-        **{name: getattr(arguments, name) for name in (*names, "bfloat16", "seed")},
-        compile=not arguments.no_compile,
-    )
+    settings = settings_of(MotionTraining, arguments)
     for part in (model, encoder, vq_model):
         part.to(arguments.device)
     record = train_motion(model, encoder, vq_model, settings, arguments.out)
