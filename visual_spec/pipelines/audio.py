@@ -414,12 +414,8 @@ class AudioPipeline(AudioParts):
             melody_features=melody_features,
             **texts,
         )
-        condition = self.encode_prompt(
-            prompt,
-            num_waveforms_per_prompt=num_waveforms_per_prompt,
-            melody_features=melody_features,
-            **texts,
-        )
+        asked = dict(num_waveforms_per_prompt=num_waveforms_per_prompt, melody_features=melody_features)
+        condition = self.encode_prompt(prompt, **asked, **texts)
         given = self._given_codes(clip, len(condition.features))
         windows = self.plan(audio_length_in_s, extend_stride_in_s, given.shape[-1])
         self._num_timesteps = given.shape[-1] + sum(new for _, new in windows)
