@@ -39,10 +39,11 @@ def chains() -> dict[str, Any]:
 
 
 def pictures() -> dict[str, Any]:
-    """Drafts from whole pictures of a near-to-far model, in the other windows and in a whole picture."""
+    """Drafts from whole pictures of a near-to-far model, beside those that need no weights."""
+    sources = (("repaired", 32), ("repaired", 64), ("pictured", 32), ("pictured", 64), ("pictured", 256))
     return {
-        f"pictured, window {window}": SpeculativeJacobiSampler(window, drafts="pictured")
-        for window in (32, 64, 256)
+        f"{drafts}, window {window}": SpeculativeJacobiSampler(window, drafts=drafts)
+        for drafts, window in sources
     }
 
 
