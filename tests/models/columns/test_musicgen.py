@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -32,11 +33,18 @@ IDS = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 4], [12, 3, 0, 0, 0]])
 MASK = (IDS != 0).long()
 
 
-@functools.cache
 def musicgen(
     channels: int = 1, *, codebooks: int = 4, dtype: torch.dtype = torch.float64, text_width: int = 24
 ) -> Any:
-    """A whole MusicGen, random, with weights large enough that the laws differ from step to step."""
+    """A whole MusicGen, random, with weights large enough that the laws differ from step to step.
+
+    Every call returns a model of its own, so that what a test does to it stays with the test.
+    """
+    return copy.deepcopy(_musicgen(channels, codebooks, dtype, text_width))
+
+
+@functools.cache
+def _musicgen(channels: int, codebooks: int, dtype: torch.dtype, text_width: int) -> Any:
     text = T5Config(
         vocab_size=16,
         d_model=text_width,
