@@ -67,12 +67,18 @@ def main() -> None:
     parser.add_argument(
         "--pictures", metavar="MODEL", help="drafts from whole pictures of this near-to-far model"
     )
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="the rows to count, by their names")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     pipe = ImagePipeline.from_pretrained("shapes")
     pipe.set_progress_bar_config(disable=True)
     samplers = chains() if given.chains else pictures() if given.pictures else SAMPLERS
+    if unknown := set(given.only or ()) - set(samplers):
+        parser.error(
+            f"--only {sorted(unknown)[0]!r}: there is no such row; pass some of {', '.join(samplers)}"
+        )
+    samplers = {name: samplers[name] for name in given.only or samplers}
     calls: dict[str, list[int]] = {name: [] for name in samplers}
     equal, agreeing = dict.fromkeys(samplers, 0), 0
     prompts = held_out_prompts(given.first + given.prompts)[given.first :]
