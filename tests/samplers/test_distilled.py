@@ -64,6 +64,17 @@ def test_one_call_and_two_are_those_of_the_layout(row):
     assert not found.trace.lossless and not found.trace.identical
 
 
+def test_a_second_call_may_draw_no_codes():
+    """As in the released B, whose second call begins where the codes end."""
+    model, noise = tiny_student(first_continuous=RESTART), noise_of(3, 4)[0]
+    logits, drawn = straight_line(student_weights(), int(LABELS[0]), noise, 0)
+    kept = CODES[logits.argmax(-1)][:RESTART]
+    again = torch.cat([kept, noise[RESTART:]])
+    drawn = straight_line(student_weights(), int(LABELS[0]), again, RESTART)[1]
+    found = draw(steps=2, model=model)
+    assert torch.allclose(found.tokens[0], torch.cat([kept, drawn[RESTART:]]), atol=1e-9)
+
+
 def test_a_teacher_that_draws_all_kept_slots_draws_its_own_tokens():
     request: dict[str, Any] = dict(law=WARM, batch_size=2)
     plain = AutoregressiveSampler()(TEACHER, LABELS, generator=seeded(3, 4), **request)

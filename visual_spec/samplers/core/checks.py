@@ -194,6 +194,8 @@ class CheckedLaw:
 
     def remember(self, bad: Tensor, slots: Tensor) -> None:
         """Record for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""
+        if not slots.shape[1]:
+            return
         repeats = bad.shape[0] // slots.shape[0]
         bad = bad & (slots < self.num_tokens).repeat(repeats, 1)
         at = slots.repeat(repeats, 1).masked_fill(~bad, self.num_tokens)  # [R, W]
