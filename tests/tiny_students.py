@@ -1,4 +1,4 @@
-"""A tiny student in the released layout, written from its description, with random weights; and its pipeline."""
+"""Tiny students in the released layouts, written from their description, with random weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.official import random_weights, transformer_shapes
+from tests.tiny_scales import SIDES
+from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 
 CLASSES, VOCAB, LENGTH, SIDE, DIM = 7, 12, 4, 4, 16
@@ -63,4 +65,87 @@ def write_student(folder: Path, **container: Any) -> Path:
     path = folder / "llamagen-tiny.pt"
     last = {key: value + 1 for key, value in student_weights(torch.float32).items()}
     torch.save({"ema": student_weights(torch.float32), "model": last, **container}, path)
+    return path
+
+
+# -- of VAR: over the tokens of `tests.tiny_scales` -------------------------------------------------------------------
+
+VAR_SLOTS = sum(side * side for side in SIDES)  # 1 + 4 + 9 + 16
+VAR_SIZE: dict[str, Any] = {"first_continuous": 14, "restart": 5}
+
+
+def var_student_shapes(
+    depth: int = 2,
+    dim: int = 16,
+    heads: int = 2,
+    *,
+    vocab: int = 12,
+    token_dim: int = 2,
+    classes: int = 5,
+    sides: tuple[int, ...] = SIDES,
+) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of a student of VAR: VAR's, with one more scale of one token, and four parts more."""
+    length = 1 + sum(side * side for side in sides)
+    shapes: dict[str, tuple[int, ...]] = {
+        "pos_start": (1, 1, dim),
+        "pos_1LC": (1, length, dim),
+        "word_embed.weight": (dim, token_dim),
+        "word_embed.bias": (dim,),
+        "class_emb.weight": (classes + 1, dim),
+        "lvl_embed.weight": (len(sides) + 1, dim),
+        "head_nm.ada_lin.1.weight": (2 * dim, dim),
+        "head_nm.ada_lin.1.bias": (2 * dim,),
+        "head.weight": (vocab, dim),
+        "head.bias": (vocab,),
+        "n_d_embed.weight": (2, dim),
+        "final_layer_conti.linear.weight": (token_dim, dim),
+        "final_layer_conti.linear.bias": (token_dim,),
+        "final_layer_conti.scale_shift_table": (2, dim),
+    }
+    for layer in range(depth + 1):
+        shapes[f"layerwise_n_d_embed.{layer}.weight"] = (dim, dim)
+        shapes[f"layerwise_n_d_embed.{layer}.bias"] = (dim,)
+    for layer in range(depth):
+        block = {
+            "attn.scale_mul_1H11": (1, heads, 1, 1),
+            "attn.q_bias": (dim,),
+            "attn.v_bias": (dim,),
+            "attn.mat_qkv.weight": (3 * dim, dim),
+            "attn.proj.weight": (dim, dim),
+            "attn.proj.bias": (dim,),
+            "ffn.fc1.weight": (4 * dim, dim),
+            "ffn.fc1.bias": (4 * dim,),
+            "ffn.fc2.weight": (dim, 4 * dim),
+            "ffn.fc2.bias": (dim,),
+            "ada_lin.1.weight": (6 * dim, dim),
+            "ada_lin.1.bias": (6 * dim,),
+        }
+        shapes |= {f"blocks.{layer}.{key}": shape for key, shape in block.items()}
+    return shapes
+
+
+def var_student_weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Weights so large that nothing is uniform by accident."""
+    generator = torch.Generator().manual_seed(11)
+    return {
+        key: torch.randn(shape, dtype=dtype, generator=generator) * (0.3 if len(shape) == 2 else 0.6)
+        for key, shape in var_student_shapes().items()
+    }
+
+
+def tiny_var_student(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    size: dict[str, Any] = dict(dim=16, num_layers=2, num_heads=2, num_classes=5, scales=SIDES)
+    model: Any = VARStudent(12, 2, **{**size, **VAR_SIZE, **changes})
+    model = model.to(dtype).eval()
+    model.load_state_dict(var_student_weights(dtype))
+    return model
+
+
+def write_var_student(folder: Path, **more: Any) -> Path:
+    """A file like the released ones: averaged weights beside the last ones, which carry the constants."""
+    path = folder / "var-tiny.pth"
+    averaged = var_student_weights(torch.float32)
+    levels = torch.arange(5).repeat_interleave(torch.tensor([1, *(side * side for side in SIDES)]))
+    last = {key: value + 1 for key, value in averaged.items()} | {"lvl_1L": levels[None]}
+    torch.save({"trainer": {"ema_parameters": averaged, "var_wo_ddp": last}, **more}, path)
     return path

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.distilled_image import DistilledImagePipeline, DistilledTextImagePipeline
+    from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.infinity import InfinityPipeline
     from visual_spec.pipelines.latent_image import LatentImagePipeline
@@ -62,6 +63,7 @@ _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "ChunkVideoPipeline": "visual_spec.pipelines.chunk_video",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "DistilledImagePipeline": "visual_spec.pipelines.distilled_image",
+    "DistilledScalePipeline": "visual_spec.pipelines.distilled_scales",
     "DistilledTextImagePipeline": "visual_spec.pipelines.distilled_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",

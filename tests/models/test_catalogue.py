@@ -30,11 +30,12 @@ from visual_spec.models.masked.mage_vq import MageVQModel
 from visual_spec.models.masked.maskgct import AcousticNetwork, SemanticNetwork
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
-from visual_spec.models.next_scale import infinity, var
+from visual_spec.models.next_scale import infinity, var, var_student
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.scale_budget import cache_bytes
 from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token import llamagen_student
 from visual_spec.models.next_token.controlar import ControlARTransformer
@@ -177,6 +178,15 @@ def test_sizes_of_students(name):
     assert model.parameters == parameters(network)
     assert (model.tokens, model.prefix) == (network.grid.num_tokens, 1)
     assert (model.cached, model.calls) == (0, (catalogue.DISTILLED,))
+
+
+@pytest.mark.parametrize("name", var_student.STUDENTS)
+def test_sizes_of_students_of_var(name):
+    with torch.device("meta"):
+        network = VARStudent(**var_student.STUDENTS[name])
+    (model,) = (m for m in catalogue.MODELS if m.name.startswith(f"DD1 student VAR-{name} "))
+    assert model.parameters == parameters(network)
+    assert (model.tokens, model.calls) == (network.grid.num_tokens, (catalogue.DISTILLED,))
 
 
 @pytest.mark.parametrize("name", mar.PRESETS)

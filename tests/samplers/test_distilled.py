@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.next_scale import test_var_student
 from tests.models.next_token.test_llamagen_student import straight_line
 from tests.tiny import seeded, tiny_transformer
-from tests.tiny_students import LENGTH, SIDE, SIZE, VOCAB, student_weights, tiny_student
+from tests.tiny_scales import SIDES, FormulaTokenizer, tiny_var
+from tests.tiny_students import LENGTH, SIDE, SIZE, VOCAB, student_weights, tiny_student, tiny_var_student
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
 from visual_spec.samplers.distilled import DistilledSampler
+from visual_spec.samplers.scales import ScaleWiseSampler
 
 SLOTS, SPLIT, RESTART = SIDE * SIDE, SIZE["first_continuous"], SIZE["restart"]
 CODES = torch.randn(VOCAB, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
@@ -162,3 +165,87 @@ def test_what_is_not_finite_is_refused(part, names):
     broken.get_parameter(part).data.fill_(torch.nan)
     with pytest.raises(FloatingPointError, match=f"sample 0, {names}"):
         draw(model=broken)
+
+
+# -- with a teacher that draws a scale a call -------------------------------------------------------------------------
+
+VAR_STUDENT = tiny_var_student(restart=14)  # keeps three scales: slots 0, 1 to 4, and 5 to 13
+VAR_TEACHER: Any = tiny_var(seed=4)
+MAPS = FormulaTokenizer(SIDES, 12)
+STARTS = [0, 1, 5, 14, 30]
+
+
+def draw_scales(law: TokenLaw = PLAIN, model: Any = VAR_STUDENT, **settings: Any) -> Any:
+    parts: dict[str, Any] = {"teacher": VAR_TEACHER, "tokenizer": MAPS} if "teacher_from" in settings else {}
+    return DistilledSampler(**settings)(
+        model, torch.tensor([3, 1]), law=law, generator=seeded(3, 4), batch_size=2, codebook=MAPS.codebook, **parts
+    )  # fmt: skip
+
+
+def scales_by_hand(label: int, vectors: Tensor, known: int) -> Tensor:
+    """Tokens [L, D] after one call of the student of VAR."""
+    logits, drawn = test_var_student.straight_line(VAR_STUDENT, label, vectors, known)
+    split = max(known, 14)
+    return torch.cat([vectors[:known], MAPS.codebook[logits.argmax(-1)][known:split], drawn[split:]])
+
+
+def noise_of_scales() -> Tensor:
+    slots = torch.arange(30).expand(2, -1)
+    return CounterNoise(draw_keys(seeded(3, 4), 2), "cpu").normal(slots, 2, CHAIN, dtype=torch.float64)
+
+
+def ids_of(tokens: Tensor) -> Tensor:
+    return (tokens[:, :, None] == MAPS.codebook).all(-1).long().argmax(-1)
+
+
+def test_scales_in_one_call_and_two_are_those_of_the_layout():
+    noise, found = noise_of_scales()[1], draw_scales(steps=2)
+    first = scales_by_hand(1, noise, 0)
+    assert torch.allclose(draw_scales(steps=1).tokens[1], first, atol=1e-9)
+    second = scales_by_hand(1, torch.cat([first[:14], noise[14:]]), 14)
+    assert torch.allclose(found.tokens[1], second, atol=1e-9)
+    assert found.trace.target_calls.tolist() == [2, 2]
+
+
+def test_a_teacher_that_draws_all_kept_scales_draws_its_own_tokens():
+    found, law = draw_scales(WARM, steps=2, teacher_from=0), WARM
+    plain = ScaleWiseSampler()(
+        VAR_TEACHER, MAPS, torch.tensor([3, 1]), law=law, generator=seeded(3, 4), batch_size=2
+    )
+    assert torch.equal(found.tokens[:, :14], MAPS.codebook[plain.tokens[:, :14]])
+    assert found.trace.target_calls.tolist() == [4, 4]  # three scales, and a call of the student
+    assert found.trace.commit_call[0].tolist() == [0] + [1] * 4 + [2] * 9 + [3] * 16
+    known = torch.cat([found.tokens[0, :14], noise_of_scales()[0, 14:]])
+    assert torch.allclose(found.tokens[0], scales_by_hand(3, known, 14), atol=1e-9)
+
+
+@pytest.mark.parametrize("start", [1, 5])
+def test_a_teacher_goes_on_from_the_scales_of_the_first_call(start):
+    """Greedily and unguided, so that its tokens are the largest logits of one pass over all maps that are known."""
+    found, first = draw_scales(TokenLaw(temperature=0.0), steps=2, teacher_from=start), draw_scales(steps=1)
+    ids, calls = ids_of(found.tokens[:, :14]), {1: 4, 5: 3}[start]
+    assert torch.equal(MAPS.codebook[ids[:, :start]], first.tokens[:, :start])
+    canvas, maps = MAPS.begin(2, torch.device("cpu"), torch.float64), []
+    for scale in range(2):
+        canvas = MAPS.accumulate(canvas, scale, ids[:, STARTS[scale] : STARTS[scale + 1]])
+        maps.append(MAPS.next_map(canvas, scale + 1))
+    with torch.no_grad():
+        wanted = VAR_TEACHER.teacher_forced(maps, torch.tensor([3, 1])).argmax(-1)
+    assert torch.equal(ids[:, start:], wanted[:, start:14])
+    assert found.trace.target_calls.tolist() == [calls, calls]
+    known = torch.cat([found.tokens[0, :14], noise_of_scales()[0, 14:]])
+    assert torch.allclose(found.tokens[0], scales_by_hand(3, known, 14), atol=1e-9)
+
+
+def test_teachers_of_other_scales_and_slots_inside_one_are_refused():
+    with pytest.raises(ValueError, match="teacher_from=3; .* pass one of 0, 1, 5"):
+        draw_scales(steps=2, teacher_from=3)
+    with pytest.raises(ValueError, match="teacher_from=14; .* pass one of 0, 1, 5"):
+        draw_scales(steps=2, teacher_from=14)
+    request: dict[str, Any] = dict(law=PLAIN, batch_size=2, generator=seeded(3, 4), codebook=MAPS.codebook)
+    sampler, labels = DistilledSampler(steps=2, teacher_from=1), torch.tensor([3, 1])
+    with pytest.raises(ValueError, match="no tokenizer given; pass the one of the teacher"):
+        sampler(VAR_STUDENT, labels, teacher=VAR_TEACHER, **request)
+    for other in (tiny_var(scales=(1, 2, 4)), TEACHER):
+        with pytest.raises(ValueError, match=r"and the student \(1, 2, 3, 4\) out of 12"):
+            sampler(VAR_STUDENT, labels, teacher=other, tokenizer=MAPS, **request)

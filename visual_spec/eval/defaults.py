@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from visual_spec.samplers.core.law import TokenLaw
 
 # Pipelines with one way to decode, and no data of ours to judge it by.
-_NOT_MEASURED = ("ChunkVideoPipeline", "DistilledImagePipeline", "InfinityPipeline")
+_NOT_MEASURED = ("ChunkVideoPipeline", "DistilledImagePipeline", "DistilledScalePipeline", "InfinityPipeline")
 # Plain decoding with other seeds says how far apart two sets from one law are.
 _OTHER_SEEDS = "seed=1000000"
 _COOLER = 0.9  # and with less noise: its temperature as a share of the model's own

@@ -163,6 +163,21 @@ def _student(preset: str, parameters: int) -> KnownModel:
     )
 
 
+def _var_student(preset: str, parameters: int) -> KnownModel:
+    return KnownModel(
+        name=f"DD1 student VAR-{preset} class 256",
+        weights=f"var-{preset}.pth",
+        load="DistilledScalePipeline.from_official",
+        pixels=256,
+        tokens=680,
+        prefix=1,
+        parameters=parameters,
+        cached=0,  # a call reads the whole picture
+        verified="official layout",
+        calls=(DISTILLED,),
+    )
+
+
 def _infinity(name: str, weights: str, pixels: int, parameters: int, layers: int, dim: int) -> KnownModel:
     scales = {1024: (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64), 512: (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)}
     tokens = sum(side * side for side in scales[pixels])
@@ -230,6 +245,9 @@ MODELS = [
     ),
     _student("B", 98_321_672),
     _student("L", 326_155_272),
+    _var_student("d16", 328_165_664),
+    _var_student("d20", 635_399_088),
+    _var_student("d24", 1_092_478_560),
     _var(16, 256, 310_283_520),
     _var(20, 256, 600_917_136),
     _var(24, 256, 1_033_399_360),
@@ -305,6 +323,7 @@ PIPELINES = {
     "ClassImagePipeline": RASTER_TREE_ORDER,
     "LatentImagePipeline": (CONTINUOUS,),
     "DistilledImagePipeline": (DISTILLED,),
+    "DistilledScalePipeline": (DISTILLED,),
     "DistilledTextImagePipeline": (DISTILLED,),
     "AmusedImagePipeline": (MASKED,),
     "MageImagePipeline": (MASKED,),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
     from visual_spec.pipelines.class_image import ClassImagePipeline
     from visual_spec.pipelines.distilled_image import DistilledImagePipeline, DistilledTextImagePipeline
+    from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.pipelines.infinity import InfinityPipeline
     from visual_spec.pipelines.latent_image import LatentImagePipeline
@@ -45,6 +46,7 @@ __all__ = [
     "ChunkVideoPipeline",
     "ClassImagePipeline",
     "DistilledImagePipeline",
+    "DistilledScalePipeline",
     "DistilledTextImagePipeline",
     "ImagePipeline",
     "ImagePipelineOutput",

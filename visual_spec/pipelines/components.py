@@ -41,6 +41,7 @@ COMPONENTS = {  # beside the samplers, which their registry names
     "SemanticCodec": f"{_MODELS}.masked.maskgct_codec",
     "SemanticNetwork": f"{_MODELS}.masked.maskgct",
     "T5Features": f"{_MODELS}.text.t5_features",
+    "VARStudent": f"{_MODELS}.next_scale.var_student",
     "VARTransformer": f"{_MODELS}.next_scale.var",
     "VQModel": f"{_MODELS}.next_token.llamagen_vq",
 }
@@ -51,6 +52,7 @@ PIPELINES = {
     "ChunkVideoPipeline": "visual_spec.pipelines.chunk_video",
     "ClassImagePipeline": "visual_spec.pipelines.class_image",
     "DistilledImagePipeline": "visual_spec.pipelines.distilled_image",
+    "DistilledScalePipeline": "visual_spec.pipelines.distilled_scales",
     "DistilledTextImagePipeline": "visual_spec.pipelines.distilled_image",
     "ImagePipeline": "visual_spec.pipelines.image",
     "InfinityPipeline": "visual_spec.pipelines.infinity",

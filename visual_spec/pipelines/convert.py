@@ -24,13 +24,12 @@ from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_
 from visual_spec.models.next_token.controlar import is_controlar
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
-from visual_spec.models.next_token.llamagen_student import unpack_student
 from visual_spec.models.video.self_forcing_checkpoint import is_wan, load_self_forcing
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.convert_controlar import assemble_controlar
 from visual_spec.pipelines.convert_masked import assemble_masked, is_masked
-from visual_spec.pipelines.convert_students import assemble_students, is_student
+from visual_spec.pipelines.convert_students import assemble_students, is_student, read_student
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
@@ -56,9 +55,9 @@ def convert(
             smaller one that refines what it drafts (CoDe), and their tokenizer, or some of them; or a transformer of
             Infinity (of the 8B the folder of its shards), its tokenizer, or both; or a Halton-MaskGIT and LlamaGen's
             tokenizer; or a MAGE, which holds its tokenizer; or the files of MaskGCT, or those of one of its models;
-            or a MAR, a smaller one that drafts, and KL-16, or some; or a student of LlamaGen, LlamaGen's tokenizer,
-            and the LlamaGen that taught it, or some; or Self-Forcing's transformer alone; told apart by their keys.
-            Or the folder of a MusicGen of audiocraft, which needs its text encoder.
+            or a MAR, a smaller one that drafts, and KL-16, or some; or a student of LlamaGen or VAR, the tokenizer
+            of that family, and the model that taught it, or some; or Self-Forcing's transformer alone; told apart by
+            their keys. Or the folder of a MusicGen of audiocraft, which needs its text encoder.
         out: folder to write.
         text_encoder: folder or Hub id of flan-t5-xl, to be copied into a text-conditional pipeline. None leaves it out;
             it can be given at loading, or prompts as embeddings. Of MusicGen, the T5 that its settings name (t5-base).
@@ -133,7 +132,7 @@ def _read(path: Path) -> Path | Checkpoint:
         raise ValueError(
             f"{path} is of audiocraft; pass its folder, with {LANGUAGE_MODEL} (the language model) and {CODEC} in it."
         )
-    if (student := unpack_student(path, content)) is not None:
+    if (student := read_student(path, content)) is not None:
         return student
     if isinstance(content, Mapping) and is_mar(content.get("model_ema") or {}):
         return Checkpoint(

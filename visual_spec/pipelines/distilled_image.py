@@ -26,7 +26,7 @@ from visual_spec.pipelines.token_image import TokenImagePipeline
 from visual_spec.samplers.core.law import TokenLaw
 
 
-class _StudentPipeline(TokenImagePipeline):
+class StudentPipeline(TokenImagePipeline):
     """What pipelines around a student share, whatever it draws from. Registers a `teacher` beside."""
 
     teacher: Any
@@ -126,7 +126,7 @@ class _StudentPipeline(TokenImagePipeline):
         return self.image_processor.postprocess(pictures, output_type=output_type)
 
 
-class DistilledImagePipeline(_StudentPipeline, ClassImagePipeline):
+class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
     """Draws pictures of classes by a student of LlamaGen, in one call or two.
 
     Args:
@@ -211,7 +211,7 @@ class DistilledImagePipeline(_StudentPipeline, ClassImagePipeline):
         )
 
 
-class DistilledTextImagePipeline(_StudentPipeline, ImagePipeline):
+class DistilledTextImagePipeline(StudentPipeline, ImagePipeline):
     """Draws pictures from prompts by a student of LlamaGen, in one call or two.
 
     Args:

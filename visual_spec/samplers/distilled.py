@@ -2,7 +2,8 @@
 
 Distilled Decoding 1. The first call maps the noise of a picture to all its tokens. A second call keeps the tokens of
 the first slots, and draws the others anew from the same noise. In between, the teacher may draw the last of the kept
-slots again, one token a call, which costs calls and brings the picture nearer to the teacher's.
+slots again, one token a call, or one scale a call if it is a VAR. That costs calls and brings the picture nearer to the
+teacher's.
 
 A student has a law of its own, which is not that of its teacher. Nothing here measures how far apart they are.
 """
@@ -10,6 +11,7 @@ A student has a law of its own, which is not that of its teacher. Nothing here m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,12 +19,13 @@ from torch import Tensor
 
 from visual_spec.models.core.distilled import DistilledModel, DistilledState
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_batch_size, check_request
+from visual_spec.samplers.core.checks import check_allowed, check_batch_size, check_request
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw, non_finite
-from visual_spec.samplers.core.noise import CHAIN
+from visual_spec.samplers.core.noise import CHAIN, TOKEN
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
+from visual_spec.samplers.scales import law_at_scale
 
 
 @dataclass
@@ -33,11 +36,13 @@ class StudentCache:
         student: from the student's prefill.
         guided: whether the teacher runs unconditional rows too.
         teacher: its state, once it was called.
+        canvas: [B, D, h, w], what a teacher of scales reads: the maps so far.
     """
 
     student: DistilledState
     guided: bool
     teacher: Any = None
+    canvas: Any = None
 
     @property
     def device(self) -> torch.device:
@@ -75,11 +80,12 @@ class DistilledSampler(Sampler):
 
     Args:
         steps: calls of the student, 1 or 2. With 2 the second one keeps the slots below `model.restart`.
-        teacher_from: the slot from which the teacher draws again what the second call keeps, one token a call; 0: all
-            of it, and there is no first call. None: the teacher draws nothing. Needs two steps.
+        teacher_from: the slot from which the teacher draws again what the second call keeps, one token or scale a call;
+            0: all of it, and there is no first call. None: the teacher draws nothing. Needs two steps.
 
     A call takes the `codebook`, [V, D], the code of every token as the decoder sees it, and the `teacher`, a
-    `NextTokenModel` over the same tokens. The `law` is that of the teacher; a student without a teacher takes none but
+    `NextTokenModel` over the same tokens, or a `ScaleModel` and its `tokenizer`. The `law` is that of the teacher; its
+    guidance grows with the scales, as that of `ScaleWiseSampler` does. A student without a teacher takes none but
     `TokenLaw()`, for guidance is in its weights. It returns tokens float [B, L, D]. Noise belongs to a sample and a
     slot, so a picture depends on no batch; it is the same for one step and for two.
 
@@ -87,7 +93,7 @@ class DistilledSampler(Sampler):
         ValueError: a setting out of its range.
     """
 
-    takes = ("codebook", "teacher")
+    takes = ("codebook", "teacher", "tokenizer")
     promise = "lossy"
     counts_prefill = False
     records_steps = False
@@ -122,24 +128,35 @@ class DistilledSampler(Sampler):
                     "TokenLaw(), or let the teacher draw some slots (steps=2, teacher_from=slot)."
                 )
         else:
-            self._check_teacher(model, law, batch_size, parts.get("teacher"))
+            self._check_teacher(model, law, batch_size, parts)
 
-    def _check_teacher(self, model: DistilledModel, law: TokenLaw, batch_size: int, teacher: Any) -> None:
+    def _check_teacher(
+        self, model: DistilledModel, law: TokenLaw, batch_size: int, parts: dict[str, Any]
+    ) -> None:
         start, last = self.config.teacher_from, min(model.restart - 1, model.first_continuous)
+        teacher = parts.get("teacher")
         if teacher is None:
             raise ValueError(
                 f"teacher_from={start}, but no teacher given; pass the model that the student learned from."
             )
-        check_request(teacher, law, batch_size)
-        if (teacher.grid, teacher.vocab_size) != (model.grid, model.vocab_size):
+        own, other = (getattr(each, "scales", None) or each.grid for each in (model, teacher))
+        if (other, teacher.vocab_size) != (own, model.vocab_size):
             raise ValueError(
-                f"the teacher draws {teacher.grid} out of {teacher.vocab_size} tokens, and the student {model.grid} "
-                f"out of {model.vocab_size}; pass the model that the student learned from."
+                f"the teacher draws {other} out of {teacher.vocab_size} tokens, and the student {own} out of "
+                f"{model.vocab_size}; pass the model that the student learned from."
             )
-        if start > last:
+        if hasattr(model, "scales"):
+            check_allowed(law, model.vocab_size)
+            if parts.get("tokenizer") is None:
+                raise ValueError("no tokenizer given; pass the one of the teacher, which reads maps of it.")
+        else:
+            check_request(teacher, law, batch_size)
+        if start not in model.starts or start > last:
+            allowed = [slot for slot in model.starts if slot <= last]
+            whole = allowed == [*range(last + 1)]
             raise ValueError(
                 f"teacher_from={start}; the second call keeps slots 0 to {model.restart - 1}, and the teacher reads "
-                f"codes: pass 0 to {last}."
+                f"codes: pass {f'0 to {last}' if whole else 'one of ' + ', '.join(map(str, allowed))}."
             )
 
     def prefill(
@@ -151,7 +168,7 @@ class DistilledSampler(Sampler):
         """Who makes each call, and the first slot that it draws."""
         start, restart = self.config.teacher_from, model.restart
         first = [] if start == 0 else [("student", 0)]
-        by_teacher = [] if start is None else [("teacher", slot) for slot in range(start, restart)]
+        by_teacher = [] if start is None else [("teacher", s) for s in model.starts if start <= s < restart]
         return first + by_teacher + [("student", restart)] * (self.config.steps - 1)
 
     def num_calls(self, run: Run) -> int:
@@ -179,8 +196,10 @@ class DistilledSampler(Sampler):
         who, slot = calls[state.round]
         if who == "student":
             self._student(run, state, slot)
+        elif hasattr(run.model, "scales"):
+            self._teach_scale(run, state, slot)
         else:
-            self._teacher(run, state, slot)
+            self._teach_slot(run, state, slot)
         # The next call of the student draws all behind the slots that it keeps.
         behind = calls[state.round + 1 :]
         state.lengths.fill_(behind[0][1] if behind else run.num_tokens)
@@ -201,7 +220,7 @@ class DistilledSampler(Sampler):
         state.target_calls += 1
         state.commit_call[:, known:].fill_(state.round)
 
-    def _teacher(self, run: Run, state: StudentState, slot: int) -> None:
+    def _teach_slot(self, run: Run, state: StudentState, slot: int) -> None:
         """Draw one slot with the teacher, given the tokens before it."""
         teacher, cache = run.parts["teacher"], state.cache.teacher
         before = torch.arange(slot, device=run.device).expand(len(state.ids), -1)
@@ -223,6 +242,36 @@ class DistilledSampler(Sampler):
         state.ids[:, slot : slot + 1] = drawn
         state.tokens[:, slot : slot + 1] = run.parts["codebook"].to(state.tokens)[drawn]
         state.commit_call[:, slot].fill_(state.round)
+        run.lap("verify")
+
+    def _teach_scale(self, run: Run, state: StudentState, slot: int) -> None:
+        """Draw one scale with the teacher, given the scales before it, as `ScaleWiseSampler` draws it."""
+        teacher, tokenizer, cache = run.parts["teacher"], run.parts["tokenizer"], state.cache
+        starts = run.model.starts
+        scale, stop = starts.index(slot), starts.index(run.model.restart)
+        if cache.teacher is None:
+            cache.canvas = tokenizer.begin(run.batch_size, run.device, state.tokens.dtype)
+            maps = []
+            for number, (first, end) in enumerate(pairwise(starts[: scale + 1])):
+                cache.canvas = tokenizer.accumulate(cache.canvas, number, state.ids[:, first:end])
+                maps.append(tokenizer.next_map(cache.canvas, number + 1))
+            cache.teacher = teacher.prefill(
+                run.condition, batch_size=run.batch_size, guided=run.guided, maps=maps, stop=stop
+            )
+            logits = cache.teacher.logits
+        else:
+            logits = teacher(cache.teacher, tokenizer.next_map(cache.canvas, scale), scale)
+        state.target_calls += 1
+        run.lap("model")
+        end = starts[scale + 1]
+        slots = torch.arange(slot, end, device=run.device).expand(run.batch_size, -1)
+        law = run.law.law = law_at_scale(run.law_given, scale / (len(starts) - 1))
+        log_probs = run.law(logits if law.guided else logits[: len(slots)], slots, law.guided)
+        drawn = run.noise.categorical(log_probs, slots, TOKEN)  # [B, n * n]
+        cache.canvas = tokenizer.accumulate(cache.canvas, scale, drawn)
+        state.ids[:, slot:end] = drawn
+        state.tokens[:, slot:end] = run.parts["codebook"].to(state.tokens)[drawn]
+        state.commit_call[:, slot:end].fill_(state.round)
         run.lap("verify")
 
     def measure(self, run: Run, state: StudentState, tokens: Tensor) -> tuple[None, None]:

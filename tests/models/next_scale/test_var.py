@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -31,8 +32,6 @@ def silu(x: Tensor) -> Tensor:
 def straight_line(model: VARTransformer, label: int, maps: list[Tensor]) -> Tensor:
     """Logits [L, V] of one picture (maps [D, n, n]), with loops over heads, tokens and what they see. No cache."""
     w = model.state_dict()
-    dim, heads = model.config["dim"], model.config["num_heads"]
-    size = dim // heads
     # Tokens in order, and the scale of each.
     rows, levels = [], []
     for slot in range(model.scales[0] ** 2):
@@ -49,22 +48,42 @@ def straight_line(model: VARTransformer, label: int, maps: list[Tensor]) -> Tens
             for slot, (row, level) in enumerate(zip(rows, levels, strict=True))
         ]
     )
+    x = straight_layers(model, x, label, lambda i, j: levels[j] <= levels[i])
     condition = silu(w["class_emb.weight"][label])
+    dim = model.config["dim"]
+    scale, shift = (w["head_nm.ada_lin.1.weight"] @ condition + w["head_nm.ada_lin.1.bias"]).view(2, dim)
+    return normed(x, scale, shift) @ w["head.weight"].T + w["head.bias"]
 
-    def norm(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        centred = v - v.mean(-1, keepdim=True)
-        unit = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-        return unit * (1 + scale) + shift
 
+def normed(v: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    centred = v - v.mean(-1, keepdim=True)
+    unit = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    return unit * (1 + scale) + shift
+
+
+def straight_layers(
+    model: Any,
+    x: Tensor,
+    label: int,
+    sees: Callable[[int, int], bool],
+    between: Callable[[int], Tensor] = lambda layer: torch.tensor(0.0),
+) -> Tensor:
+    """All layers on inputs x [L, dim] of one picture: loops over heads and tokens. Place i sees j if `sees(i, j)`.
+
+    `between(layer)` is added between attention and feed-forward layer.
+    """
+    w = model.state_dict()
+    dim, heads = model.config["dim"], model.config["num_heads"]
+    size, condition = dim // heads, silu(w["class_emb.weight"][label])
     for layer in range(model.config["num_layers"]):
         p = f"blocks.{layer}."
-        if model.config["shared_adaln"]:
+        if model.config.get("shared_adaln"):
             six = w["shared_ada_lin.1.weight"] @ condition + w["shared_ada_lin.1.bias"]
             six = six.view(6, dim) + w[p + "ada_gss"][0, 0]
         else:
             six = (w[p + "ada_lin.1.weight"] @ condition + w[p + "ada_lin.1.bias"]).view(6, dim)
         gamma1, gamma2, scale1, scale2, shift1, shift2 = six
-        h = norm(x, scale1, shift1) @ w[p + "attn.mat_qkv.weight"].T
+        h = normed(x, scale1, shift1) @ w[p + "attn.mat_qkv.weight"].T
         q, k, v = (
             h[:, :dim] + w[p + "attn.q_bias"],
             h[:, dim : 2 * dim],
@@ -74,16 +93,16 @@ def straight_line(model: VARTransformer, label: int, maps: list[Tensor]) -> Tens
         for head in range(heads):
             part = slice(head * size, (head + 1) * size)
             sharpness = min(math.exp(w[p + "attn.scale_mul_1H11"][0, head, 0, 0]), 100.0)
-            for i, level in enumerate(levels):
-                seen = [j for j in range(len(levels)) if levels[j] <= level]
+            for i in range(len(x)):
+                seen = [j for j in range(len(x)) if sees(i, j)]
                 cosines = [(q[i, part] @ k[j, part]) / (q[i, part].norm() * k[j, part].norm()) for j in seen]
                 mixed[i, part] = (sharpness * torch.stack(cosines)).softmax(0) @ v[seen][:, part]
         x = x + (mixed @ w[p + "attn.proj.weight"].T + w[p + "attn.proj.bias"]) * gamma1
-        h = norm(x, scale2, shift2) @ w[p + "ffn.fc1.weight"].T + w[p + "ffn.fc1.bias"]
+        x = x + between(layer)
+        h = normed(x, scale2, shift2) @ w[p + "ffn.fc1.weight"].T + w[p + "ffn.fc1.bias"]
         h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
         x = x + (h @ w[p + "ffn.fc2.weight"].T + w[p + "ffn.fc2.bias"]) * gamma2
-    scale, shift = (w["head_nm.ada_lin.1.weight"] @ condition + w["head_nm.ada_lin.1.bias"]).view(2, dim)
-    return norm(x, scale, shift) @ w["head.weight"].T + w["head.bias"]
+    return x
 
 
 def decode(

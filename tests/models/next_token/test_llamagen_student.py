@@ -23,6 +23,7 @@ from tests.tiny_students import (
     student_weights,
     tiny_student,
     write_student,
+    write_var_student,
 )
 from visual_spec.models.next_token import llamagen_student
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -130,11 +131,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setitem(llamagen_student.STUDENTS, "tiny", SIZE)
     with pytest.raises(ValueError, match="is no student of LlamaGen: it lacks n_d_embed.weight"):
         load_llamagen_student(write_class_model(tmp_path))
-    torch.save(
-        {"trainer": {"ema_parameters": {"word_embed.weight": torch.zeros(2, 2)}}}, tmp_path / "var.pth"
-    )
-    with pytest.raises(ValueError, match="var.pth is a student of VAR, which this library does not read"):
-        load_llamagen_student(tmp_path / "var.pth")
+    with pytest.raises(ValueError, match="var-tiny.pth is no student of LlamaGen: it lacks tok_embeddings"):
+        load_llamagen_student(write_var_student(tmp_path))
     shapes = student_shapes()
     del shapes["final_layer_conti.scale_shift_table"]
     with pytest.raises(ValueError, match="1 missing: final_layer_conti.scale_shift_table"):

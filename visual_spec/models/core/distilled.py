@@ -68,6 +68,11 @@ class DistilledModel(Protocol):
         """The first slot that a second call draws anew, as trained."""
         ...
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first slot of every call of a teacher: all slots, or those that scales begin with."""
+        ...
+
     def prefill(self, condition: Any, *, batch_size: int) -> DistilledState:
         """Embed the condition.
 

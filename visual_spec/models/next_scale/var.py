@@ -160,7 +160,15 @@ class VARBlock(nn.Module):
             return self.ada_gss[0] + condition
         return self.ada_lin(condition).unflatten(-1, (6, -1))
 
-    def forward(self, x: Tensor, modulation: Tensor, attend: Attend, apply: Apply = whole) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        attend: Attend,
+        apply: Apply = whole,
+        between: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer on `x [R, W, dim]`; `between`, of this shape, is added after attention (VAR: None)."""
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(1)  # [R, dim] each
 
         def attention(x: Tensor, places: Tensor | None) -> Tensor:
@@ -171,6 +179,8 @@ class VARBlock(nn.Module):
             return self.ffn(modulated(x, scale2, shift2)) * gain2[:, None]
 
         x = x + apply(0, x, attention)
+        if between is not None:
+            x = x + between
         return x + apply(1, x, feed_forward)
 
 

@@ -129,6 +129,11 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
         if first_continuous < grid_size**2:
             self.final_layer_conti = ContinuousHead(dim, token_dim)
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """See `DistilledModel.starts`: a teacher draws a slot a call."""
+        return tuple(range(self.grid.num_tokens))
+
     @loads_weights
     @torch.no_grad()
     def prefill(self, condition: TextCondition | Tensor, *, batch_size: int) -> DistilledState:
@@ -227,14 +232,8 @@ def unpack_student(path: Path, content: Any) -> Checkpoint | None:
     """The averaged weights (`ema`) of a file of a student, else those under `model`; None: it is another file.
 
     Raises:
-        ValueError: as in `visual_spec.models.core.checkpoints.unpack_checkpoint`; or it is a student of VAR.
+        ValueError: as in `visual_spec.models.core.checkpoints.unpack_checkpoint`.
     """
-    trainer = content.get("trainer") if isinstance(content, Mapping) else None
-    if isinstance(trainer, Mapping) and "ema_parameters" in trainer:
-        raise ValueError(
-            f"{path} is a student of VAR, which this library does not read: docs/LOG.md names what is not known of its "
-            "layout. Students of LlamaGen are llamagen-B.pt and llamagen-L.pt."
-        )
     for name in ("ema", "model"):
         weights = content.get(name) if isinstance(content, Mapping) else None
         if isinstance(weights, Mapping) and is_llamagen_student(weights):

@@ -1,0 +1,150 @@
+"""VAR's students: the released layout, and its forward written out for one picture, place by place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.next_scale.test_var import normed, silu, straight_layers
+from tests.models.next_token.test_llamagen_checkpoint import on_meta
+from tests.tiny_scales import SIDES, tiny_var
+from tests.tiny_students import (
+    VAR_SIZE,
+    VAR_SLOTS,
+    tiny_var_student,
+    var_student_shapes,
+    var_student_weights,
+    write_var_student,
+)
+from visual_spec.models.core.checkpoints import Checkpoint
+from visual_spec.models.next_scale.var import SCALES
+from visual_spec.models.next_scale.var_student import STUDENTS, VARStudent, load_var_student
+
+VECTORS = torch.randn(3, VAR_SLOTS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+LABELS = torch.tensor([2, 0, 4])
+# The class stands in front, as a scale of its own.
+LEVELS = [0] + [scale for scale, side in enumerate(SIDES, 1) for _ in range(side * side)]
+
+
+def straight_line(model: Any, label: int, vectors: Tensor, known: int) -> tuple[Tensor, Tensor]:
+    """Logits [L, V] and vectors [L, D] of every slot of one picture, from tokens [L, D] of which `known` are drawn."""
+    w = model.state_dict()
+    start = w["class_emb.weight"][label]
+    rows = [start + w["pos_start"][0, 0]]
+    rows += [w["word_embed.weight"] @ vector + w["word_embed.bias"] for vector in vectors]
+    # The class and the tokens behind it that are known are told from noise.
+    told = torch.stack([w["n_d_embed.weight"][1 if place <= known else 0] for place in range(len(rows))])
+    x = torch.stack([row + w["lvl_embed.weight"][level] for row, level in zip(rows, LEVELS, strict=True)])
+    x = x + w["pos_1LC"][0] + told
+
+    def moved(layer: int) -> Tensor:
+        return told @ w[f"layerwise_n_d_embed.{layer}.weight"].T + w[f"layerwise_n_d_embed.{layer}.bias"]
+
+    x = straight_layers(model, x, label, lambda i, j: LEVELS[j] < LEVELS[i] or i == j, moved)
+    x = (x + moved(2))[1:]
+    condition = silu(start)
+    scale, shift = (w["head_nm.ada_lin.1.weight"] @ condition + w["head_nm.ada_lin.1.bias"]).view(2, 16)
+    logits = normed(x, scale, shift) @ w["head.weight"].T + w["head.bias"]
+    shift, scale = w["final_layer_conti.scale_shift_table"] + start
+    drawn = normed(x, scale, shift) @ w["final_layer_conti.linear.weight"].T
+    return logits, drawn + w["final_layer_conti.linear.bias"]
+
+
+@pytest.mark.parametrize("known", [0, 5])
+@pytest.mark.parametrize("split", [0, 5, 14, VAR_SLOTS])
+def test_a_call_computes_what_the_layout_says(known, split):
+    model = tiny_var_student(first_continuous=split)
+    answer = model(model.prefill(LABELS, batch_size=3), VECTORS, known)
+    behind = max(known, split)
+    assert answer.logits.shape == (3, behind - known, 12)
+    assert answer.vectors.shape == (3, VAR_SLOTS - behind, 2)
+    for row in (0, 2):
+        logits, vectors = straight_line(model, int(LABELS[row]), VECTORS[row], known)
+        assert torch.allclose(answer.logits[row], logits[known:behind], atol=1e-9)
+        assert torch.allclose(answer.vectors[row], vectors[behind:], atol=1e-9)
+
+
+def test_a_slot_depends_on_itself_and_on_earlier_scales_alone():
+    model = tiny_var_student(first_continuous=VAR_SLOTS)
+    classes, changed = model.prefill(LABELS, batch_size=3), VECTORS.clone()
+    changed[:, 2] += 1  # of scale 1, which is slots 1 to 4
+    moved = (model(classes, VECTORS, 0).logits != model(classes, changed, 0).logits).any(-1).any(0)
+    assert moved.tolist() == [slot == 2 or slot >= 5 for slot in range(VAR_SLOTS)]
+
+
+def test_the_averaged_weights_are_read_and_saved_again(tmp_path):
+    model = load_var_student(write_var_student(tmp_path), scales=SIDES, dtype=torch.float64, **VAR_SIZE)
+    want = tiny_var_student()
+    want.load_state_dict({key: value.double() for key, value in var_student_weights(torch.float32).items()})
+    answers = [each(each.prefill(LABELS, batch_size=3), VECTORS, 5) for each in (model, want)]
+    assert torch.equal(answers[0].logits, answers[1].logits)
+    model.save_pretrained(tmp_path / "folder")
+    again = VARStudent.from_pretrained(tmp_path / "folder", torch_dtype=torch.float64)
+    assert (again.first_continuous, again.restart, again.scales) == (14, 5, SIDES)
+    assert torch.equal(again(again.prefill(LABELS, batch_size=3), VECTORS, 5).vectors, answers[0].vectors)
+
+
+@pytest.mark.parametrize(("depth", "split"), [(16, 55), (20, 30), (24, 30)])
+def test_no_key_of_a_release_is_missing_or_left_over(depth, split):
+    size: dict[str, Any] = dict(vocab=4096, token_dim=32, classes=1000, sides=SCALES[256])
+    shapes = var_student_shapes(depth, 64 * depth, depth, **size)
+    shapes |= {"lvl_1L": (1, 681), "attn_bias_for_masking": (1, 1, 681, 681)}
+    shapes |= {f"blocks.{layer}.attn.zero_k_bias": (64 * depth,) for layer in range(depth)}
+    model = load_var_student(on_meta(shapes))
+    assert (model.grid.num_tokens, model.first_continuous, model.restart) == (680, split, split)
+    # 1 + 4 + 9 + 16 slots hold codes, and of the smallest student 25 more.
+    assert model.config["num_heads"] == depth and model.offsets[4 + (depth == 16)] == split
+
+
+def test_constants_of_a_file_must_be_those_that_are_computed(tmp_path):
+    weights = var_student_weights(torch.float32)
+    mask = torch.tensor([[0.0 if a > b or i == j else -torch.inf for j, b in enumerate(LEVELS)]
+                         for i, a in enumerate(LEVELS)])  # fmt: skip
+    constants = {"lvl_1L": torch.tensor(LEVELS)[None], "attn_bias_for_masking": mask[None, None]}
+    settings: dict[str, Any] = dict(scales=SIDES, **VAR_SIZE)
+    model = load_var_student(Checkpoint(tmp_path / "a.pth", weights | constants), **settings)
+    assert torch.equal(model.head.weight, weights["head.weight"])
+    constants["attn_bias_for_masking"] = torch.zeros(1, 1, 31, 31)
+    with pytest.raises(ValueError, match="attn_bias_for_masking is a constant, and has other values"):
+        load_var_student(Checkpoint(tmp_path / "a.pth", weights | constants), **settings)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"2 layers of 16, and the released students are d16 \(16 layers of 1024\)"
+    ):
+        load_var_student(write_var_student(tmp_path), scales=SIDES)
+    with pytest.raises(ValueError, match="has 30 slots, and scales .* have 680; pass `scales`"):
+        load_var_student(write_var_student(tmp_path), **VAR_SIZE)
+    torch.save(tiny_var().state_dict(), tmp_path / "var.pth")
+    with pytest.raises(ValueError, match="is no student of VAR: it lacks n_d_embed.weight"):
+        load_var_student(tmp_path / "var.pth", scales=SIDES, **VAR_SIZE)
+    shapes = var_student_shapes(16, 1024, 16, vocab=4096, token_dim=32, classes=1000, sides=SCALES[256])
+    del shapes["layerwise_n_d_embed.16.bias"]
+    with pytest.raises(ValueError, match="1 missing: layerwise_n_d_embed.16.bias"):
+        load_var_student(on_meta(shapes))
+    with pytest.raises(ValueError, match="first_continuous=14 and restart=6 given; .* 0, 1, 5, 14, 30"):
+        tiny_var_student(restart=6)
+    with pytest.raises(ValueError, match="pass sides of at least 1, coarse to fine"):
+        tiny_var_student(scales=(2, 1))
+    with pytest.raises(ValueError, match="dim=16 and num_heads=3 given; dim must be a multiple"):
+        tiny_var_student(num_heads=3)
+    model = tiny_var_student()
+    classes = model.prefill(LABELS, batch_size=3)
+    with pytest.raises(ValueError, match=r"shape \(3, 29, 2\) given; this model takes \[B, 30, 2\]"):
+        model(classes, VECTORS[:, :29], 0)
+    with pytest.raises(ValueError, match="known=14 given; this student was trained to draw all slots"):
+        model(classes, VECTORS, 14)
+    with pytest.raises(ValueError, match=r"labels \[2, 0, 5\] given; allowed are 3 labels of 0 to 4"):
+        model.prefill(torch.tensor([2, 0, 5]), batch_size=3)
+    with pytest.raises(TypeError, match="this model takes class labels"):
+        model.prefill(torch.zeros(3), batch_size=3)
+
+
+def test_released_sizes_are_those_of_their_teachers():
+    assert {name: (size["num_layers"], size["dim"]) for name, size in STUDENTS.items()} == {
+        "d16": (16, 1024), "d20": (20, 1280), "d24": (24, 1536),
+    }  # fmt: skip

@@ -1,0 +1,276 @@
+"""VAR's students of Distilled Decoding 1: all scales in one call or two (Liu et al. 2024, arXiv 2412.17153).
+
+VAR's layers, but a position reads the very token that it answers for, or its noise: the class stands in front as a
+scale of its own, and 680 positions stand for the slots of ten scales. A position sees all scales before its own, and
+of its own scale itself alone. A learned vector tells tokens from noise. It is added to the input, and by a projection
+of each layer between attention and feed-forward layer, and before the heads. Parameter names are the official keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
+
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_content, unpack_checkpoint
+from visual_spec.models.core.distilled import ContinuousHead, DistilledAnswer, DistilledState, check_call
+from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.next_scale.scale_budget import offsets_of
+from visual_spec.models.next_scale.var import PRESETS, SCALES, HeadNorm, VARBlock, modulated
+
+# The released sizes. Both numbers are slots: the first scales of 1 to 5, or of 1 to 4, tokens a side.
+STUDENTS: dict[str, dict[str, Any]] = {
+    "d16": {**PRESETS["d16"], "first_continuous": 55, "restart": 55},
+    "d20": {**PRESETS["d20"], "first_continuous": 30, "restart": 30},
+    "d24": {**PRESETS["d24"], "first_continuous": 30, "restart": 30},
+}
+
+
+class VARStudent(SavedModel, ModelMixin, ConfigMixin):
+    """A `DistilledModel` over the token maps of a multi-scale tokenizer, conditioned on a class.
+
+    Slots count through all scales, coarse to fine; the grid is one row of them.
+
+    Args:
+        vocab_size, token_dim: number and length of the codes.
+        dim, num_layers, num_heads: width, depth and attention heads.
+        num_classes: number of classes. The table has one row more, which is never read: guidance is in the weights.
+        scales: tokens per side of each map, coarse to fine.
+        first_continuous: slots below it hold codes. Both heads answer for every slot, so this is a choice: the release
+            draws up to 424 slots as codes where the teacher draws the first scales.
+        restart: the first slot that a second call draws anew.
+
+    Raises:
+        ValueError: the scales are not ordered coarse to fine, the width is not a multiple of the heads, or one of the
+            two slots is not the first one of a scale, or not within the maps.
+    """
+
+    _repeated_blocks = ["VARBlock"]
+    _no_split_modules = ["VARBlock"]
+
+    @register_to_config
+    def __init__(
+        self,
+        vocab_size: int = 4096,
+        token_dim: int = 32,
+        dim: int = 1024,
+        num_layers: int = 16,
+        num_heads: int = 16,
+        num_classes: int = 1000,
+        scales: Sequence[int] = SCALES[256],
+        first_continuous: int = 55,
+        restart: int = 55,
+    ):
+        super().__init__()
+        self.scales = tuple(scales)
+        if not self.scales or self.scales[0] < 1 or any(a > b for a, b in pairwise(self.scales)):
+            raise ValueError(
+                f"scales={self.scales} given; pass sides of at least 1, coarse to fine, such as {SCALES[256]}"
+            )
+        if dim % num_heads:
+            raise ValueError(
+                f"dim={dim} and num_heads={num_heads} given; dim must be a multiple of num_heads"
+            )
+        self.offsets = offsets_of(self.scales)
+        if first_continuous not in self.offsets or restart not in self.offsets[1:-1]:
+            raise ValueError(
+                f"first_continuous={first_continuous} and restart={restart} given; pass the first slot of a scale, one "
+                f"of {', '.join(map(str, self.offsets))}, and restart above 0 and below the last"
+            )
+        self.grid = TokenGrid(1, self.offsets[-1])
+        self.vocab_size, self.token_dim = vocab_size, token_dim
+        self.first_continuous, self.restart = first_continuous, restart
+        self.word_embed = nn.Linear(token_dim, dim)
+        self.class_emb = nn.Embedding(num_classes + 1, dim)
+        self.pos_start = nn.Parameter(torch.zeros(1, 1, dim))
+        self.pos_1LC = nn.Parameter(torch.zeros(1, 1 + self.offsets[-1], dim))  # the class, then the slots
+        self.lvl_embed = nn.Embedding(1 + len(self.scales), dim)
+        self.n_d_embed = nn.Embedding(2, dim)  # of noise, of tokens
+        self.layerwise_n_d_embed = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_layers + 1))
+        self.blocks = nn.ModuleList(VARBlock(dim, num_heads, shared_adaln=False) for _ in range(num_layers))
+        self.head_nm = HeadNorm(dim)
+        self.head = nn.Linear(dim, vocab_size)
+        self.final_layer_conti = ContinuousHead(dim, token_dim)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """See `DistilledModel.starts`: a teacher draws a scale a call."""
+        return tuple(self.offsets[:-1])
+
+    def check_condition(self, condition: Any, batch_size: int) -> None:
+        """Refuse a condition that does not fit this model.
+
+        Raises:
+            TypeError: the condition is not class labels.
+            ValueError: the number of labels is not the batch size, or a label is out of range.
+        """
+        if not isinstance(condition, Tensor) or condition.is_floating_point():
+            raise TypeError(
+                f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]"
+            )
+        classes = self.config["num_classes"]
+        if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
+            raise ValueError(
+                f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
+            )
+
+    @loads_weights
+    @torch.no_grad()
+    def prefill(self, condition: Tensor, *, batch_size: int) -> DistilledState:
+        """Embed class labels `[B]`, and compute AdaLN's output `[B, layers, 6, dim]`. See `DistilledModel.prefill`.
+
+        Raises:
+            TypeError, ValueError: as in `check_condition`.
+        """
+        self.check_condition(condition, batch_size)
+        classes = self.class_emb(condition.to(self.device))
+        modulations = [block.modulation(classes) for block in self.blocks if isinstance(block, VARBlock)]
+        seen = torch.ones(batch_size, 1, dtype=torch.bool, device=self.device)
+        return DistilledState(classes[:, None], seen, torch.stack(modulations, 1))
+
+    @loads_weights
+    @torch.no_grad()
+    def forward(self, state: DistilledState, vectors: Tensor, known: int) -> DistilledAnswer:
+        """Draw the slots from `known` on; see `DistilledModel.__call__`.
+
+        Raises:
+            ValueError: tokens of another picture, or a call that the student was not trained for.
+        """
+        check_call(self, vectors, known)
+        classes = state.prefix[:, 0]
+        words = self.word_embed(vectors.to(classes.dtype))
+        places = torch.arange(1 + self.offsets[-1], device=self.device)
+        levels = torch.stack([places > start for start in self.starts]).sum(0)  # 0: the class; k: scale k - 1
+        hidden = torch.cat([classes[:, None] + self.pos_start, words], 1)  # [B, 1 + L, dim]
+        told = self.n_d_embed((places <= known).long())[None]  # [1, 1 + L, dim]
+        hidden = hidden + self.lvl_embed(levels) + self.pos_1LC + told
+        mask = (levels[:, None] > levels) | (places[:, None] == places)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
+
+        for index, (block, layer_told) in enumerate(zip(self.blocks, self.layerwise_n_d_embed, strict=False)):
+            hidden = block(hidden, state.table[:, index], attend, between=layer_told(told))
+        hidden = (hidden + self.layerwise_n_d_embed[-1](told))[:, 1:]  # position i is that of slot i
+        split = max(known, self.first_continuous)
+        logits = self.head(modulated(hidden[:, known:split], *self.head_nm.modulation(classes).unbind(1)))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return DistilledAnswer(logits, self.final_layer_conti(hidden[:, split:], classes))
+
+
+# -- official checkpoints --------------------------------------------------------------------------------------------
+
+
+def is_var_student(weights: Mapping[str, Any]) -> bool:
+    """Whether these keys are of a student of VAR."""
+    return {"n_d_embed.weight", "layerwise_n_d_embed.0.weight", "pos_1LC"} <= weights.keys()
+
+
+def unpack_var_student(path: Path, content: Any) -> Checkpoint | None:
+    """The averaged weights of a file of a student, else the last ones; None: it is another file.
+
+    Raises:
+        ValueError: as in `visual_spec.models.core.checkpoints.unpack_checkpoint`.
+    """
+    trainer = content.get("trainer") if isinstance(content, Mapping) else None
+    for name in ("ema_parameters", "var_wo_ddp"):
+        weights = trainer.get(name) if isinstance(trainer, Mapping) else None
+        if isinstance(weights, Mapping) and is_var_student(weights):
+            return unpack_checkpoint(path, {"model": weights})
+    return None
+
+
+def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **config: Any) -> VARStudent:
+    """Return the student of an official file, `var-d16.pth`, `var-d20.pth` or `var-d24.pth`.
+
+    Constants that the files may carry (levels, attention mask, zero bias of keys) are checked and dropped.
+
+    Args:
+        source: the file, or what `unpack_var_student` made of it.
+        dtype: of the weights; None keeps that of the file.
+        config: constructor arguments that the weights do not tell: `first_continuous` and `restart` of a size that is
+            none of `STUDENTS`, or other ones than published; `scales` other than the official ones.
+
+    Raises:
+        ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_content`; or the weights are of no student;
+            or keys are missing, unexpected or mis-shaped, which the message lists; or the size is unknown.
+    """
+    if isinstance(source, Checkpoint):
+        found: Checkpoint | None = source
+    else:
+        path = Path(source)
+        content = read_content(path, '{"trainer": {"ema_parameters": c["trainer"]["ema_parameters"]}}')
+        found = unpack_var_student(path, content) or unpack_checkpoint(path, content)
+    assert found is not None
+    settings = _read_config(found.weights, str(found.path), config)
+    with torch.device("meta"):
+        model = VARStudent(**settings)
+    name, what = str(found.path), f"a student of VAR of {settings}"
+    return fill(model, found.weights, name, what=what, constants=_constants(model), dtype=dtype)
+
+
+def _constants(model: VARStudent) -> dict[str, Tensor]:
+    """Return the buffers of the official class that ours does not have."""
+    sizes = torch.tensor([1, *(side * side for side in model.scales)])
+    levels = torch.arange(len(sizes)).repeat_interleave(sizes)  # [1 + L]
+    mask = torch.zeros(len(levels), len(levels)).masked_fill(levels[:, None] <= levels, -torch.inf)
+    mask.fill_diagonal_(0)
+    biases = {
+        f"blocks.{index}.attn.zero_k_bias": torch.zeros(model.config["dim"])
+        for index in range(len(model.blocks))
+    }
+    return {"lvl_1L": levels[None], "attn_bias_for_masking": mask[None, None], **biases}
+
+
+def _read_config(weights: Mapping[str, Tensor], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    needed = {
+        "word_embed.weight": 2,
+        "class_emb.weight": 2,
+        "pos_1LC": 3,
+        "head.weight": 2,
+        "n_d_embed.weight": 2,
+        "blocks.0.attn.scale_mul_1H11": 4,
+    }
+    absent = [key for key, rank in needed.items() if key not in weights or weights[key].ndim != rank]
+    if absent:
+        raise ValueError(
+            f"{name} is no student of VAR: it lacks {', '.join(absent)}, or has them in other shapes; pass "
+            "var-d16.pth, var-d20.pth or var-d24.pth of Distilled Decoding."
+        )
+    dim, token_dim = weights["word_embed.weight"].shape
+    layers = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
+    sizes = {(size["num_layers"], size["dim"]): size for size in STUDENTS.values()}
+    preset = sizes.get((layers, dim), {})
+    unknown = [key for key in ("first_continuous", "restart") if key not in preset and key not in given]
+    if unknown:
+        known = ", ".join(f"{key} ({s['num_layers']} layers of {s['dim']})" for key, s in STUDENTS.items())
+        raise ValueError(
+            f"{name} has {layers} layers of {dim}, and the released students are {known}; pass "
+            f"{' and '.join(unknown)} for another one, which cannot be read off the weights."
+        )
+    length, scales = weights["pos_1LC"].shape[1] - 1, tuple(given.get("scales", SCALES[256]))
+    if sum(side * side for side in scales) != length:
+        raise ValueError(
+            f"{name} has {length} slots, and scales {scales} have {sum(side * side for side in scales)}; pass `scales`."
+        )
+    return {
+        "vocab_size": weights["head.weight"].shape[0],
+        "token_dim": token_dim,
+        "dim": dim,
+        "num_layers": layers,
+        "num_heads": weights["blocks.0.attn.scale_mul_1H11"].shape[1],
+        "num_classes": weights["class_emb.weight"].shape[0] - 1,
+        "scales": scales,
+        "first_continuous": preset.get("first_continuous"),
+        "restart": preset.get("restart"),
+        **given,
+    }

@@ -1,0 +1,150 @@
+"""Pictures by students of VAR: class and noise -> the tokens of all scales in one call or two -> picture."""
+
+import os
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+from visual_spec.models.core.checkpoints import Source
+from visual_spec.models.core.offload import at_hand
+from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
+from visual_spec.models.next_scale.var_student import VARStudent, load_var_student
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
+from visual_spec.pipelines.base import VisualPipeline
+from visual_spec.pipelines.class_image import ClassImagePipeline
+from visual_spec.pipelines.distilled_image import StudentPipeline
+from visual_spec.pipelines.labels import ClassNames
+from visual_spec.pipelines.sampler_text import make_sampler
+
+
+class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
+    """Draws pictures of classes by a student of VAR, in one call or two.
+
+    Args:
+        transformer: the student.
+        vq_model: turns token maps into pictures; the student draws its codes, and vectors between them.
+        sampler: a `DistilledSampler`.
+        id2label: as for `ClassImagePipeline`.
+        default_guidance_scale, default_top_k: of the scales that the teacher draws. Guidance grows to this scale at the
+            last scale; the published figures also have `top_p=0.95`.
+        teacher: the VAR that the student learned from, for a sampler with `teacher_from`, the first slot of a scale.
+
+    A call takes what `ClassImagePipeline` takes. Without a teacher there is no law to change: guidance, temperature,
+    top-k and top-p are refused. With `output_type="latent"` its pictures are the canvas, [B, D, h, w].
+
+    Raises:
+        TypeError: a component that could not be saved.
+        ValueError: a tokenizer or a teacher of other tokens, or a number of names other than that of classes.
+
+    Example:
+        >>> pipe = DistilledScalePipeline.from_official("var-d16.pth", "vae_ch160v4096z32.pth")
+        >>> pipe([207, 360], generator=torch.Generator().manual_seed(0)).images[0].save("retriever.png")
+    """
+
+    model_cpu_offload_seq = "teacher->transformer"
+    _exclude_from_cpu_offload = ["vq_model"]  # a teacher reads its maps
+    _optional_components = ["teacher"]
+
+    def __init__(
+        self,
+        transformer: VARStudent,
+        vq_model: MultiscaleVQModel,
+        sampler: SchedulerMixin,
+        id2label: list[str] | None = None,
+        default_guidance_scale: float = 3.0,
+        default_top_k: int = 900,
+        teacher: VARTransformer | None = None,
+    ):
+        VisualPipeline.__init__(self)
+        self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
+        self.register_to_config(id2label=None if id2label is None else list(id2label))
+        self._finish_init(default_guidance_scale, default_top_k)
+        self._names = ClassNames(self.num_classes, id2label)
+
+    @classmethod
+    def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        transformer: Source,
+        vq_model: str | os.PathLike,
+        *,
+        teacher: Source | None = None,
+        dtype: torch.dtype | None = None,
+        sampler: SchedulerMixin | None = None,
+        id2label: list[str] | None = None,
+        **config: Any,
+    ) -> Self:
+        """A pipeline around the files of Distilled Decoding and of VAR.
+
+        Args:
+            transformer: `var-d16.pth`, `var-d20.pth` or `var-d24.pth` of Distilled Decoding.
+            vq_model: VAR's `vae_ch160v4096z32.pth`.
+            teacher: VAR's file of the same depth, such as `var_d16.pth`, for scales that it draws again.
+            dtype: of all weights; None keeps that of each file.
+            sampler: default `DistilledSampler(steps=2)`.
+            id2label: see the class.
+            config: as for `load_var_student`. The published figures with a teacher have first_continuous=55, 255 and
+                424 where it draws from slot 30, from slot 14, and all (`teacher_from`).
+
+        Raises:
+            ValueError, OSError: a file that is none of these; says what it is.
+        """
+        model = load_var_student(transformer, dtype=dtype, **config)
+        drawing = None if teacher is None else load_var_checkpoint(teacher, scales=model.scales, dtype=dtype)
+        tokenizer = load_var_vq_checkpoint(vq_model, dtype=dtype, scales=model.scales)
+        return cls(model, tokenizer, sampler or make_sampler("distilled", steps=2), id2label, teacher=drawing)
+
+    def _check_fit(self) -> None:
+        model, tokenizer = self.transformer, self.vq_model
+        own = (model.scales, model.vocab_size, model.token_dim)
+        for name, other, length in (
+            ("tokenizer has", tokenizer, tokenizer.code_dim),
+            ("teacher draws", self.teacher, getattr(self.teacher, "code_dim", None)),
+        ):
+            if other is None:
+                continue
+            codes = tokenizer.codebook_size if other is tokenizer else other.vocab_size
+            given = (tuple(other.scales), codes, length)
+            if given != own:
+                raise ValueError(
+                    f"the {name} scales {given[0]} of {given[1]} codes with {given[2]} numbers, and the student draws "
+                    f"{own[0]} of {own[1]} with {own[2]}; load all from the same release."
+                )
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the pictures in pixels."""
+        return (self.vq_model.image_size, self.vq_model.image_size)
+
+    def sampler_parts(self) -> dict[str, Any]:
+        """What the sampler asks for beside the model: the codebook; with a teacher this and the tokenizer."""
+        with at_hand(self.vq_model):
+            parts: dict[str, Any] = {"codebook": self.vq_model.codebook.detach().clone()}
+        return (
+            parts if self.teacher is None else parts | {"teacher": self.teacher, "tokenizer": self.vq_model}
+        )
+
+    @torch.no_grad()
+    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of tokens [B, L, D], or of ids [B, L], in the form `output_type` asks for."""
+        tokenizer = self.vq_model
+        if not tokens.is_floating_point():
+            with at_hand(tokenizer):
+                tokens = tokenizer.codebook[tokens]
+        canvas = tokenizer.begin(len(tokens), tokens.device, torch.promote_types(tokens.dtype, torch.float32))
+        for scale, (first, end) in enumerate(pairwise(self.transformer.offsets)):
+            side = tokenizer.scales[scale]
+            canvas = tokenizer.accumulate_codes(
+                canvas, scale, tokens[:, first:end].mT.unflatten(2, (side, side)).to(tokenizer.dtype)
+            )
+        return self.decode_canvas(canvas, output_type)
+
+    @torch.no_grad()
+    def decode_canvas(self, canvas: torch.Tensor, output_type: str = "pil") -> Any:
+        """Pictures of a canvas [B, D, h, w] in the form `output_type` asks for."""
+        if output_type == "latent":
+            return canvas
+        with at_hand(self.vq_model):
+            pictures = self.vq_model.decode_canvas(canvas)
+        return self.image_processor.postprocess(pictures, output_type=output_type)
