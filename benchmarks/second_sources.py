@@ -2,6 +2,7 @@
 
 python benchmarks/second_sources.py --prompts 200 --out benchmarks/results/shapes-second-sources.json
 python benchmarks/second_sources.py --prompts 200 --pictures shapes_nar --out benchmarks/results/shapes-pictured.json
+python benchmarks/second_sources.py --prompts 2000 --pictures shapes_nar --batch-size 8 --only "pictured, window 64" ...
 
 Every batch of prompts is drawn by all samplers in turn; a picture's calls do not depend on the batch. What was counted
 so far is written after each batch, so the run may be stopped at any time. Only calls are counted: no times.
