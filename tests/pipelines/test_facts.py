@@ -8,13 +8,14 @@ import torch
 from tests.tiny import tiny_pipeline, tiny_vq_model
 from tests.tiny_audio import tiny_audio_pipeline
 from tests.tiny_infinity import tiny_bits, tiny_infinity
-from tests.tiny_scales import tiny_scale_pipeline
-from tests.tiny_students import tiny_student
+from tests.tiny_scales import tiny_scale_pipeline, tiny_var, tiny_var_vq
+from tests.tiny_students import tiny_student, tiny_var_student
 from visual_spec.models.catalogue import PIPELINES
 from visual_spec.models.core.calls import FRAMES, OWN_ORDER
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline
+from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
 from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, describe, embedded_models
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.infinity import InfinityPipeline
@@ -40,6 +41,13 @@ def infinity_pipeline() -> Any:
 
 def tiny_students() -> Any:
     return DistilledImagePipeline(tiny_student(torch.float32), tiny_vq_model(), make_sampler("distilled"))
+
+
+def tiny_students_of_scales() -> Any:
+    sampler = make_sampler("distilled", steps=2, teacher_from=1)
+    return DistilledScalePipeline(
+        tiny_var_student(torch.float32), tiny_var_vq(), sampler, teacher=tiny_var(0, torch.float32)
+    )
 
 
 EXPECTED = {
@@ -87,6 +95,19 @@ EXPECTED = {
             plain_sampler="distilled",
             fast_sampler="distilled",
             default_settings={"guidance_scale": 1.0, "top_k": 0, "top_p": 1.0},
+            comparable=False,
+            stored_as="canvas",
+        ),
+    ),
+    "students of scales": (
+        tiny_students_of_scales,
+        PipelineFacts(
+            medium="image",
+            unit="tokens",
+            calls=("distilled",),
+            plain_sampler="distilled",
+            fast_sampler="distilled",
+            default_settings={"guidance_scale": 3.0, "top_k": 900, "top_p": 1.0},
             comparable=False,
             stored_as="canvas",
         ),

@@ -16,7 +16,7 @@ from tests.samplers.without_numbers import NoHost, stand_in, without_numbers
 from tests.tiny import tiny_frame_transformer, tiny_transformer
 from tests.tiny_audio import tiny_decoder
 from tests.tiny_scales import tiny_var, tiny_var_vq
-from tests.tiny_students import tiny_student
+from tests.tiny_students import tiny_student, tiny_var_student
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.continuous import blocks as continuous_blocks
@@ -26,6 +26,8 @@ from visual_spec.models.core.calls import ANY_ORDER, COLUMNS, CONTINUOUS, DISTIL
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_student import VARStudent
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.samplers import mulo
@@ -36,6 +38,7 @@ from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.distilled import DistilledSampler
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
@@ -229,6 +232,20 @@ def watch_students(monkeypatch: Any, sampler: Any) -> None:
         labels, codes = without_numbers(torch.tensor([0, 1, 2])), without_numbers(torch.zeros(12, 4))
         parts = dict(codebook=codes, teacher=without_numbers(teacher))
         watch(monkeypatch, sampler, without_numbers(student), labels, LAW, **parts)
+
+
+def test_a_student_whose_teacher_draws_scales(monkeypatch):
+    for kind in (VARStudent, VARTransformer):
+        monkeypatch.setattr(kind, "check_condition", lambda *_: None)
+    stand_in(monkeypatch)
+    model = tiny_var_student(torch.float32, restart=14)  # four calls: three scales, and the student
+    teacher, tokenizer = tiny_var(0, torch.float32), tiny_var_vq()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        labels = without_numbers(torch.tensor([0, 1, 2]))
+        tokenizer = without_numbers(tokenizer)
+        parts = dict(codebook=tokenizer.codebook, teacher=without_numbers(teacher), tokenizer=tokenizer)
+        sampler = DistilledSampler(steps=2, teacher_from=0)
+        watch(monkeypatch, sampler, without_numbers(model), labels, LAW, **parts)
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTERED if name not in WAITING])
