@@ -12,21 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import seeded, tiny_masked_pipeline, tiny_pipeline
+from tests.tiny import seeded, tiny_masked_pipeline, tiny_pipeline, tiny_readers
 from visual_spec import cli
 from visual_spec.eval.defaults import settings_beside, settings_of_model
 from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.settings import parse_setting
 from visual_spec.models import catalogue
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
-from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.embedded import describe
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
-from visual_spec.training.ar import shapes_vocabulary
 from visual_spec.training.causal_layer import new_layer
 from visual_spec.training.loop import round_matrices
 from visual_spec.training.masked_image import new_model
@@ -42,17 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the script writes of a random model, beside the folder whose parts it shares."""
     home: Path = tmp_path_factory.mktemp("weights")
     torch.manual_seed(0)
-    encoder = CaptionEncoder(shapes_vocabulary(), dim=8, num_layers=0, max_words=20)
-    vq_model = VQModel(
-        base_channels=4,
-        channel_multipliers=(1, 1, 1, 1),
-        blocks_per_level=1,
-        latent_channels=4,
-        codebook_size=16,
-        codebook_dim=4,
-        norm_groups=None,
-        image_size=32,
-    )
+    encoder, vq_model = tiny_readers()
     encoder.save_pretrained(home / "shapes" / "text_encoder")
     vq_model.save_pretrained(home / "shapes" / "vq_model")
     model: MaskedImageTransformer = new_model(vq_model, encoder, dim=16, num_layers=2, num_heads=2)
