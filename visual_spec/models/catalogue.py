@@ -148,28 +148,13 @@ def _mar(size: str, parameters: int) -> KnownModel:
     )
 
 
-def _student(preset: str, parameters: int) -> KnownModel:
+def _student(name: str, weights: str, parameters: int, *, of_var: bool = False) -> KnownModel:
     return KnownModel(
-        name=f"DD1 student {preset} class 256",
-        weights=f"llamagen-{preset}.pt",
-        load="DistilledImagePipeline.from_official",
+        name=f"DD1 student {name} class 256",
+        weights=weights,
+        load="DistilledScalePipeline.from_official" if of_var else "DistilledImagePipeline.from_official",
         pixels=256,
-        tokens=256,
-        prefix=1,
-        parameters=parameters,
-        cached=0,  # a call reads the whole picture
-        verified="official layout",
-        calls=(DISTILLED,),
-    )
-
-
-def _var_student(preset: str, parameters: int) -> KnownModel:
-    return KnownModel(
-        name=f"DD1 student VAR-{preset} class 256",
-        weights=f"var-{preset}.pth",
-        load="DistilledScalePipeline.from_official",
-        pixels=256,
-        tokens=680,
+        tokens=680 if of_var else 256,
         prefix=1,
         parameters=parameters,
         cached=0,  # a call reads the whole picture
@@ -243,11 +228,11 @@ MODELS = [
         "ControlAR text 512", "edge_base.safetensors, depth_base.safetensors", _TEXT,
         512, 1024, 120, 881_543_680, 2 * 36 * 1280, "official layout",
     ),
-    _student("B", 98_321_672),
-    _student("L", 326_155_272),
-    _var_student("d16", 328_165_664),
-    _var_student("d20", 635_399_088),
-    _var_student("d24", 1_092_478_560),
+    _student("B", "llamagen-B.pt", 98_321_672),
+    _student("L", "llamagen-L.pt", 326_155_272),
+    _student("VAR-d16", "var-d16.pth", 328_165_664, of_var=True),
+    _student("VAR-d20", "var-d20.pth", 635_399_088, of_var=True),
+    _student("VAR-d24", "var-d24.pth", 1_092_478_560, of_var=True),
     _var(16, 256, 310_283_520),
     _var(20, 256, 600_917_136),
     _var(24, 256, 1_033_399_360),
