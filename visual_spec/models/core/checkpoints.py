@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -177,6 +177,25 @@ def _load_torch(path: Path, mapped: bool, keep: str, known: list[Any]) -> Any:
             f"{path} is truncated or damaged, or no PyTorch checkpoint ({shown}); compare its size with that of the "
             "original, and copy or download it again."
         ) from error
+
+
+def read_by(
+    source: Source, unpack: Callable[[Path, Any], Checkpoint | None], keep: str = '{"model": c["model"]}'
+) -> Checkpoint:
+    """Return what `unpack` finds in a file, else what `unpack_checkpoint` does; a checkpoint as it is.
+
+    Args:
+        unpack: given path and content, the weights of its kind of file, or None.
+        keep: as for `read_content`.
+
+    Raises:
+        ValueError, OSError: as in `read_content` and `unpack_checkpoint`.
+    """
+    if isinstance(source, Checkpoint):
+        return source
+    path = Path(source)
+    content = read_content(path, keep)
+    return unpack(path, content) or unpack_checkpoint(path, content)
 
 
 def unpack_checkpoint(path: Path, content: Any) -> Checkpoint:

@@ -30,6 +30,7 @@ from visual_spec.models.core.checkpoints import (
     plain_weights,
     read_checkpoint,
 )
+from visual_spec.models.core.labels import check_labels
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import ScaleState, checked_stop
 from visual_spec.models.core.pruning import Pruning
@@ -289,15 +290,7 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
             TypeError: the condition is not class labels.
             ValueError: the number of labels is not the batch size, or a label is out of range.
         """
-        if not isinstance(condition, Tensor) or condition.is_floating_point():
-            raise TypeError(
-                f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]"
-            )
-        classes = self.config["num_classes"]
-        if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
-            raise ValueError(
-                f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
-            )
+        check_labels(condition, batch_size, self.config["num_classes"])
 
     def embed_condition(
         self, labels: Tensor, *, guided: bool = False, dropped: Tensor | None = None

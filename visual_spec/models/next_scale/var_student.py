@@ -19,8 +19,9 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_content, unpack_checkpoint
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_by, unpack_checkpoint
 from visual_spec.models.core.distilled import ContinuousHead, DistilledAnswer, DistilledState, check_call
+from visual_spec.models.core.labels import check_labels
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
@@ -113,15 +114,7 @@ class VARStudent(SavedModel, ModelMixin, ConfigMixin):
             TypeError: the condition is not class labels.
             ValueError: the number of labels is not the batch size, or a label is out of range.
         """
-        if not isinstance(condition, Tensor) or condition.is_floating_point():
-            raise TypeError(
-                f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]"
-            )
-        classes = self.config["num_classes"]
-        if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
-            raise ValueError(
-                f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
-            )
+        check_labels(condition, batch_size, self.config["num_classes"])
 
     @loads_weights
     @torch.no_grad()
@@ -204,13 +197,8 @@ def load_var_student(source: Source, *, dtype: torch.dtype | None = None, **conf
         ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_content`; or the weights are of no student;
             or keys are missing, unexpected or mis-shaped, which the message lists; or the size is unknown.
     """
-    if isinstance(source, Checkpoint):
-        found: Checkpoint | None = source
-    else:
-        path = Path(source)
-        content = read_content(path, '{"trainer": {"ema_parameters": c["trainer"]["ema_parameters"]}}')
-        found = unpack_var_student(path, content) or unpack_checkpoint(path, content)
-    assert found is not None
+    keep = '{"trainer": {"ema_parameters": c["trainer"]["ema_parameters"]}}'
+    found = read_by(source, unpack_var_student, keep)
     settings = _read_config(found.weights, str(found.path), config)
     with torch.device("meta"):
         model = VARStudent(**settings)

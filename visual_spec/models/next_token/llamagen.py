@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
+from visual_spec.models.core.labels import check_labels
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid, check_raster
@@ -43,7 +44,6 @@ from visual_spec.models.next_token.llamagen_prefix import (
     LabelEmbedding,
     TextCondition,
     check_captions,
-    check_labels,
     condition_of,
     entered,
     tensors_of,

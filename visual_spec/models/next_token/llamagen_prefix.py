@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visual_spec.models.core.labels import check_labels
+
 
 @dataclass
 class TextCondition:
@@ -43,21 +45,6 @@ def condition_of(tensors: tuple[Tensor, ...]) -> TextCondition | Tensor:
         return tensors[0]
     parts = [TextCondition(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
     return TextCondition(*tensors[:2], negative=parts[1] if len(parts) > 1 else None)
-
-
-def check_labels(condition: object, batch_size: int, classes: int) -> None:
-    """Refuse what is no LongTensor [B] of labels below `classes`.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: it has another shape, or a label is out of range.
-    """
-    if not isinstance(condition, Tensor) or condition.is_floating_point():
-        raise TypeError(f"{type(condition).__name__} given; this model takes class labels, a LongTensor [B]")
-    if condition.shape != (batch_size,) or not ((condition >= 0) & (condition < classes)).all():
-        raise ValueError(
-            f"labels {condition.tolist()} given; allowed are {batch_size} labels of 0 to {classes - 1}"
-        )
 
 
 def check_captions(condition: object, expected: tuple[int, int, int]) -> None:

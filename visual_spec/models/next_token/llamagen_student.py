@@ -21,7 +21,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
-from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_content, unpack_checkpoint
+from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_by, unpack_checkpoint
 from visual_spec.models.core.distilled import (
     ContinuousHead,
     DistilledAnswer,
@@ -256,13 +256,7 @@ def load_llamagen_student(
         ValueError, OSError: as in `visual_spec.models.core.checkpoints.read_content`; or the weights are of no student;
             or keys are missing, unexpected or mis-shaped, which the message lists; or the size is unknown.
     """
-    if isinstance(source, Checkpoint):
-        found: Checkpoint | None = source
-    else:
-        path = Path(source)
-        content = read_content(path, '{"ema": c["ema"]}')
-        found = unpack_student(path, content) or unpack_checkpoint(path, content)
-    assert found is not None
+    found = read_by(source, unpack_student, '{"ema": c["ema"]}')
     weights = {key: value for key, value in found.weights.items() if key not in _DROPPED}
     settings = {**_read_config(weights, str(found.path), config), **config}
     with torch.device("meta"):
