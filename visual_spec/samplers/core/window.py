@@ -24,8 +24,8 @@ AUTO = "auto"
 WIDTHS = (1, 4, 8, 16, 32, 64)
 START = 32  # the window of the first calls
 USUAL, NARROWEST = 32, 4  # windows without a choice of the user's: of one picture, and of the largest batches
-# Positions of such a call, in all rows of the batch. On two cores more of them cost more than their tokens save: 16
-# pictures of `shapes` at batch 4 and 8 decode fastest with windows 16 and 8.
+# Positions of such a call, in all rows of the batch. On two cores of a Xeon more of them cost more than their tokens
+# save: 16 pictures of `shapes` at batch 4 and 8 decode fastest with windows 16 and 8. On an EPYC these gain little.
 _POSITIONS = 128
 _GAIN = (
     0.31  # c of the embedded `shapes`, where W = 4, 8, 16, 32, 64 keep .8, 1.5, 2.4, 3.7, 4.5 drafts a call
