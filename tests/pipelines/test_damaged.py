@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.tiny import tiny_pipeline
+from tests.tiny_latents import tiny_latent_pipeline
 from visual_spec.pipelines.embedded import embedded_folder
 from visual_spec.pipelines.loading import load_pipeline
 
@@ -31,6 +35,48 @@ def test_damaged_parts_of_our_own_are_named(tmp_path, part):
     key = spoil(tmp_path / "pipe" / part)
     with pytest.raises(ValueError, match=f"{part} is damaged: 1 of .* values of {key} are nan"):
         load_pipeline(tmp_path / "pipe")
+
+
+def rewrite(folder: Path, change: Callable[[Tensor], Tensor]) -> str:
+    """Change the first weight of a folder; its key."""
+    path = next(folder.glob("*.safetensors"))
+    weights = load_file(path)
+    key = sorted(weights)[0]
+    weights[key] = change(weights[key]).contiguous()
+    save_file(weights, path, metadata={"format": "pt"})
+    return key
+
+
+@pytest.mark.parametrize("kind", ["mar", "causal"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weight: weight * torch.nan, "vae is damaged: .* are nan or infinite"),
+        (lambda weight: weight + torch.inf, "vae is damaged: .* are nan or infinite"),
+        (lambda weight: weight.to(torch.int8), "is of torch.int8"),
+        (lambda weight: weight.bool(), "is of torch.bool"),
+        (lambda weight: weight[1:], "of another shape"),
+    ],
+    ids=["nan", "inf", "int8", "bool", "shape"],
+)
+def test_damaged_parts_of_diffusers_are_named(tmp_path, kind, change, said):
+    """The autoencoder is diffusers' own class; its damage used to end in a black picture, with exit status 0."""
+    tiny_latent_pipeline(kind).save_pretrained(tmp_path / "pipe")
+    load_pipeline(tmp_path / "pipe")
+    key = rewrite(tmp_path / "pipe" / "vae", change)
+    with pytest.raises(ValueError, match=said) as caught:
+        load_pipeline(tmp_path / "pipe")
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_pictures_that_are_none_are_not_shown(tmp_path, value):
+    pipe: Any = tiny_latent_pipeline()
+    with torch.no_grad():
+        pipe.vae.decoder.conv_out.bias[0] = value
+    with pytest.raises(ValueError, match="64 of 192 pixel values nan or infinite in float32"):
+        pipe(1, generator=torch.Generator().manual_seed(0))
+    assert pipe(1, generator=torch.Generator().manual_seed(0), output_type="latent").images.isfinite().all()
 
 
 def test_damaged_parts_of_transformers_are_named(tmp_path):

@@ -22,7 +22,7 @@ from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
-from visual_spec.models.core.saved import check_transformers_model
+from visual_spec.models.core.saved import SavedModel, check_loaded, check_transformers_model
 from visual_spec.models.core.whole_folders import written_whole
 from visual_spec.pipelines.card import COMPANIONS, write_companions
 from visual_spec.pipelines.components import PIPELINES, resolved
@@ -77,9 +77,12 @@ class VisualPipeline(DiffusionPipeline):
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
-            of_transformers = isinstance(model, torch.nn.Module) and not isinstance(model, ModelMixin)
+            if part in kwargs or not isinstance(model, torch.nn.Module) or isinstance(model, SavedModel):
+                continue
             where = part_folder(folder, part)
-            if of_transformers and part not in kwargs and where.is_dir():
+            if isinstance(model, ModelMixin):
+                check_loaded(model, str(where) if where.is_dir() else f"{name}: {part}")
+            elif where.is_dir():
                 check_transformers_model(where, model, kwargs.get("variant"))
         return cast(Self, loaded)  # or a pair, with output_loading_info
 

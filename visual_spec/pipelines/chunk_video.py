@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.utils.outputs import BaseOutput
 from torch import Tensor
@@ -25,6 +24,7 @@ from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.diffusers_video import check_policy, read_text
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_own_words
+from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.texts import Texts, warn_unknown
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.pipelines.video_files import pixels_of, write_video
@@ -123,7 +123,7 @@ class ChunkVideoPipeline(VisualPipeline):
             default_shift=default_shift,
             frame_rate=frame_rate,
         )
-        self.image_processor = VaeImageProcessor(do_resize=False)
+        self.image_processor = ShownPictures()
         channels = self.transformer.config["in_channels"]
         if channels != 3:
             raise ValueError(

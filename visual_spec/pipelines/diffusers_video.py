@@ -24,6 +24,7 @@ from torch import Tensor
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, HeadBudgets
 from visual_spec.pipelines.sampler_text import parse_sampler
+from visual_spec.pipelines.shown import check_pixels
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, put_plain_back, unwrapped
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
 
@@ -254,6 +255,7 @@ def _pixels(pipe: Any, latents: Tensor, output_type: str) -> Any:
     )
     latents = latents / (1.0 / std) + mean  # a quotient, as in the pipeline: the same pixels to the last bit
     video = pipe.vae.decode(latents, return_dict=False)[0]
+    check_pixels(video)
     return pipe.video_processor.postprocess_video(video, output_type=output_type)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from diffusers.image_processor import VaeImageProcessor
 
 from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Checkpoint, Source
@@ -24,6 +23,7 @@ from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import saved_sampler
+from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.pipelines.texts import Texts
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
@@ -88,7 +88,7 @@ class InfinityPipeline(VisualPipeline):
             default_temperature=default_temperature,
             default_top_p=default_top_p,
         )
-        self.image_processor = VaeImageProcessor(do_resize=False)
+        self.image_processor = ShownPictures()
         self._check_models()
         self.compress(budget)
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from einops import rearrange
@@ -23,6 +22,7 @@ from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.labels import ClassNames
 from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.samplers.core.law import TokenLaw
 
 
@@ -70,7 +70,7 @@ class LatentImagePipeline(ClassImagePipeline):
             id2label=None if id2label is None else list(id2label),
             default_guidance_scale=default_guidance_scale,
         )
-        self.image_processor = VaeImageProcessor(do_resize=False)
+        self.image_processor = ShownPictures()
         if self.transformer is None:
             return
         self._names = ClassNames(self.num_classes, id2label)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from visual_spec.models.core.saved import (
@@ -187,6 +188,7 @@ def _check_component(folder: Path, kind: type, variant: str | None) -> None:
                 f"{folder / 'config.json'} is of a {shortened(saved_as)}, where the pipeline has a {kind.__name__}; "
                 "copy or download it again."
             )
+    if issubclass(kind, ModelMixin):
         check_folder(folder, kind, variant)
     elif hasattr(kind, "config_class"):
         check_transformers_folder(folder, kind, variant)

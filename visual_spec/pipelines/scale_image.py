@@ -7,7 +7,6 @@ from itertools import accumulate
 from typing import Any, Self
 
 import torch
-from diffusers.image_processor import VaeImageProcessor
 
 from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
@@ -23,6 +22,7 @@ from visual_spec.pipelines.labels import ClassNames, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.samplers.core.checks import check_count
@@ -117,7 +117,7 @@ class ScaleImagePipeline(VisualPipeline):
         if type(num_warm_scales) is not int or num_warm_scales < 0:
             raise ValueError(f"num_warm_scales={num_warm_scales!r}; pass an integer of at least 0.")
         self.refiner_law(self.make_law())  # refuses a guidance scale that is none
-        self.image_processor = VaeImageProcessor(do_resize=False)
+        self.image_processor = ShownPictures()
         self._names = ClassNames(self.num_classes, id2label)
         self._check_models()
         first, last = refiner_first_scale, len(transformer.scales) - 1

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from diffusers.image_processor import VaeImageProcessor
 from einops import rearrange
 
 from visual_spec.models.core import any_order
@@ -18,6 +17,7 @@ from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
+from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
@@ -43,7 +43,7 @@ class TokenImagePipeline(VisualPipeline):
     def _finish_init(self, default_guidance_scale: float, default_top_k: int) -> None:
         """To be called when the components are registered: checks that they fit each other."""
         self.register_to_config(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        self.image_processor = VaeImageProcessor(do_resize=False)
+        self.image_processor = ShownPictures()
         if self.transformer is None or self.vq_model is None:
             return  # it encodes prompts, or decodes tokens
         self._check_fit()

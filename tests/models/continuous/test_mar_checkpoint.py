@@ -268,3 +268,22 @@ def test_kl16_keys_that_differ_are_listed(tmp_path):
         ValueError, match=r"1 missing: decoder.up_blocks.0.resnets.2.conv2.bias; 1 unexpected.*attentions"
     ):
         load_kl16_checkpoint(tmp_path / "kl16.ckpt", block_out_channels=(32, 32, 64, 64, 128))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weight: weight * torch.nan, "values of decoder.conv_out.bias are nan"),
+        (lambda weight: weight + torch.inf, "values of decoder.conv_out.bias are nan"),
+        (lambda weight: weight.to(torch.int8), "decoder.conv_out.bias is of torch.int8"),
+        (lambda weight: weight.bool(), "decoder.conv_out.bias is of torch.bool"),
+        (lambda weight: weight.to_sparse(), "decoder.conv_out.bias is sparse"),
+    ],
+    ids=["nan", "inf", "int8", "bool", "sparse"],
+)
+def test_kl16_with_values_that_are_none_is_refused(tmp_path, change, said):
+    weights = random_weights(ldm_shapes(32, (1, 1, 2, 2, 4), 16, attention_at=4))
+    weights["decoder.conv_out.bias"] = change(weights["decoder.conv_out.bias"])
+    torch.save({"model": weights}, tmp_path / "kl16.ckpt")
+    with pytest.raises(ValueError, match=said):
+        load_kl16_checkpoint(tmp_path / "kl16.ckpt", block_out_channels=(32, 32, 64, 64, 128))

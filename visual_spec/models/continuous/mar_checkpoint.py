@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from torch import Tensor, nn
+from torch import Tensor
 
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
-from visual_spec.models.core.checkpoints import Difference, read_content
+from visual_spec.models.core.checkpoints import fill, plain_weights, read_content
 
 Weights = str | os.PathLike | Mapping[str, Tensor]
 
@@ -39,7 +39,7 @@ def load_mar_checkpoint(
     config = _read_config(weights, name, num_heads)
     with torch.device("meta"):
         model = MARTransformer(**config)
-    return _fill(model, weights, f"{name} does not fit MAR of {config}", dtype)
+    return fill(model, weights, name, what=f"MAR of {config}", dtype=dtype)
 
 
 def load_kl16_checkpoint(
@@ -67,7 +67,7 @@ def load_kl16_checkpoint(
     }
     with torch.device("meta"):
         model = AutoencoderKL(**config)
-    return _fill(model, weights, f"{name} is not KL-16", dtype)
+    return fill(model, weights, name, what="KL-16", dtype=dtype)
 
 
 def is_mar(weights: Mapping[str, Any]) -> bool:
@@ -138,7 +138,7 @@ def _is_projection(key: str) -> bool:
 def _weights_of(source: Weights, container: str) -> tuple[dict[str, Tensor], str]:
     """Tensors by key, and what to call the source."""
     if isinstance(source, Mapping):
-        return dict(source), "the state dict"
+        return plain_weights(source, "the state dict"), "the state dict"
     path = Path(source)
     content = read_content(path, keep=f'{{"{container}": c["{container}"]}}', namespaces=False)
     inner = content.get(container, content) if isinstance(content, Mapping) else content
@@ -148,7 +148,7 @@ def _weights_of(source: Weights, container: str) -> tuple[dict[str, Tensor], str
             f"{path} holds no dict of weights, neither under {container!r} nor by itself, but {held}; keep the key "
             f"{container!r} of the official file."
         )
-    return dict(inner), str(path)
+    return plain_weights(inner, str(path)), str(path)
 
 
 def _read_config(weights: Mapping[str, Tensor], name: str, num_heads: int | None) -> dict[str, Any]:
@@ -200,14 +200,3 @@ def _read_config(weights: Mapping[str, Tensor], name: str, num_heads: int | None
 
 def _count(weights: Mapping[str, Tensor], start: str) -> int:
     return len({key[len(start) :].split(".")[0] for key in weights if key.startswith(start)})
-
-
-def _fill(model: Any, weights: dict[str, Tensor], told: str, dtype: torch.dtype | None) -> Any:
-    """Give a model on the meta device its weights, all of them and no others."""
-    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    if difference := Difference.between(weights, shapes):
-        raise ValueError(f"{told}: {difference}.")
-    model.load_state_dict(weights, assign=True)
-    if dtype is not None:
-        nn.Module.to(model, dtype)  # diffusers' own would warn of an empty list of modules
-    return model.eval()

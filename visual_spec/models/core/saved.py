@@ -74,8 +74,7 @@ class SavedModel(ModelMixin, ConfigMixin):
             check_folder(folder, cls, kwargs.get("variant"))
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        values = {key: value for key, value in model.state_dict().items() if value.dtype in FLOATING}
-        check_finite(values, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
+        check_loaded(model, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
         return cast(Self, loaded)  # or a pair, with output_loading_info
 
     @_wraps(ModelMixin.save_pretrained)  # diffusers looks at the arguments
@@ -88,13 +87,26 @@ class SavedModel(ModelMixin, ConfigMixin):
             super().save_pretrained(folder, *args, **kwargs)
 
 
-def check_folder(folder: Path, model: type[SavedModel], variant: str | None = None) -> None:
+def check_loaded(model: torch.nn.Module, name: str) -> None:
+    """Refuse a loaded model of any class whose floating weights are not all finite.
+
+    Args:
+        name: of the folder, for errors.
+
+    Raises:
+        ValueError: as `check_finite`.
+    """
+    check_finite({key: value for key, value in model.state_dict().items() if value.dtype in FLOATING}, name)
+
+
+def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = None) -> None:
     """Refuse a folder whose weights are not those of the model that its config.json describes. Reads headers only.
 
     Args:
         folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
             a format of diffusers, are not checked.
-        model: the class.
+        model: the class, one of ours or of diffusers. Kinds of settings are checked of ours only: those that diffusers
+            states are not always those that it takes.
         variant: as for `from_pretrained`.
 
     Raises:
@@ -105,7 +117,10 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
     if config is None or not weights or _is_quantised(folder, config):
         return
     _check_counts(folder, {name: config.get(name) for name in _COUNTS}, weights)
-    _check_kinds(folder, config, model)
+    stored_as: tuple[torch.dtype, ...] = ()
+    if issubclass(model, SavedModel):
+        _check_kinds(folder, config, model)
+        stored_as = model.stored_as
     try:
         with torch.device("meta"):
             expected: dict[str, Tensor] = model.from_config(config).state_dict()  # pyright: ignore
@@ -117,7 +132,7 @@ def check_folder(folder: Path, model: type[SavedModel], variant: str | None = No
         raise ValueError(
             f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
         )
-    _check_dtypes(folder, weights, expected, (*FLOATING, *model.stored_as))
+    _check_dtypes(folder, weights, expected, (*FLOATING, *stored_as))
 
 
 # What a plain annotation of a setting allows.
