@@ -2,7 +2,7 @@
 "shapes_causal" read.
 
 `python scripts/assemble_latents.py --vae FOLDER --transformer FOLDER --drafter FOLDER --out
-visual_spec/models/weights/shapes_mar`
+weights/visual_spec_models/shapes_mar`
 
 With `--share-vae shapes_mar` the autoencoder stays in that folder beside `--out`.
 """

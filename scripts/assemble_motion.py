@@ -1,6 +1,6 @@
 """Put trained parts together into the folder that `VideoPipeline.from_pretrained("motion")` reads.
 
-`python scripts/assemble_motion.py --trained FOLDER --out visual_spec/models/weights/motion`
+`python scripts/assemble_motion.py --trained FOLDER --out weights/visual_spec_models/motion`
 
 The tokenizer is that of `shapes` and stays in its folder beside `--out`.
 """

@@ -1,6 +1,6 @@
 """Put trained parts together into the folder that `load_pipeline("motion_causal")` reads.
 
-`python scripts/assemble_motion_causal.py --trained FOLDER --out visual_spec/models/weights/motion_causal`
+`python scripts/assemble_motion_causal.py --trained FOLDER --out weights/visual_spec_models/motion_causal`
 """
 
 from __future__ import annotations

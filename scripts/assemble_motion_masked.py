@@ -1,6 +1,6 @@
 """Put trained parts together into the folder that `VideoPipeline.from_pretrained("motion_masked")` reads.
 
-`python scripts/assemble_motion_masked.py --trained FOLDER --out visual_spec/models/weights/motion_masked`
+`python scripts/assemble_motion_masked.py --trained FOLDER --out weights/visual_spec_models/motion_masked`
 
 The tokenizer is that of `shapes` and stays in its folder beside `--out`.
 """

@@ -1,6 +1,6 @@
 """Put trained parts together into the folder that `ImagePipeline.from_pretrained("shapes")` reads.
 
-`python scripts/assemble_shapes.py --tokenizer FOLDER --ar FOLDER --out visual_spec/models/weights/shapes`
+`python scripts/assemble_shapes.py --tokenizer FOLDER --ar FOLDER --out weights/visual_spec_models/shapes`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Put a trained student into the folder that `load_pipeline("shapes_distilled")` reads.
 
-`python scripts/assemble_shapes_distilled.py --model FOLDER --out visual_spec/models/weights/shapes_distilled`
+`python scripts/assemble_shapes_distilled.py --model FOLDER --out weights/visual_spec_models/shapes_distilled`
 
 Tokenizer, caption encoder and teacher stay in the folder of `shapes` beside `--out`, which `shared.json` names. The
 weights are copied as they are, in 8 bits.

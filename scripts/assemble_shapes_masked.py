@@ -1,6 +1,6 @@
 """Put a trained masked model into the folder that `MaskedImagePipeline.from_pretrained("shapes_masked")` reads.
 
-`python scripts/assemble_shapes_masked.py --model FOLDER --out visual_spec/models/weights/shapes_masked`
+`python scripts/assemble_shapes_masked.py --model FOLDER --out weights/visual_spec_models/shapes_masked`
 
 Tokenizer and caption encoder stay in the folder of `shapes` beside `--out`, which `shared.json` names. The weights are
 copied as they are: in 8 bits if they were trained with `--eight-bits`. `--shortcut` and `--causal-layer` are what

@@ -1,6 +1,6 @@
 """Put a trained near-to-far model into the folder that `ImagePipeline.from_pretrained("shapes_nar")` reads.
 
-`python scripts/assemble_shapes_nar.py --model FOLDER --out visual_spec/models/weights/shapes_nar`
+`python scripts/assemble_shapes_nar.py --model FOLDER --out weights/visual_spec_models/shapes_nar`
 
 Tokenizer and caption encoder stay in the folder of `shapes` beside `--out`, which `shared.json` names. The weights are
 copied as they are, in 8 bits.

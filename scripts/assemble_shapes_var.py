@@ -1,7 +1,7 @@
 """Put trained parts together into the folder that `ScaleImagePipeline.from_pretrained("shapes_var")` reads.
 
 `python scripts/assemble_shapes_var.py --tokenizer FOLDER --transformer FOLDER --refiner FOLDER --out
-visual_spec/models/weights/shapes_var`
+weights/visual_spec_models/shapes_var`
 
 A refiner that was fine-tuned for CoDe goes to a folder of its own, `<out>_refiner`, which is named by
 `--sampler scale-wise:refiner=shapes_var_refiner`; the one in the pipeline is the small model that draws alone, too.

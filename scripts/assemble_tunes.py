@@ -1,6 +1,6 @@
 """Put trained parts together into the folder that `AudioPipeline.from_pretrained("tunes")` reads.
 
-`python scripts/assemble_tunes.py --codec FOLDER --autoregressive FOLDER --out visual_spec/models/weights/tunes`, and
+`python scripts/assemble_tunes.py --codec FOLDER --autoregressive FOLDER --out weights/visual_spec_models/tunes`, and
 with `--masked FOLDER --out .../tunes_masked` in place of `--autoregressive` that of the masked model. To the former
 belongs `--drafter FOLDER`, the folder `drafter` that python -m visual_spec.training.column_drafter wrote.
 """

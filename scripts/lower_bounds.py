@@ -69,7 +69,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         python = str(Path(folder) / "bin" / "python")
-        install = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", str(ROOT), *wanted.values()]
+        ours = [str(ROOT), str(ROOT / "weights")]
+        install = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *ours, *wanted.values()]
         print("installing", *wanted.values(), flush=True)
         if subprocess.run(install, cwd=folder).returncode:
             sys.exit("these versions cannot be installed together; raise the bounds that pip names")

@@ -1,4 +1,4 @@
-"""Write what `visual-spec eval` measured of the embedded models into the package, for the cards of saved pipelines.
+"""Write what `visual-spec eval` measured of the embedded models to the file that cards of saved pipelines quote.
 
     python scripts/write_measured.py benchmarks/results/*-quality.json
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.models.core.fingerprint import fingerprint
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, embedded_models
+from visual_spec.pipelines.card import MEASURED
+from visual_spec.pipelines.embedded import embedded_models
 from visual_spec.pipelines.loading import load_pipeline
 
 
@@ -58,7 +59,7 @@ def main() -> None:
             found[weights] = {"numbers": present[weights], **entry_of(document)}
         else:
             print(f"{path} was measured with other weights ({weights}); left out")
-    (WEIGHTS_FOLDER / "measured.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    MEASURED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

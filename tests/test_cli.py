@@ -248,7 +248,7 @@ def test_bad_arguments_end_with_status_2(capsys, arguments, message):
 
 
 def test_unknown_model_names_the_known_ones(tmp_path, capsys, model, monkeypatch):
-    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", Path(model).parent)
+    monkeypatch.setattr(embedded, "weights_folder", lambda: Path(model).parent)
     assert generate("shapez", tmp_path, PROMPT) == 2
     assert "unknown model 'shapez'; embedded models are tiny" in capsys.readouterr().err
 
@@ -337,7 +337,7 @@ def test_unknown_words_are_a_warning(model, tmp_path, capsys):
 
 
 def test_models_lists_the_embedded_ones(model, capsys, monkeypatch):
-    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", Path(model).parent)
+    monkeypatch.setattr(embedded, "weights_folder", lambda: Path(model).parent)
     assert cli.main(["models"]) == 0
     out = capsys.readouterr().out
     assert "tiny" in out and "ImagePipeline" in out and "transformer" in out

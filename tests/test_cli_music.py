@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def use_tiny_models(folder, monkeypatch):
-    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", folder)
+    monkeypatch.setattr(embedded, "weights_folder", lambda: folder)
 
 
 def play(out: Path, *arguments: str) -> int:

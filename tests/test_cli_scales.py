@@ -133,7 +133,7 @@ def test_next_token_models_are_told_too(tmp_path, capsys):
 
 
 def test_models_lists_it_with_its_pixels(model, capsys, monkeypatch):
-    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", Path(model).parent)
+    monkeypatch.setattr(embedded, "weights_folder", lambda: Path(model).parent)
     assert cli.main(["models", "--json"]) == 0
     document = last_line(capsys)
     (fact,) = document["embedded"]

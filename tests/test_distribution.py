@@ -11,13 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "visual_spec"
+WEIGHTS = ROOT / "weights"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MEBIBYTE = 2**20
 
 
-def packaged() -> list[Path]:
-    """All files of the package, caches not counted."""
-    paths = (path for path in PACKAGE.rglob("*") if "__pycache__" not in path.parts)
+def packaged(package: Path = PACKAGE) -> list[Path]:
+    """All files of a package, caches not counted."""
+    paths = (path for path in package.rglob("*") if "__pycache__" not in path.parts)
     return sorted(path for path in paths if path.is_symlink() or path.is_file())
 
 
@@ -27,15 +28,27 @@ def test_every_file_of_the_package_is_in_the_wheel():
     assert not [path for path in packaged() if path.suffix != ".py" and path not in kept]
 
 
-def test_the_wheel_is_small_and_holds_nothing_twice():
+def test_the_wheel_of_the_code_is_small():
     files = packaged()
     assert not [path for path in files if path.is_symlink()], "a wheel holds a copy of what a link points to"
     packed = sum(len(zlib.compress(path.read_bytes(), 1)) for path in files)
-    assert packed < 45 * MEBIBYTE
+    assert packed < 3e6
+
+
+def test_the_package_of_weights_holds_every_file_once():
+    project = tomllib.loads((WEIGHTS / "pyproject.toml").read_text())
+    (name,) = project["tool"]["setuptools"]["packages"]
+    patterns = project["tool"]["setuptools"]["package-data"][name]
+    files = packaged(WEIGHTS / name)
+    kept = {path for pattern in patterns for path in (WEIGHTS / name).glob(pattern)}
+    assert [path.name for path in files if path not in kept] == ["__init__.py"]
+    assert PROJECT["project"]["optional-dependencies"]["models"] == [f"{project['project']['name']}>=0.1"]
+    assert not [path for path in files if path.is_symlink()], "a wheel holds a copy of what a link points to"
+    assert sum(path.stat().st_size for path in files) < 55 * MEBIBYTE
     same = defaultdict(list)
     for path in files:
         if path.stat().st_size > 10_000:
-            same[hashlib.sha256(path.read_bytes()).digest()].append(path.relative_to(PACKAGE).as_posix())
+            same[hashlib.sha256(path.read_bytes()).digest()].append(path.relative_to(WEIGHTS).as_posix())
     assert not [paths for paths in same.values() if len(paths) > 1]
 
 

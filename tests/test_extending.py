@@ -62,8 +62,8 @@ assert total_variation(found.law, law) < 1e-10
 
 def test_a_new_sampler_is_one_file_and_one_line(tmp_path):
     package = tmp_path / "visual_spec"
-    shutil.copytree(ROOT / "visual_spec", package, ignore=shutil.ignore_patterns("weights", "__pycache__"))
-    (package / "models" / "weights").symlink_to(ROOT / "visual_spec" / "models" / "weights")
+    shutil.copytree(ROOT / "visual_spec", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "weights").symlink_to(ROOT / "weights")
     assert len(SAMPLER.strip().splitlines()) <= 60
     (package / "samplers" / "copies.py").write_text(SAMPLER)
     registry = package / "samplers" / "registry.py"

@@ -230,7 +230,7 @@ def _run(arguments: list[str]) -> int:
 
 def _models(args: argparse.Namespace) -> int:
     from visual_spec.models import catalogue
-    from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
+    from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, missing_models
     from visual_spec.samplers.registry import SAMPLERS, fit
 
     facts = [describe(embedded_folder(name)) for name in embedded_models()]
@@ -249,7 +249,7 @@ def _models(args: argparse.Namespace) -> int:
         )
         return 0
     print("Embedded: need no download")
-    print(_embedded_table(facts))
+    print(missing_models() or _embedded_table(facts))
     print("\nOfficial weights (GB: weights and cache of one picture or clip with guidance)")
     print(_official_table())
     extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in catalogue.EXTRAS.items())

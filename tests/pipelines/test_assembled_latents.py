@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.pipelines.test_latent_image import generators, tiny_model, tiny_vae
 from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.models.continuous.mar import MARTransformer
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER
+from visual_spec.pipelines.embedded import embedded_folder
 from visual_spec.pipelines.latent_image import LatentImagePipeline
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_latents.py"
@@ -58,6 +58,6 @@ def test_the_autoencoder_is_stored_in_eight_bits_between_its_first_and_last_laye
 
 
 def test_the_embedded_autoencoder_is_stored_so():
-    stored = load_file(next((WEIGHTS_FOLDER / "shapes_mar" / "vae").glob("*.safetensors")))
+    stored = load_file(next((embedded_folder("shapes_mar") / "vae").glob("*.safetensors")))
     for key, value in stored.items():
         assert value.dtype == (torch.float8_e4m3fn if EIGHT_BITS.fullmatch(key) else torch.float16), key

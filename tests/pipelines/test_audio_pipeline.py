@@ -147,7 +147,7 @@ def test_round_trip(tmp_path, monkeypatch):
     pipe = tiny_audio_pipeline(ColumnJacobiSampler(window=5), default_guidance_scale=2.0, default_top_k=7)
     pipe.save_pretrained(tmp_path / "tiny")
     want = pipe(PROMPT, generator=seeded(1))
-    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", tmp_path)
+    monkeypatch.setattr(embedded, "weights_folder", lambda: tmp_path)
     for loaded in (AudioPipeline.from_pretrained("tiny"), load_pipeline(tmp_path / "tiny")):
         assert isinstance(loaded, AudioPipeline) and loaded.sampler.config["window"] == 5
         assert loaded.make_law().guidance_scale == 2.0 and loaded.make_law().top_k == 7

@@ -1,4 +1,4 @@
-"""The model that is part of the package: it loads offline, reconstructs, draws what is asked, and decodes exactly."""
+"""The embedded model `shapes`: it loads offline, reconstructs, draws what is asked, and decodes exactly."""
 
 import json
 

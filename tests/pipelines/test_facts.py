@@ -16,7 +16,7 @@ from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline
 from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, describe, embedded_models
+from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.infinity import InfinityPipeline
 from visual_spec.pipelines.loading import read_facts
@@ -208,6 +208,6 @@ def test_accelerating_a_pipeline_without_a_faster_sampler_keeps_its_own():
 
 @pytest.mark.parametrize("name", embedded_models())
 def test_what_an_embedded_model_answers_is_known_without_loading_it(name):
-    answers, loaded = describe(WEIGHTS_FOLDER / name)["calls"], read_facts(name).calls
+    answers, loaded = describe(embedded_folder(name))["calls"], read_facts(name).calls
     assert set(loaded) <= set(answers)
     assert (FRAMES in answers, OWN_ORDER in answers) == (FRAMES in loaded, OWN_ORDER in loaded)

@@ -5,6 +5,8 @@ Each exception has its test here, so that a new diffusers release that changes o
 
 import json
 import logging
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +19,13 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+import visual_spec
 from tests.tiny import seeded, tiny_pipeline, tiny_text_encoder, tiny_transformer, tiny_vq_model
+from visual_spec import cli
+from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
+from visual_spec.pipelines.loading import load_drafter, load_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import SAMPLERS, sampler_class
@@ -70,7 +76,7 @@ def test_bfloat16_draws(folder):
 
 
 def test_embedded_models_load_by_name(folder, monkeypatch):
-    monkeypatch.setattr(embedded, "WEIGHTS_FOLDER", folder.parent)
+    monkeypatch.setattr(embedded, "weights_folder", lambda: folder.parent)
     assert embedded.embedded_models() == ["tiny"]
     assert isinstance(ImagePipeline.from_pretrained("tiny"), ImagePipeline)
     facts = embedded.describe(folder)
@@ -81,6 +87,35 @@ def test_embedded_models_load_by_name(folder, monkeypatch):
         ValueError, match="unknown model 'shape'; embedded models are tiny. Pass one of them, a folder"
     ):
         ImagePipeline.from_pretrained("shape")
+
+
+def test_without_the_package_of_weights_the_message_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(embedded, "weights_folder", lambda: tmp_path / "none")
+    install = re.escape('pip install "visual-spec[models]"')
+    for load in (ImagePipeline.from_pretrained, load_pipeline):
+        with pytest.raises(ValueError, match=f"'shapes'.*{install}"):
+            load("shapes")
+    with pytest.raises(ValueError, match=f"'shapes_drafter'.*{install}"):
+        load_drafter("shapes_drafter")
+    with pytest.raises(FileNotFoundError, match=install):
+        load_shapes_features()
+    assert cli.main(["models"]) == 0
+    assert re.search(install, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("checkout", [True, False])
+def test_weights_are_those_of_the_checkout_or_else_of_the_installed_package(tmp_path, checkout):
+    (tmp_path / "visual_spec").symlink_to(Path(visual_spec.__file__).parent)
+    for folder in ("weights", "installed") if checkout else ("installed",):
+        (tmp_path / folder / "visual_spec_models").mkdir(parents=True)
+        (tmp_path / folder / "visual_spec_models" / "__init__.py").touch()
+    code = "from visual_spec.pipelines.embedded import weights_folder; print(weights_folder())"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{tmp_path / 'installed'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    wanted = tmp_path / ("weights" if checkout else "installed") / "visual_spec_models"
+    assert Path(done.stdout.strip()) == wanted, done.stderr
 
 
 def test_trap_1_hub_ids_load(folder, tmp_path):

@@ -26,7 +26,13 @@ from visual_spec.models.core.saved import SavedModel, check_loaded, check_transf
 from visual_spec.models.core.whole_folders import written_whole
 from visual_spec.pipelines.card import COMPANIONS, write_companions
 from visual_spec.pipelines.components import PIPELINES, resolved
-from visual_spec.pipelines.embedded import embedded_folder, embedded_models, part_folder, shared_parts
+from visual_spec.pipelines.embedded import (
+    embedded_folder,
+    embedded_models,
+    missing_models,
+    part_folder,
+    shared_parts,
+)
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
 from visual_spec.samplers import registry
@@ -229,7 +235,7 @@ class VisualPipeline(DiffusionPipeline):
             return str(embedded_folder(name))
         if "/" not in name:
             raise ValueError(
-                f"unknown model {name!r}; embedded models are {', '.join(embedded_models()) or '(none)'}. "
+                f"unknown model {name!r}; {missing_models() or 'embedded models are ' + ', '.join(embedded_models())}. "
                 "Pass one of them, a folder written by save_pretrained, or a Hub id 'owner/name'."
             )
         passed_on = ("cache_dir", "force_download", "local_files_only", "token", "revision")

@@ -11,7 +11,6 @@ import torch
 
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.components import PIPELINES, resolved
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER
 
 _SCRIPT = '''"""Written by visual_spec: lets DiffusionPipeline.from_pretrained find this pipeline's class."""
 
@@ -33,6 +32,7 @@ _TAGS = {
 
 
 COMPANIONS = ("pipeline.py", "README.md")
+MEASURED = Path(__file__).parent / "measured.json"  # by fingerprint of the weights; scripts/write_measured.py
 
 
 def write_companions(pipe: Any, folder: Path) -> None:
@@ -101,7 +101,7 @@ def measured_of(pipe: Any) -> dict[str, Any] | None:
     """What was measured of a pipeline with these very weights: {conditions, table}, or None."""
     models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     count = sum(value.numel() for model in models for value in model.state_dict().values())
-    known = json.loads((WEIGHTS_FOLDER / "measured.json").read_text())
+    known = json.loads(MEASURED.read_text())
     if all(entry["numbers"] != count for entry in known.values()):
         return None  # large weights are not read for nothing
     return known.get(fingerprint(models))

@@ -1,5 +1,6 @@
-"""The models that are part of the package: names and sizes. Reads JSON only, so that listing them needs no PyTorch."""
+"""The embedded models, a package of their own: names and sizes. Reads JSON only, so listing them needs no PyTorch."""
 
+import importlib.util
 import json
 import struct
 from math import prod
@@ -11,27 +12,47 @@ from visual_spec.models.core.calls import FRAMES, OWN_ORDER
 from visual_spec.pipelines.components import resolved
 
 SHARED = "shared.json"
-WEIGHTS_FOLDER = Path(__file__).parent.parent / "models" / "weights"
+_PACKAGE = "visual_spec_models"
+
+
+def weights_folder() -> Path:
+    """The folder of the embedded models.
+
+    In a checkout it is `weights/visual_spec_models` beside the code, so that weights and code are of one commit.
+    Otherwise it is the installed package `visual-spec-models`. Without that package, no folder exists at the path.
+    """
+    beside = Path(__file__).parents[2] / "weights" / _PACKAGE
+    if beside.is_dir():
+        return beside
+    installed = importlib.util.find_spec(_PACKAGE)
+    return beside if installed is None or installed.origin is None else Path(installed.origin).parent
+
+
+def missing_models() -> str:
+    """What to install where there are no embedded models; empty where they are."""
+    if weights_folder().is_dir():
+        return ""
+    return 'the embedded models are not installed; install them with  pip install "visual-spec[models]"'
 
 
 def embedded_models() -> list[str]:
     """Names that `from_pretrained` takes without a download."""
-    return sorted(path.parent.name for path in WEIGHTS_FOLDER.glob("*/model_index.json"))
+    return sorted(path.parent.name for path in weights_folder().glob("*/model_index.json"))
 
 
 def embedded_drafters() -> list[str]:
     """Names that `load_drafter` takes: drafters that are no part of a pipeline's own folder."""
-    return sorted(path.parent.name for path in WEIGHTS_FOLDER.glob("*_drafter/config.json"))
+    return sorted(path.parent.name for path in weights_folder().glob("*_drafter/config.json"))
 
 
 def embedded_refiners() -> list[str]:
     """Names that `load_refiner` takes: small next-scale models beside the one in a pipeline's own folder."""
-    return sorted(path.parent.name for path in WEIGHTS_FOLDER.glob("*_refiner/config.json"))
+    return sorted(path.parent.name for path in weights_folder().glob("*_refiner/config.json"))
 
 
 def embedded_folder(name: str) -> Path:
     """The `save_pretrained` folder of an embedded model."""
-    return WEIGHTS_FOLDER / name
+    return weights_folder() / name
 
 
 def part_folder(folder: Path, part: str) -> Path:

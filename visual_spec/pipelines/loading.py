@@ -9,11 +9,11 @@ from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
 from visual_spec.pipelines.components import PIPELINES
 from visual_spec.pipelines.embedded import (
-    WEIGHTS_FOLDER,
     embedded_drafters,
     embedded_folder,
     embedded_models,
     embedded_refiners,
+    missing_models,
     part_folder,
 )
 from visual_spec.pipelines.facts import PipelineFacts
@@ -130,11 +130,11 @@ def load_refiner(name: str | os.PathLike, **kwargs: Any) -> Any:
 def _load_part(
     name: str | os.PathLike, kind: str, embedded: list[str], classes: tuple[str, ...], **kwargs: Any
 ) -> Any:
-    folder = WEIGHTS_FOLDER / name if os.fspath(name) in embedded else Path(name)
+    folder = embedded_folder(os.fspath(name)) if os.fspath(name) in embedded else Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"no {kind} {os.fspath(name)!r}; pass a folder written by save_pretrained, or an embedded one: "
-            f"{', '.join(embedded) or '(none)'}."
+            f"{', '.join(embedded) or missing_models() or '(none)'}."
         )
     saved_as = read_settings(folder / "config.json").get("_class_name")
     if saved_as not in classes:

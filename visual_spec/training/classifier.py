@@ -193,7 +193,7 @@ HELP = """Train the network whose features measure distances between sets of `sh
 
 It takes about five minutes on a core.
 
-`python -m visual_spec.training.classifier --out visual_spec/models/weights/shapes_features`
+`python -m visual_spec.training.classifier --out weights/visual_spec_models/shapes_features`
 """
 
 

@@ -12,7 +12,7 @@ from visual_spec.eval.quality import features
 from visual_spec.eval.quality.features import features_of, load_shapes_features
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.shapes_features import ShapesFeatures
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER, embedded_models
+from visual_spec.pipelines.embedded import embedded_folder, embedded_models
 from visual_spec.training import classifier
 from visual_spec.training.classifier import HEADS, ClassifierTraining, judge, labels, train_classifier
 
@@ -27,9 +27,9 @@ def test_the_embedded_network_reads_held_out_scenes():
     for name in ("background", "texture", "count", "layout", "size"):
         assert found[name] >= 0.95
     assert found["shape"] >= 0.85 and found["colour"] >= 0.8 and found["centre_pixels"] < 4
-    record = json.loads((WEIGHTS_FOLDER / "shapes_features" / "training.json").read_text())
+    record = json.loads((embedded_folder("shapes_features") / "training.json").read_text())
     assert record["held_out"]["pictures"] == 1000
-    assert sum(path.stat().st_size for path in (WEIGHTS_FOLDER / "shapes_features").iterdir()) < 1e6
+    assert sum(path.stat().st_size for path in embedded_folder("shapes_features").iterdir()) < 1e6
     assert "shapes_features" not in embedded_models()  # it draws nothing
 
 

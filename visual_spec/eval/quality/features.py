@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from visual_spec.data.waves import levels
 from visual_spec.models.shapes_features import ShapesFeatures
-from visual_spec.pipelines.embedded import WEIGHTS_FOLDER
+from visual_spec.pipelines.embedded import embedded_folder, missing_models
 
 _WINDOW = 1024  # samples of a spectrum, and so 64 mel bands
 # What is quieter, in dB of a full-scale sine, counts as silence: with a lower floor the hiss that a codec leaves in
@@ -21,8 +21,19 @@ _SILENCE = -60.0
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"  # as torch-fidelity releases and caches it
 
 
-def load_shapes_features(folder: str | Path = WEIGHTS_FOLDER / "shapes_features") -> ShapesFeatures:
-    """The embedded classifier of `shapes` pictures, in single precision, its weights fixed."""
+def load_shapes_features(folder: str | Path | None = None) -> ShapesFeatures:
+    """The classifier of `shapes` pictures, in single precision, its weights fixed.
+
+    Args:
+        folder: written by `save_pretrained` (default: the embedded one).
+
+    Raises:
+        FileNotFoundError: no folder is given, and the embedded models are not installed.
+    """
+    if folder is None:
+        if missing := missing_models():
+            raise FileNotFoundError(f"no classifier of shapes: {missing}")
+        folder = embedded_folder("shapes_features")
     network = ShapesFeatures.from_pretrained(folder, torch_dtype=torch.float32)
     return network.eval().requires_grad_(False)
 
