@@ -269,7 +269,7 @@ class AudioPipeline(AudioParts):
             given_frames,
             limit=limit,
             frame_rate=self.frame_rate,
-            span=self.sampler.config["span"] if self._fills_in else 1,
+            span=self.sampler.config.get("span", 1) if self._fills_in else 1,
         )
 
     def encode_prompt(

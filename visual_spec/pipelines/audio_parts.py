@@ -213,6 +213,14 @@ class AudioParts(VisualPipeline):
             settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
         return MusicgenColumnModel(model, num_frames, prompt_frames=prompt_frames, **settings)
 
+    def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
+        if self.transformer is None:
+            return None
+        parts = self.sampler_parts()
+        if (make_drafter := parts.pop("make_drafter", None)) is not None:
+            parts["drafter"] = make_drafter(self.max_frames, 0)
+        return self._window_model(self.max_frames, 0), parts
+
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter for each window, the codes of each codebook."""
         if getattr(self.sampler, "needs_drafter", False):

@@ -36,6 +36,8 @@ from visual_spec.pipelines.embedded import (
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
 from visual_spec.samplers import registry
+from visual_spec.samplers.core.base import Sampler
+from visual_spec.samplers.core.law import TokenLaw
 
 # How the diffusers that is installed calls the dtype of weights; one that knows the new name warns of the old one.
 _DTYPE = "dtype" if hasattr(deprecation_utils, "_resolve_dtype") else "torch_dtype"
@@ -311,12 +313,22 @@ class VisualPipeline(DiffusionPipeline):
     def check_sampler(self) -> None:
         """Refuse a sampler that does not decode this model, or one that lacks its drafter.
 
+        The sampler itself looks at the model as well, so that what it refuses is refused where it is set.
+
         Raises:
             TypeError: `pipe.sampler` is of another kind; names those that fit.
-            ValueError: it drafts with a second model, and there is none.
+            ValueError: it drafts with a second model, and there is none; or it refuses this model or another part.
         """
         check_sampler(self.sampler, self.calls)
         self.check_drafter()
+        if isinstance(self.sampler, Sampler) and (parts := self._decoded()) is not None:
+            # Under a law without settings: what a call asks for is checked in the call.
+            model, others = parts
+            self.sampler.check(model, TokenLaw(), 1, others)
+
+    def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
+        """The model that the sampler decodes, and what it takes beside; None where that is not known before a call."""
+        return None
 
     def check_drafter(self) -> None:
         """Refuse a sampler that lacks its drafter.

@@ -88,13 +88,13 @@ class StudentPipeline(TokenImagePipeline):
 
     def check_sampler(self) -> None:
         """As `VisualPipeline.check_sampler`; also refuses a sampler whose teacher is not there."""
-        super().check_sampler()
-        start = self.sampler.config.get("teacher_from")
+        start = getattr(self.sampler, "config", {}).get("teacher_from")
         if start is not None and self.teacher is None:
             raise ValueError(
                 f"the sampler has teacher_from={start}, and this pipeline has no teacher; set pipe.teacher to the "
                 "model that the student learned from."
             )
+        super().check_sampler()
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: the codebook, the teacher."""

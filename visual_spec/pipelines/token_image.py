@@ -123,6 +123,11 @@ class TokenImagePipeline(VisualPipeline):
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
         asked_tensors(callback, callback_tensors, self._callback_tensor_inputs)
 
+    def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
+        if self.transformer is None or getattr(self, self._tokenizer_part) is None:
+            return None
+        return self.transformer, self.sampler_parts()
+
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter, the codebook."""
         parts = {}
