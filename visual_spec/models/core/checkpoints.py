@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
 # bare dict, Infinity's tokenizers "vae", VAR's training "trainer" with "var_wo_ddp" in it, and Self-Forcing
@@ -317,15 +318,28 @@ def check_finite(weights: Mapping[str, Tensor], name: str, source: str = "the or
     Raises:
         ValueError: a weight holds nan or infinity; the message names the first key, and how many of its values are bad.
     """
-    for key, tensor in weights.items():
-        # A sum checks all values without a second tensor of the same size; if the sum overflows, check again.
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        if not tensor.is_meta and not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
-            bad = int((~tensor.isfinite()).sum())
-            raise ValueError(
-                f"{name} is damaged: {bad} of {tensor.numel()} values of {key} are nan or infinite in "
-                f"{_short(tensor.dtype)}; copy or download {source} again."
-            )
+    for key, whole in weights.items():
+        for tensor in (part for part in stored_parts(whole) if part.dtype in FLOATING):
+            # A sum checks all values without a second tensor of the same size; if the sum overflows, check again.
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            if not tensor.is_meta and not tensor.sum(dtype=wide).isfinite() and not tensor.isfinite().all():
+                bad = int((~tensor.isfinite()).sum())
+                raise ValueError(
+                    f"{name} is damaged: {bad} of {tensor.numel()} values of {key} are nan or infinite in "
+                    f"{_short(tensor.dtype)}; copy or download {source} again."
+                )
+
+
+def stored_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors in which a weight is kept: itself, or those inside of a subclass.
+
+    A weight that torchao quantised calls itself floating, but has no sum and no bytes. It consists of whole numbers and
+    of scales.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in stored_parts(getattr(tensor, name))]
 
 
 def fill(

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from visual_spec.models.core.checkpoints import stored_parts
+
 
 def fingerprint(modules: Iterable[nn.Module]) -> str:
     """Return twelve hexadecimal digits that change with any weight of the modules."""
@@ -15,5 +17,6 @@ def fingerprint(modules: Iterable[nn.Module]) -> str:
     for module in modules:
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            for part in stored_parts(tensor.detach()):
+                digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:12]

@@ -67,11 +67,14 @@ class SavedModel(ModelMixin, ConfigMixin):
 
         Raises:
             ValueError: the weights do not match the configuration, are not of a floating dtype, or are not finite; or
-                no model can be built from the configuration. The message names the folder and the keys.
+                no model can be built from the configuration; or weights in 8 bits should be quantised. The message
+                names the folder and the keys.
         """
         folder = Path(pretrained_model_name_or_path or "") / (kwargs.get("subfolder") or "")
         if pretrained_model_name_or_path is not None and folder.is_dir():
             check_folder(folder, cls, kwargs.get("variant"))
+            if kwargs.get("quantization_config") is not None:
+                _refuse_eight_bits(folder, kwargs.get("variant"))
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         check_loaded(model, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
@@ -133,6 +136,16 @@ def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = No
             f"{folder} does not hold the {model.__name__} of its config.json: {difference}; copy or download it again."
         )
     _check_dtypes(folder, weights, expected, (*FLOATING, *stored_as))
+
+
+def _refuse_eight_bits(folder: Path, variant: str | None) -> None:
+    """Refuse to quantise weights stored in 8 bits: a quantiser gets them as they are stored, and reads them wrongly."""
+    narrow = [key for key, value in _read_headers(folder, variant).items() if value.dtype.itemsize == 1]
+    if narrow:
+        raise ValueError(
+            f"{folder} holds {len(narrow)} weights in 8 bits, such as {narrow[0]}, which quantization_config does not "
+            "take; load it without, save it with save_pretrained, and pass the new folder."
+        )
 
 
 # What a plain annotation of a setting allows.
