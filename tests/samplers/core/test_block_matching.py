@@ -89,3 +89,48 @@ def test_previous_frame_looks_at_the_same_place():
     found = copied_slots("previous_frame", slots, newest, GRID)[0].tolist()
     for slot, source in zip(range(100, 180), found, strict=True):
         assert source <= 99 and (slot - source) % SIZE == 0 and source + SIZE > 99
+
+
+def plain_place(tokens: list[int], slot: int, newest: int, grid: TokenGrid) -> int:
+    """The definition, one comparison after the other."""
+    size = grid.height * grid.width
+    last = (newest + 1) // size - 1
+
+    def at(frame: int, row: int, column: int) -> int | None:
+        place = frame * size + row * grid.width + column
+        inside = 0 <= row < grid.height and 0 <= column < grid.width
+        return tokens[place] if inside and place <= newest else None
+
+    scores = []
+    reach = range(-2, 3)
+    steps = sorted(((y, x) for y in reach for x in reach), key=lambda step: step[0] ** 2 + step[1] ** 2)
+    for number, (down, right) in enumerate(steps):
+        ahead = slot // size - last
+        row, column = slot % size // grid.width - ahead * down, slot % grid.width - ahead * right
+        if at(last, row, column) is None:
+            continue
+        score = 0
+        for frame, weight in ((last, 1), (last + 1, 4)):
+            passed = frame - last
+            for y in range(row + passed * down - 1, row + passed * down + 2):
+                for x in range(column + passed * right - 1, column + passed * right + 2):
+                    later, earlier = at(frame, y, x), at(frame - 1, y - down, x - right)
+                    if later is not None and earlier is not None:
+                        score += weight * (1 if later == earlier else -2)
+        scores.append((score, -number, last * size + row * grid.width + column))
+    return max(scores)[2]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5), (1, 2, 4), (2, 2, 3), (3, 1, 4), (6, 6, 4), (4, 7, 3)])
+def test_places_are_those_of_the_definition(shape):
+    """Also where frames are smaller than the reach of displacements, and tokens of the last frame are missing."""
+    grid, generator = TokenGrid(*shape), torch.Generator().manual_seed(3)
+    count, first = shape[0] * shape[1] * shape[2], 2 * shape[0] * shape[1] - 1
+    tokens = torch.randint(2, (12, count), generator=generator)
+    newest = torch.randint(first, count - 1, (12, 1), generator=generator)
+    slots = newest + 1 + torch.arange(5)
+    slots = torch.where(slots < count, slots, newest + 1)
+    places = moved_places(tokens, slots, newest, grid)
+    for row in range(12):
+        for slot, place in zip(slots[row].tolist(), places[row].tolist(), strict=True):
+            assert place == plain_place(tokens[row].tolist(), slot, int(newest[row]), grid)
