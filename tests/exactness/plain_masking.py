@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
 
-from visual_spec.models.core.tabular import TabularMaskedModel
+from tests.helpers.tabular import TabularMaskedModel
 
 Tokens = tuple[int, ...]  # all entries, codebooks of a slot beside each other; V where hidden
 Others = Callable[[Tokens, int], list[list[float]]]  # probabilities of another model, by slot

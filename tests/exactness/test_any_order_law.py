@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
+from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
 from visual_spec.samplers.any_order import AnyOrderSampler
 from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
 from visual_spec.samplers.core.any_order import AlongOrder

@@ -16,8 +16,8 @@ from tests.exactness.regions import Regions, total_variation
 from tests.exactness.test_divergence import settings_of
 from tests.exactness.test_relaxed_rules import one_slot, tv
 from tests.exactness.test_statistics import LEAST_P, p_value
+from tests.helpers.tabular import TabularColumnModel
 from visual_spec.models.columns.patterns import CodebookPattern
-from visual_spec.models.core.tabular import TabularColumnModel
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler, ColumnJacobiState
 from visual_spec.samplers.core import pattern as pattern_module

@@ -12,8 +12,8 @@ from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.planted import labels, observing
 from tests.exactness.regions import distinct, hash_rows, quantised, total_variation
 from tests.exactness.test_relaxed_rules import one_slot, tv
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import COUPLINGS

@@ -11,9 +11,9 @@ from tests.exactness.branching import BranchingNoise
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.planted import target_for_residual
 from tests.exactness.regions import Regions, total_variation
+from tests.helpers.tabular import TabularModel
 from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted, tree
 from visual_spec.samplers.core import block, verification
 from visual_spec.samplers.core.acceptance import AcceptanceRule, residual

@@ -17,6 +17,8 @@ from tests.exactness.test_any_order_law import joint_along
 from tests.exactness.test_masked_speculative import ORDERS, one_a_call
 from tests.exactness.test_scales_law import parts as pyramid
 from tests.exactness.test_scales_law import product_law
+from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
+from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.calls import (
@@ -31,8 +33,6 @@ from visual_spec.models.core.calls import (
     TREE,
 )
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
-from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
 from visual_spec.samplers.continuous import ContinuousSampler
 from visual_spec.samplers.core.any_order import slots_in_order
 from visual_spec.samplers.core.base import Run, State

@@ -5,8 +5,8 @@ import torch
 
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.regions import total_variation
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.drafts import Label, copied_slots
 from visual_spec.samplers.core.law import TokenLaw

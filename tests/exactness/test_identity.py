@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS
 from visual_spec.samplers.core.law import TokenLaw

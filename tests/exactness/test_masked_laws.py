@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.exactness.plain_masking import Plain, Tokens
 from tests.exactness.test_statistics import LEAST_P, p_value
+from tests.helpers.tabular import TabularMaskedModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.samplers import masked
 from visual_spec.samplers.core import base, masking
 from visual_spec.samplers.core.law import TokenLaw

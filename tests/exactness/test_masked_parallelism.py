@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularMaskedModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_state import MaskedTrace
 from visual_spec.samplers.masked import MaskedSampler

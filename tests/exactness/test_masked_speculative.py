@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumerator
 from tests.exactness.plain_masking import Plain
 from tests.exactness.regions import total_variation
+from tests.helpers.tabular import TabularMaskedModel
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.samplers import masked_speculative
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import halton_order

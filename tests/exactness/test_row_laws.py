@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.planted import target_for_residual
 from tests.exactness.regions import total_variation as distance
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import zipar
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.row_order import RowOrder

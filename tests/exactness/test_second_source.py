@@ -7,8 +7,8 @@ import torch
 
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.regions import total_variation
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.drafts import Draft

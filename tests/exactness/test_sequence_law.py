@@ -5,8 +5,8 @@ import pytest
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.planted import old_label_step, target_for_residual
 from tests.exactness.regions import total_variation
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import jacobi
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft

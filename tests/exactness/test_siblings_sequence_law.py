@@ -6,8 +6,8 @@ import torch
 from tests.exactness.enumeration import PLAIN, Enumeration, Enumerator
 from tests.exactness.planted import labels, relabel
 from tests.exactness.regions import total_variation
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import proactive
 from visual_spec.samplers.core import siblings as siblings_module
 from visual_spec.samplers.core.drafts import rows_of

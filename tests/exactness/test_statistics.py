@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.exactness.planted import batch_minimum_step, old_label_step, target_for_residual
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularMaskedModel, TabularModel
 from tests.kernels.relaxing import codes
 from visual_spec.kernels import (
     clustered_mass,
@@ -17,7 +18,6 @@ from visual_spec.kernels import (
     neighbour_mass,
 )
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler

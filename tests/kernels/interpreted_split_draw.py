@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from tests.helpers.tabular import TabularModel
 from tests.kernels.laws import LAWS, Window, window
 from visual_spec.kernels import draw as whole
 from visual_spec.kernels import law as law_module
@@ -18,7 +19,6 @@ from visual_spec.kernels.draw import draw_reference, whole_draw_triton
 from visual_spec.kernels.philox import philox_log_exponential
 from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler

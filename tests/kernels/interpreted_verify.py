@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularModel
 from tests.kernels.laws import LAWS, window
 from tests.kernels.verification import Case, case, compare
 from visual_spec.kernels import draw as draw_module
 from visual_spec.kernels import verify as module
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW, verify, verify_triton
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularModel
 from tests.kernels.heads import case as head_case
 from tests.kernels.laws import LAWS, Window, window
 from tests.kernels.layers import opened, summed
@@ -40,7 +41,6 @@ from visual_spec.kernels.split_draw import split_draw_triton
 from visual_spec.kernels.verify import verify_triton
 from visual_spec.kernels.window_attention import window_attention_reference, window_attention_triton
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import (

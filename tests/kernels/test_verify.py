@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularModel
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.laws import LAWS
 from tests.kernels.verification import case, verify_by_parts
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, verify
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core import verification
 from visual_spec.samplers.core.law import TokenLaw

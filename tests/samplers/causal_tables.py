@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visual_spec.models.core.tabular import TabularMaskedModel, TabularMaskedState
+from tests.helpers.tabular import TabularMaskedModel, TabularMaskedState
 
 
 @dataclass

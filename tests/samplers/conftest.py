@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.tabular import TabularState
 from visual_spec.models.core.protocol import DecodeState
-from visual_spec.models.core.tabular import TabularState
 from visual_spec.models.drafters.eagle import EagleState
 from visual_spec.models.next_token.cached_decoder import CachedState
 from visual_spec.models.next_token.llamagen import LlamaGenState

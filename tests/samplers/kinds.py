@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.tabular import TabularModel
+from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from tests.models.continuous.tiny import calm, tiny_causal
 from tests.samplers.causal_tables import TabularCausalLayer, TabularFeatureModel
 from tests.samplers.frame_tables import TableFrameModel
@@ -34,8 +36,6 @@ from visual_spec.models.core.calls import (
     TREE,
 )
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
-from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.registry import SamplerEntry
 

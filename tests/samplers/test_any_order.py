@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.tabular import TabularMaskedModel, TabularModel
+from tests.helpers.tabular_any_order import TabularAnyOrderModel
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel, TabularModel
-from visual_spec.models.core.tabular_any_order import TabularAnyOrderModel
 from visual_spec.samplers.any_order import AnyOrderSampler
 from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
 from visual_spec.samplers.core.base import STOP

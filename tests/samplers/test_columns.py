@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularColumnModel, TabularModel
 from tests.samplers.settings import lossy, settings_of
 from tests.tiny import seeded
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularColumnModel, TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import COLUMN_DRAFTS, ColumnJacobiSampler

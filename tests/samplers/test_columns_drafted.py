@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularColumnModel, TabularModel
 from tests.models.drafters.test_column_eagle import columns, condition, drafter_for
 from tests.samplers.test_columns import LAW, LAWS, PATTERNS, STEPS, decode, tabular
 from tests.tiny import seeded
 from visual_spec.models.columns.musicgen_modules import MusicCondition
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularColumnModel, TabularModel
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler

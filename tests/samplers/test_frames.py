@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularMaskedModel
 from tests.samplers.frame_tables import TableFrameModel
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.frames import FrameMaskedSampler, even_places

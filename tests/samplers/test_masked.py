@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel
 from tests.models.columns.test_musicgen import CODES, IDS, MASK, musicgen, rows_of
 from tests.tiny import seeded
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicCondition, text_condition
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core import masking
 from visual_spec.samplers.core.checks import CheckedLaw

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularMaskedModel
 from tests.models.columns.test_musicgen import IDS, MASK, musicgen
 from tests.models.continuous.straight import linear, norm
 from tests.models.masked.test_image_models import tiny_mage
@@ -16,7 +17,6 @@ from tests.tiny import seeded, tiny_masked_transformer
 from visual_spec.models.columns.musicgen import MagnetModel
 from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.core.law import TokenLaw

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.drafters.mulo import MultiscaleDrafter, TokenUpsampler
 from visual_spec.samplers.core import base
 from visual_spec.samplers.core.law import TokenLaw

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularModel, TabularOrderModel
 from tests.models.next_token.test_llamagen import make, text_condition
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel, TabularOrderModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.base import STOP
 from visual_spec.samplers.core.law import TokenLaw

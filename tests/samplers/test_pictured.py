@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.samplers import jacobi
 from visual_spec.samplers.autoregressive import AutoregressiveSampler

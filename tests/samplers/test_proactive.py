@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.exactness.test_statistics import LEAST_P, p_value
+from tests.helpers.tabular import TabularModel
 from tests.samplers.settings import settings_of
 from tests.tiny import seeded, tiny_transformer
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core import base

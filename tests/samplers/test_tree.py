@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularModel
 from tests.samplers.drafting import (
     CODEBOOK,
     CONDITION,
@@ -28,7 +29,6 @@ from tests.samplers.drafting import (
 )
 from tests.samplers.settings import lossy
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers import drafted, tree
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw

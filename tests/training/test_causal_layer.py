@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularMaskedModel
 from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularMaskedModel
 from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.core.law import TokenLaw

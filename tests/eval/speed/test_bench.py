@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularModel
 from tests.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
 from visual_spec.data import shapes
 from visual_spec.eval import draws, files, machine
@@ -19,7 +20,6 @@ from visual_spec.eval.speed import bench, measure, timing, token_bench
 from visual_spec.eval.speed.official_sizes import described
 from visual_spec.eval.speed.straight_loop import NAME
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw

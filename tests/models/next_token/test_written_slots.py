@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularModel
 from tests.models.next_token.test_cached_decoder import case
 from tests.models.next_token.test_llamagen import caption_prefix, make, text_condition
 from visual_spec.models.core import protocol
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 
 

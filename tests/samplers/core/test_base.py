@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularModel, TabularState
 from tests.models.next_token.test_cached_decoder import case, rows_of
 from tests.samplers.drafting import (
     CONDITION,
@@ -19,7 +20,6 @@ from tests.samplers.drafting import (
     seeded,
 )
 from tests.samplers.settings import lossy
-from visual_spec.models.core.tabular import TabularModel, TabularState
 from visual_spec.samplers.core.base import ActiveSamples
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw

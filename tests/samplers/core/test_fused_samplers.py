@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from tests.kernels.interpreter import run_interpreted
 from tests.models.columns.test_musicgen import IDS, MASK, musicgen
 from tests.samplers.drafting import MODEL, NEAR
@@ -19,7 +20,6 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import text_condition
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularColumnModel, TabularMaskedModel, TabularModel
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core import masking, verification
 from visual_spec.samplers.core.law import TokenLaw

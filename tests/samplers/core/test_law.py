@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 
 FORBIDDEN = -math.inf

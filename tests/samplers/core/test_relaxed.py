@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.tabular import TabularModel
 from tests.samplers.settings import lossy
 from tests.tiny import seeded
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.core.checks import COUPLINGS
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.relaxed import Relaxation, cluster_table, neighbour_table, smallest

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularModel
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.tabular import TabularState, checked_size, tables_of
 from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularState, checked_size, tables_of
 
 
 class TabularAnyOrderModel(nn.Module):

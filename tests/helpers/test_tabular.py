@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.core.law import TokenLaw
 
 
