@@ -274,7 +274,17 @@ def test_frechet_video_distances_are_those_of_the_given_network(tmp_path, i3d, c
         return torch.stack(rows)
 
     expected = frechet(embed(drawn), embed(true))
-    asked = ("--reference", folders[1], "--metrics", "fvd", "--i3d", i3d, "--batch-size", 4)
+    asked = (
+        "--reference",
+        folders[1],
+        "--metrics",
+        "fvd",
+        "--i3d",
+        i3d,
+        "--trust-program",
+        "--batch-size",
+        4,
+    )
     found = scores(capsys, folders[0], *asked)["fvd"]
     assert found["value"] == pytest.approx(expected, rel=1e-4, abs=1e-9) and expected > 1e-4
     assert found["extractor"] == "i3d" and (found["samples"], found["reference_samples"]) == (9, 11)
@@ -311,8 +321,9 @@ def test_videos_that_cannot_be_scored_are_refused(tmp_path, i3d, capsys):
         (["fvd"], "pass --i3d"),
         (["fid"], "holds videos; pass some of fvd frames"),
         (["fvd", "--i3d", str(tmp_path / "none.pt")], "no I3D network at"),
-        (["fvd", "--i3d", str(tmp_path / "other.pt")], "is no TorchScript file"),
-        (["fvd", "--i3d", str(i3d)], "all need one shape"),
+        (["fvd", "--trust-program", "--i3d", str(tmp_path / "other.pt")], "is no TorchScript file"),
+        (["fvd", "--i3d", str(i3d)], "pass --trust-program; its SHA-256 is"),
+        (["fvd", "--trust-program", "--i3d", str(i3d)], "all need one shape"),
     ):
         assert main([*asked, *arguments]) == 2
         error = capsys.readouterr().err
@@ -320,7 +331,7 @@ def test_videos_that_cannot_be_scored_are_refused(tmp_path, i3d, capsys):
     content = (folder / "001.gif").read_bytes()
     (folder / "zzz.gif").unlink()
     (folder / "001.gif").write_bytes(content[:40])
-    assert main([*asked, "fvd", "--i3d", str(i3d)]) == 2
+    assert main([*asked, "fvd", "--trust-program", "--i3d", str(i3d)]) == 2
     assert "001.gif is no whole video" in capsys.readouterr().err
 
 

@@ -1,13 +1,11 @@
 """What reads features off samples of a set, for `visual_spec.eval.quality.score`.
 
 Each function returns (extract, networks, variant): `extract(samples, first, end)` gives {"features": [N, D], ...}; the
-networks' weights and the variant are what the features depend on.
+networks, or the checksum of a file, and the variant are what the features depend on.
 """
 
 from __future__ import annotations
 
-import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,10 @@ from visual_spec.eval.quality.features import (
     find_inception,
     load_shapes_features,
 )
+from visual_spec.eval.quality.programs import VideoProgram, checksum
 
 Extract = Callable[[SampleFiles, int, int], dict[str, Tensor]]
-Extractor = tuple[Extract, Sequence[nn.Module], str]
+Extractor = tuple[Extract, Sequence[nn.Module] | str, str]
 
 
 def _parts(first: int, end: int, size: int) -> list[tuple[int, int]]:
@@ -193,40 +192,47 @@ def _stacked(samples: SampleFiles, first: int, end: int) -> np.ndarray:
     return np.stack(videos)
 
 
-def video_features(weights: Path | None, device: str, batch_size: int) -> Extractor:
+def video_features(
+    weights: Path | None, device: str, batch_size: int, *, trust_program: bool = False
+) -> Extractor:
     """Of the I3D network of FVD (Unterthiner et al. 2018): its 400 logits, [N, 400].
 
     Args:
         weights: TorchScript, as StyleGAN-V's authors release it (`i3d_torchscript.pt`). It takes videos [B, 3, T, H, W]
             of 0 to 255, and resizes them to 224 pixels and to -1 to 1 itself.
+        trust_program: run the program in the file, with all that the user may do (`programs`).
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file of another kind.
+        ValueError: the program is not trusted; a file of another kind; a program that fails.
     """
-    if weights is None or not Path(weights).is_file():
-        raise FileNotFoundError(f"no I3D network at {weights}; pass the TorchScript file i3d_torchscript.pt")
-    try:
-        with warnings.catch_warnings(
-            category=DeprecationWarning, action="ignore"
-        ):  # the network is released so
-            network: Any = torch.jit.load(str(weights), map_location=device).eval()
-    except RuntimeError as error:
-        raise ValueError(f"{weights} is no TorchScript file; pass i3d_torchscript.pt") from error
+    path = trusted_program(weights, trust_program)
+    program = VideoProgram(path, device)
 
-    @torch.no_grad()
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
-        found = []
-        for bounds in _parts(first, end, batch_size):
-            videos = torch.from_numpy(_stacked(samples, *bounds))
-            given = videos.permute(0, 4, 1, 2, 3).float().to(device)  # [B, 3, T, H, W]
-            found.append(
-                {"features": network(given, rescale=True, resize=True, return_features=True).float().cpu()}
-            )
+        found = [
+            {"features": program(_stacked(samples, *bounds))} for bounds in _parts(first, end, batch_size)
+        ]
         return _joined(found)
 
-    # The program is a part of the file too, so the weights alone do not tell what it computes.
-    return extract, [network], hashlib.sha256(Path(weights).read_bytes()).hexdigest()[:12]
+    return extract, program.checksum[:12], ""
+
+
+def trusted_program(path: Path | None, trusted: bool) -> Path:
+    """The file of a program that may be run.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is not trusted.
+    """
+    if path is None or not Path(path).is_file():
+        raise FileNotFoundError(f"no I3D network at {path}; pass the TorchScript file i3d_torchscript.pt")
+    if not trusted:
+        raise ValueError(
+            f"{path} is a program (TorchScript), which may do all that you may. If you trust where it comes from, pass "
+            f"--trust-program; its SHA-256 is {checksum(Path(path))}"
+        )
+    return Path(path)
 
 
 def tag_features(folder: Path | None, device: str, batch_size: int) -> Extractor:

@@ -211,7 +211,7 @@ class FeatureFolder:
         path: of the folder.
         name: of the extractor.
         extract: (set, first, end) -> {name: features [N, D]}.
-        weights: networks whose weights the features depend on.
+        weights: networks whose weights the features depend on, or their checksum.
         variant: anything else that they depend on.
     """
 
@@ -220,11 +220,11 @@ class FeatureFolder:
         path: Path,
         name: str,
         extract: Callable[[SampleFiles, int, int], dict[str, Tensor]],
-        weights: Sequence[nn.Module],
+        weights: Sequence[nn.Module] | str,
         variant: str = "",
     ) -> None:
         self.path, self.extract = path, extract
-        self.hash = fingerprint(weights)
+        self.hash = weights if isinstance(weights, str) else fingerprint(weights)
         self.key = "-".join(filter(None, [name, self.hash, variant]))
 
     def chunks(self, samples: SampleFiles) -> list[tuple[int, int]]:
@@ -233,11 +233,21 @@ class FeatureFolder:
     def extract_share(
         self, samples: SampleFiles, rank: int, shards: int, report: Callable[[str], Any]
     ) -> None:
-        """Extract every `shards`-th chunk that is not there, from chunk `rank`."""
+        """Extract every `shards`-th chunk that is not there, from chunk `rank`.
+
+        Raises:
+            ValueError: features that are not one finite row a sample.
+        """
         mine = self.chunks(samples)[rank::shards]
         for number, (first, end) in enumerate(mine, 1):
             if self._read(samples, first, end) is None:
                 found = {name: rows.numpy() for name, rows in self.extract(samples, first, end).items()}
+                for name, rows in found.items():
+                    if len(rows) != end - first or not np.isfinite(rows).all():
+                        raise ValueError(
+                            f"{samples.path}: {self.key} gave {name} {list(rows.shape)} for {end - first} samples, or "
+                            "nan; its network is damaged or another one"
+                        )
                 buffer = io.BytesIO()
                 np.savez(buffer, **found)  # pyright: ignore[reportArgumentType]
                 write_atomically(self._file(samples, first), buffer.getvalue(), overwrite=True)

@@ -40,6 +40,7 @@ from visual_spec.eval.quality.extractors import (
     mel_features,
     shapes_features,
     tag_features,
+    trusted_program,
     video_features,
 )
 from visual_spec.eval.quality.feature_sets import FeatureFolder, SampleFiles
@@ -79,6 +80,7 @@ class Scoring:
         folder: where features are kept.
         size: pictures are resized to this side first; None: as they are.
         inception, clip, clap, tagger, i3d: files and folders of weights.
+        trust_program: `i3d` is a program; it may be run.
         device: where networks run.
     """
 
@@ -93,6 +95,7 @@ class Scoring:
     clap: Path | None = None
     tagger: Path | None = None
     i3d: Path | None = None
+    trust_program: bool = False
     device: str = "cpu"
     batch_size: int = 50
     _extractors: dict[str, FeatureFolder] = field(default_factory=dict)
@@ -102,7 +105,7 @@ class Scoring:
 
         Raises:
             ValueError: a metric that is unknown, or of the other medium; one that lacks reference, prompts or weights;
-                sets of different media; a set beside it of other samples.
+                a program that is not trusted; sets of different media; a set beside it of other samples.
         """
         known = METRICS[self.drawn.medium]
         if wrong := [name for name in self.metrics if name not in known]:
@@ -126,6 +129,8 @@ class Scoring:
                 raise ValueError(f"--metrics {name} needs a model of transformers; pass {option} FOLDER")
         if "fvd" in self.metrics and self.i3d is None:
             raise ValueError("--metrics fvd needs the I3D network; pass --i3d i3d_torchscript.pt")
+        if "fvd" in self.metrics:
+            trusted_program(self.i3d, self.trust_program)
         if self.clap is None and set(self.metrics) & {"fad", "kad", "clap"}:
             raise ValueError(
                 "--metrics fad, kad and clap need a CLAP model of transformers; pass --clap FOLDER"
@@ -163,7 +168,9 @@ class Scoring:
                 "clap": lambda: clap_features(self.clap, self.device, self.batch_size),
                 "mel": lambda: mel_features(self.batch_size),
                 "frames": lambda: frame_features(self.device, self.batch_size),
-                "i3d": lambda: video_features(self.i3d, self.device, self.batch_size),
+                "i3d": lambda: video_features(
+                    self.i3d, self.device, self.batch_size, trust_program=self.trust_program
+                ),
                 "kl": lambda: tag_features(self.tagger, self.device, self.batch_size),
             }[name]
             extract, networks, variant = make()
@@ -253,14 +260,20 @@ def score(
         The document, or None as long as other processes have features to extract.
 
     Raises:
-        ValueError, OSError, ImportError: as `Scoring.check`; a rank out of range; a sample that cannot be read.
+        ValueError, OSError, ImportError: as `Scoring.check`; a rank out of range; a sample that cannot be read, or
+            features of it that are no finite rows.
     """
     if not 0 <= rank < shards:
         raise ValueError(f"rank={rank} of {shards}; pass a rank from 0 to shards - 1")
     work.check()
     for name, samples in work.wanted():
         work.extractor(name).extract_share(samples, rank, shards, report)
-    if any(work.extractor(name).read(samples) is None for name, samples in work.wanted()):
+    lacking = [samples for name, samples in work.wanted() if work.extractor(name).read(samples) is None]
+    if lacking and shards == 1:
+        raise OSError(
+            f"the features of {lacking[0].path} in {work.folder} cannot be read back; choose another folder"
+        )
+    if lacking:
         return None
     run = work.drawn.path / "run.json"
     return {

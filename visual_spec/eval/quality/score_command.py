@@ -51,7 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clap", type=Path, metavar="DIR", help="a CLAP model of transformers")
     parser.add_argument("--tagger", type=Path, metavar="DIR", help="an audio classifier of transformers")
     parser.add_argument(
-        "--i3d", type=Path, metavar="FILE", help="I3D network of FVD as TorchScript (i3d_torchscript.pt)"
+        "--i3d",
+        type=Path,
+        metavar="FILE",
+        help="I3D network of FVD as TorchScript (i3d_torchscript.pt): a program, see --trust-program",
+    )
+    parser.add_argument(
+        "--trust-program",
+        action="store_true",
+        help="run the program in the file of --i3d, which may read, write and send all that you may",
     )
     parser.add_argument(
         "--size",
@@ -124,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         args.clap,
         args.tagger,
         args.i3d,
+        args.trust_program,
         str(choose_device(own_device(args.device))),
         args.batch_size,
     )
