@@ -54,7 +54,10 @@ from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA GPU"),
+]
 
 VOCAB, WIDTH = (130, 2) if INTERPRETED else (16384, 16)
 

@@ -7,12 +7,16 @@ import json
 import pytest
 import torch
 
-from visual_spec.eval.speed import bench, continuous_sizes, gpu_stages, gpu_tables, gpu_tiny, measure
+from visual_spec.eval.speed import bench, continuous_sizes, measure
 from visual_spec.eval.speed.continuous_sizes import SomeCalls, costs, mar
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
 
 CPU = torch.device("cpu")
+TINY = dict(
+    grid_size=4, token_dim=4, dim=16, num_layers=1, num_heads=2, head_width=16, head_depth=1, num_classes=5,
+    buffer_size=2,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +27,7 @@ def known_machine(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model() -> MARTransformer:
-    return mar({**gpu_tiny.MAR, "grid_size": 4}, dtype=torch.float32, device=CPU)
+    return mar(TINY, dtype=torch.float32, device=CPU)
 
 
 def test_calls_are_spread_over_the_schedule_and_run_with_its_shapes(model, monkeypatch):
@@ -95,7 +99,7 @@ def test_the_bench_counts_official_sizes_without_running_them(capsys):
 
 
 def test_the_bench_times_them_with_the_floor(capsys, monkeypatch):
-    monkeypatch.setitem(PRESETS, "B", {**gpu_tiny.MAR, "grid_size": 4})
+    monkeypatch.setitem(PRESETS, "B", TINY)
     monkeypatch.setattr(continuous_sizes, "SCHEDULES", ((6, 3),))
     document, text = bench_of(capsys, "--model", "mar-b", "--batch-sizes", "1", "2", "--warmup", "0")
     assert document["kind"] == "latent-random-weights" and document["architecture"] == "mar-b"
@@ -117,14 +121,6 @@ def test_the_bench_times_them_with_the_floor(capsys, monkeypatch):
 def test_what_the_rows_do_not_have_is_refused(arguments, told):
     with pytest.raises(ValueError, match=told):
         bench.main(["--random-weights", "--device", "cpu", *arguments])
-
-
-def test_the_stage_runs_dry_and_its_table_is_written():
-    ((name, part),) = gpu_stages.latent_sizes(True).items()
-    result = part()
-    assert result["batch"] == 1 and [row["name"] for row in result["rows"]] == ["4 x 3, operators"]
-    assert "| mar-b | 1 | 4 x 3, operators |" in " ".join(gpu_tables._TABLES["5c"]([(name, result)]).split())
-    assert list(gpu_stages.latent_sizes(False)) == [f"mar-{s}, batch {b}" for b in (1, 64, 8) for s in "lbh"]
 
 
 def test_kernels_are_switched_off_within_only():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from visual_spec.eval.speed import gpu_stages, gpu_tables, speech_sizes
+from visual_spec.eval.speed import speech_sizes
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,3 @@ def test_bytes_of_a_latent(model):
     embedding = total("model.diffusion_head.timestep_proj")  # once a clip
     found = speech_sizes._latent_bytes(model, True, True)
     assert found == language + 10 * in_loop + (head - in_loop - embedding) + codec
-
-
-def test_the_stage_runs_dry_and_its_table_is_written():
-    ((name, part),) = gpu_stages.speech(True).items()
-    result = part()
-    table = " ".join(gpu_tables._TABLES["5d"]([(name, result)]).split())
-    assert "| vibevoice-1.5b | 1 | transformers generate |" in table and "| accelerated |" in table
-    assert list(gpu_stages.speech(False)) == [f"vibevoice-1.5b, batch {batch}" for batch in (1, 8)]

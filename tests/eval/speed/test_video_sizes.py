@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from visual_spec.eval.speed import gpu_stages, gpu_tables, video_sizes
+from visual_spec.eval.speed import video_sizes
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule
@@ -78,11 +78,3 @@ def test_the_official_size_has_the_published_parameters():
             freq_dim=one.freq_dim, ffn_dim=one.inner, num_layers=one.layers,
         )  # fmt: skip
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_418_996_800
-
-
-def test_the_stage_runs_dry_and_its_table_is_written():
-    ((name, part),) = gpu_stages.video(True).items()
-    result = part()
-    table = " ".join(gpu_tables._TABLES["5e"]([(name, result)]).split())
-    assert "| wan-tiny-causal | 1 | full |" in table and "| deep-forcing |" in table
-    assert list(gpu_stages.video(False)) == ["wan-1.3b-causal, batch 1"]

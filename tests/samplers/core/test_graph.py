@@ -458,6 +458,7 @@ def test_that_test_sees_what_waits(line):
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_graphs_on_a_gpu(name):

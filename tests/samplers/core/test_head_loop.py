@@ -315,6 +315,7 @@ def test_no_call_waits_for_the_host_or_copies_from_it(monkeypatch, kind, fused):
             assert [(tensor.shape, tensor.dtype) for tensor in graph._tensors(parts)] == known
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["mar", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

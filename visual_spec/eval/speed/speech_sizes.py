@@ -3,12 +3,11 @@
 What a latent costs depends on sizes, not on what the weights are. Every step is made to say audio, so that every step
 makes a latent. Both share one set of weights and take turns, round by round.
 
-    python -m visual_spec.eval.speed.speech_sizes [--size middle] [--batch 1] [--latents 32] [--runs 5]
+    python scripts/bench_sizes.py speech [--size SIZE] [--batch 1]
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.eval.intervals import quantiles
-from visual_spec.eval.machine import choose_device
 from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.timing import Report, add_floors
-from visual_spec.eval.tables import markdown
 
 _BOS, _EOS, _AUDIO, _PAD, _END = range(5)
 HEAD_STEPS, GUIDANCE = 10, 1.3  # of the released models
@@ -193,41 +190,3 @@ def _latent_bytes(model: Any, fast: bool, guided: bool) -> int:
 
 def _bytes(module: nn.Module) -> int:
     return sum(one.numel() * one.element_size() for one in module.parameters())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SIZES, default="middle")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--scale", type=float, default=GUIDANCE, help="guidance")
-    for name, default in [("batch", 1), ("latents", 32), ("prompt", 64), ("runs", 5), ("warmup", 1)]:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
-    model = vibevoice(args.size, dtype=getattr(torch, args.dtype), device=choose_device(args.device))
-    rows = measure_latents(
-        model,
-        batch_size=args.batch,
-        latents=args.latents,
-        runs=args.runs,
-        warmup=args.warmup,
-        prompt=args.prompt,
-        scale=args.scale,
-    )
-    cells = [
-        [
-            row["name"],
-            str(row["calls"]),
-            f"{row['ms_per_image']['p50'] * args.batch / args.latents:.1f}",
-            f"{row['speed_up']['p50']:.2f}x",
-            f"{row['speed_up']['p20']:.2f} to {row['speed_up']['p80']:.2f}",
-        ]
-        for row in rows
-    ]
-    print(markdown(["", "language model calls", "ms a latent", "speed-up", "p20 to p80"], cells))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,12 +4,11 @@ What a chunk costs depends on sizes and on how many frames attention reads, not 
 draws one long clip by the loop of Self-Forcing, five calls a chunk; the last chunks are timed, where bounded caches
 have long been full. The full cache goes on growing, so its chunks there are those of a clip of that length.
 
-    python -m visual_spec.eval.speed.video_sizes [--size 1.3b] [--frames 45] [--chunks 5]
+    python scripts/bench_sizes.py video [--size SIZE] [--batch 1]
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +19,9 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import Tensor
 
 from visual_spec.eval.intervals import quantiles
-from visual_spec.eval.machine import choose_device
 from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.official_sizes import fill_at_random
 from visual_spec.eval.speed.timing import Report
-from visual_spec.eval.tables import markdown
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.pipelines.diffusers_video import read_text
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
@@ -190,43 +187,3 @@ def call_flops(model: Any, size: VideoSize, batch_size: int, chunk: int, cache_b
     linear = 2 * (block * tokens + of_text * size.text)
     attention = 4 * wide * tokens * (seen + size.text)
     return batch_size * size.layers * (linear + attention)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SIZES, default="1.3b")
-    parser.add_argument(
-        "--policies", nargs="+", default=POLICIES, metavar="P", help="as visual_spec.accelerate"
-    )
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    for name, default in [("batch", 1), ("frames", 45), ("chunks", 5)]:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
-    device, dtype, size = choose_device(args.device), getattr(torch, args.dtype), SIZES[args.size]
-    rows = measure_chunks(
-        wan(size, dtype=dtype, device=device),
-        size,
-        args.policies,
-        batch_size=args.batch,
-        frames=args.frames,
-        chunks=args.chunks,
-    )
-    cells = [
-        [
-            row["name"],
-            f"{row['ms_per_call']['p50']:.1f}",
-            f"{100 * row['floor_share']:.0f} %",
-            f"{row['ms_per_image']['p50']:.0f}",
-            f"{row['cache_bytes'] / 2**20:.0f}",
-            f"{row['speed_up']:.2f}x",
-        ]
-        for row in rows
-    ]
-    print(markdown(["cache", "ms a call", "of floor", "ms a chunk", "MiB of cache", "speed-up"], cells))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from visual_spec.eval.speed import kernel_bench
+from scripts import bench_kernels as kernel_bench
 
 
 def test_kernels_and_chains_of_a_layer_compute_the_same(monkeypatch):
