@@ -86,7 +86,7 @@ def test_dtype_and_threads_arrive(model, tmp_path, capsys, monkeypatch):
     assert generate(model, tmp_path, PROMPT, "--dtype", "bfloat16", "--threads", "1", "--json") == 0
     document = last_line(capsys)
     assert document["dtype"] == "bfloat16" and threads == [1]
-    law = "same tokens as autoregressive sampling up to near-ties (bfloat16)"
+    law = "same tokens as autoregressive sampling up to near-ties (bfloat16; none with exact_width=True)"
     assert document["images"][0]["output_law"] == law
     assert 0 <= document["images"][0]["near_ties"] < 16
 
@@ -158,7 +158,8 @@ def test_compare_fails_when_the_promise_is_broken(model, tmp_path, capsys, monke
     assert generate(model, tmp_path / "bfloat16", PROMPT, "--compare", "--dtype", "bfloat16") == 0
     captured = capsys.readouterr()
     found = re.search(
-        r"same tokens as autoregressive sampling up to near-ties \(bfloat16\), (\d+) near-", captured.out
+        r"same tokens as autoregressive sampling up to near-ties \(bfloat16; none with exact_width=True\), (\d+) near-",
+        captured.out,
     )
     (row,) = json.loads((tmp_path / "bfloat16/comparison.json").read_text())["comparison"]
     assert found is not None and int(found[1]) == row["near_ties"]

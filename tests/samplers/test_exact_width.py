@@ -229,5 +229,6 @@ def test_near_ties_are_counted(law):
                 expected = near_by_definition(model, found.tokens, law).sum(1)
                 assert 0 < expected.min() and expected.max() < 35
             assert torch.equal(found.trace.near_ties, expected), name
-            met = f"up to near-ties (bfloat16), {int(expected.sum())} near-ties met"
+            repair = "; none with exact_width=True" if "exact_width" in sampler.config else ""
+            met = f"up to near-ties (bfloat16{repair}), {int(expected.sum())} near-ties met"
             assert found.trace.summary().endswith(met)

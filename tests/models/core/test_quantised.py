@@ -1,7 +1,6 @@
-"""Weight-only int8: a quantised LlamaGen decodes as a model like any other. By torchao if it is installed, and plainly.
+"""Int8: a LlamaGen with int8 weights decodes as a model like any other; with int8 activations rounding decides.
 
-Without torchao, int8 layers of our own stand in: weights that are no parameters, and no floating numbers. That checks
-what decoding and joined projections need of a quantised layer, not torchao's tensors.
+By torchao, and by int8 layers of our own: weights that are no parameters, and no floating numbers.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchao import quantization
 
 from tests.tiny import tiny_transformer
 from visual_spec.models.core.projections import fuse_projections
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.samplers.core.precision import rounding_of, rounding_unit
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
 
@@ -62,7 +64,6 @@ def test_plain_int8_layers_decode_identically():
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_int8_weights_decode_identically(joined):
-    quantization = pytest.importorskip("torchao.quantization")
     size: dict[str, Any] = dict(num_classes=5, caption_dim=None, prefix_length=1, dim=32)
     model: Any = tiny_transformer(**size)
     state, condition = _prefill(model)
@@ -88,8 +89,62 @@ def test_int8_weights_decode_identically(joined):
         sampler(model, condition, generator=torch.Generator().manual_seed(0), **options)
         for sampler in (SpeculativeJacobiSampler(6), AutoregressiveSampler())
     )
-    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.tokens, expected.tokens) and found.trace.promises_tokens
     assert (found.trace.target_calls < expected.trace.target_calls).all()
+
+
+ACTIVATIONS = {
+    "int8": (quantization.Int8DynamicActivationInt8WeightConfig(), "int8 activations"),
+    "int8, int4 weights": (
+        quantization.Int8DynamicActivationIntxWeightConfig(torch.int4),
+        "int8 activations",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_no_trace_claims_the_same_tokens_where_activations_are_quantised(kind):
+    config, named = ACTIVATIONS[kind]
+    model: Any = tiny_transformer(num_classes=5, caption_dim=None, prefix_length=1, dim=32)
+    quantization.quantize_(model, config)
+    options: dict[str, Any] = dict(law=TokenLaw(), batch_size=3)
+    condition = torch.tensor([1, 4, 0])
+    trace = SpeculativeJacobiSampler(6)(model, condition, **options).trace
+    assert trace.low_precision == named and trace.promise == "near-ties" and trace.near_ties is not None
+    assert "exact_width=True" in trace.output_law
+
+
+@torch.no_grad()
+def test_int8_activations_change_tokens_at_near_ties_only_and_none_with_exact_width():
+    model: Any = tiny_transformer(num_classes=5, caption_dim=None, prefix_length=1, dim=64, vocab_size=40)
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    condition, batch, law = torch.arange(64) % 5, 64, TokenLaw(guidance_scale=2.0)
+
+    def decode(sampler: Any) -> Any:
+        return sampler(
+            model, condition, law=law, generator=torch.Generator().manual_seed(0), batch_size=batch
+        )
+
+    plain, fast = decode(AutoregressiveSampler()), decode(SpeculativeJacobiSampler(8))
+    differs = fast.tokens != plain.tokens
+    assert differs.any()  # else the test is empty
+    # Near-ties of plain decoding, from its own logits; up to its first other token a row has plain's contexts.
+    state = model.prefill(condition, batch_size=batch, guided=True, window=1)
+    noise = CounterNoise(draw_keys(torch.Generator().manual_seed(0), batch), "cpu")
+    for slot in range(1, 16):
+        at = torch.full((batch, 1), slot - 1)
+        logits = model(state, plain.tokens[:, slot - 1 : slot], at)
+        scores = law(logits, True)[:, 0] + noise.gumbel(at + 1, 40, TOKEN)[:, 0]
+        best = scores.topk(2).values
+        near = (
+            best[:, 0] - best[:, 1]
+            < 2 * rounding_of(logits, law, True, rounding_unit("int8 activations"))[:, 0]
+        )
+        first = differs[:, slot] & ~differs[:, :slot].any(1)
+        assert near[first].all(), slot
+    exact = decode(SpeculativeJacobiSampler(8, exact_width=True))
+    assert torch.equal(exact.tokens, decode(AutoregressiveSampler(exact_width=True)).tokens)
+    assert exact.trace.promises_tokens
 
 
 def _prefill(model: Any) -> tuple[Any, torch.Tensor]:

@@ -14,6 +14,7 @@ from visual_spec.samplers.core.precision import (
     rounding_of,
     rounding_unit,
     scales_by_batch,
+    watched,
 )
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -34,8 +35,8 @@ def class_model() -> Any:
     [
         (torch.float64, SAME),
         (torch.float32, SAME),
-        (torch.bfloat16, f"{SAME} up to near-ties (bfloat16)"),
-        (torch.float16, f"{SAME} up to near-ties (float16)"),
+        (torch.bfloat16, f"{SAME} up to near-ties (bfloat16; none with exact_width=True)"),
+        (torch.float16, f"{SAME} up to near-ties (float16; none with exact_width=True)"),
     ],
 )
 def test_the_claim_of_equal_tokens_names_its_condition(dtype, claim):
@@ -79,7 +80,10 @@ def test_shortened_products_of_float32_count(shortened_products):
     assert low_precision_of(class_model().double()) is None
     assert low_precision_of(class_model().bfloat16()) == "bfloat16"
     trace = trace_of(class_model(), SpeculativeJacobiSampler(window=4))
-    assert trace.output_law == f"{SAME} up to near-ties (tf32)" and not trace.promises_tokens
+    assert (
+        trace.output_law == f"{SAME} up to near-ties (tf32; none with exact_width=True)"
+        and not trace.promises_tokens
+    )
     assert trace.near_ties is not None
     exact = trace_of(class_model(), SpeculativeJacobiSampler(window=4, exact_width=True))
     assert exact.output_law == f"{SAME} with exact_width (tf32)" and exact.promises_tokens
@@ -101,3 +105,69 @@ def test_nothing_is_claimed_for_activations_that_are_scaled_by_the_whole_call():
     assert scales_by_batch(model) and not scales_by_batch(class_model())
     trace = trace_of(model, SpeculativeJacobiSampler(window=4))
     assert "not known" in trace.output_law and not trace.promises_tokens
+
+
+class RoundedLinear(nn.Linear):
+    """A float32 layer that rounds what it reads: nothing of its weights says so."""
+
+    as_int8 = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        step = input.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 127
+        steps = (input / step).round()
+        return super().forward((steps.to(torch.int8) if self.as_int8 else steps).to(input.dtype) * step)
+
+
+@pytest.mark.parametrize(("as_int8", "named"), [(True, "int8 activations"), (False, "rounded activations")])
+def test_activations_that_a_model_of_ones_own_rounds_are_seen(as_int8, named):
+    model = class_model()
+    assert trace_of(model, SpeculativeJacobiSampler(window=4)).output_law == SAME
+    for layer in model.layers:
+        layer.feed_forward.w1.__class__ = RoundedLinear
+        layer.feed_forward.w1.as_int8 = as_int8
+    trace = trace_of(model, SpeculativeJacobiSampler(window=4))  # the same model, watched again
+    assert trace.low_precision == named and trace.promise == "near-ties" and trace.near_ties is not None
+    assert f"up to near-ties ({named}; none with exact_width=True)" in trace.output_law
+    assert trace_of(model, SpeculativeJacobiSampler(window=4, exact_width=True)).promises_tokens
+    assert trace_of(model, AutoregressiveSampler()).output_law == SAME
+
+
+def test_a_narrow_type_inside_float32_and_an_operation_of_others_are_seen():
+    class Half(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(input.bfloat16(), self.weight.bfloat16()).float()
+
+    model = class_model()
+    model.layers[0].feed_forward.w1.__class__ = Half
+    trace = trace_of(model, SpeculativeJacobiSampler(window=4))
+    assert trace.low_precision == "bfloat16"
+
+    library = torch.library.Library("somebodys", "DEF")
+    library.define("product(Tensor a, Tensor b) -> Tensor")
+    library.impl("product", lambda a, b: a @ b.mT, "CompositeExplicitAutograd")
+
+    class Foreign(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return torch.ops.somebodys.product(input, self.weight)
+
+    model = class_model()
+    model.layers[0].feed_forward.w1.__class__ = Foreign
+    trace = trace_of(model, SpeculativeJacobiSampler(window=4))
+    assert trace.low_precision == "somebodys::product activations" and not trace.promises_tokens
+
+
+def test_a_model_is_watched_once_and_its_compiled_functions_still_compile():
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    layer = nn.Linear(4, 4)
+    product = torch.compile(layer.forward, backend=backend)
+    with torch.no_grad(), watched(layer):
+        product(torch.ones(2, 4))
+    assert not compiled and low_precision_of(layer) is None
+    with torch.no_grad(), watched(layer):
+        product(torch.ones(2, 4))
+    assert len(compiled) == 1

@@ -32,6 +32,7 @@ from visual_spec.samplers.core.precision import (
     low_precision_of,
     rounding_unit,
     scales_by_batch,
+    watched,
 )
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
@@ -347,7 +348,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
             parts: the arguments listed by `takes`.
         """
         watch = watch or Stopwatch()
-        cache = self.prefill(model, condition, law, len(keys), parts) if cache is None else cache
+        if cache is None:
+            with watched(model, wanted="acceptance" in self.config):
+                cache = self.prefill(model, condition, law, len(keys), parts)
         device = device_of(cache)
         watch.lap("prefill", device)
         checked = CheckedLaw(law, self.num_slots(model, parts), deferred=device.type == "cuda")
@@ -356,13 +359,9 @@ class Sampler(SchedulerMixin, ConfigMixin):
         noise = CounterNoise(keys, device, keep=keep)
         run = Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
         run.fixed_width = self.fixed_width
-        if (
-            rule is not None
-            and rule.identical
-            and self.fixed_width is None
-            and (low := low_precision_of(model))
-        ):
-            run.unit = rounding_unit(low)
+        if rule is not None and rule.identical and self.fixed_width is None:
+            low = low_precision_of(model)
+            run.unit = rounding_unit(low) if low else None
         return run
 
     def _prefilled(
@@ -373,7 +372,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
             return key, None, None
         given: Any = dict(guided=law.guided, window=self.fixed_width or self.window_of(model))
         given |= dict(drafter=parts.get("drafter"), strict=self.config.graph is True)
-        key, cache, prefill = prefilled(model, condition, key, batch_size=batch_size, **given)
+        with watched(model, wanted="acceptance" in self.config):
+            key, cache, prefill = prefilled(model, condition, key, batch_size=batch_size, **given)
         cache.fixed = self.fixed_width is not None
         return key, cache, prefill
 
@@ -534,7 +534,7 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
     )
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding
         trace |= dict(low_precision=low_precision_of(run.model), scales_by_batch=scales_by_batch(run.model))
-        trace |= dict(exact_width=run.fixed_width is not None)
+        trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)
     trace |= {name: active.whole(name, here).cpu() for name, here in counted(state).items()}
     return sampler.result(run, state, tokens, trace)
 

@@ -2,8 +2,10 @@
 
 A call that scores several slots computes wider matrix products than a call that scores one. Wide and narrow products
 round differently. In float32 and float64 the difference is too small to be met in practice. Below float32 it decides
-near-ties: slots where two tokens are almost equally good under the slot's noise. Quantised activations whose scale is
-taken from all rows of a call are worse: there the law of a slot depends on what else the call scores.
+near-ties: slots where two tokens are almost equally good under the slot's noise. Activations that are rounded to int8
+do the same in a model whose weights and logits are float32: a difference in the last bit moves one of them to the next
+step. Weights do not say so, so the operations of a model are watched once (`watched`). Quantised activations whose
+scale is taken from all rows of a call are worse: there the law of a slot depends on what else the call scores.
 
 `EXACT_WIDTH` is the remedy below float32. If all calls of all samplers have one shape, the same kernels run in all of
 them, and a position's logits depend on the tokens that it sees and on nothing else: not on its place in the call, nor
@@ -13,26 +15,129 @@ that earlier wide calls wrote differ in their last bits too, so the second score
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from visual_spec.models.core.protocol import modules_of
+from visual_spec.models.core.protocol import modules_of, owner_of
 from visual_spec.samplers.core.law import TokenLaw
 
 # Positions of every call under the setting `exact_width`. One number for all samplers: their tokens are compared.
 EXACT_WIDTH = 32
 _TF32 = "tf32"
 _TF32_EPS = 2.0**-10
+_QUANTISED = " activations"  # ends the name of a type that is no floating one
+_FLOAT4_EPS = 2.0**-1
+_INT8_EPS = 2.0**-7  # steps of 1/127 of the largest value
+# Operations of these name spaces say by their dtypes what they compute in; those of others are not known.
+_KNOWN = {"aten", "prim", "prims", "mkldnn", "mkldnn_prepacked", "c10d", "_c10d_functional", "profiler"}
+_ROUNDING = (
+    "round",
+    "floor",
+    "ceil",
+    "trunc",
+    "fix",
+    "fake_quantize",
+    "_fake_quantize",
+    "quantize_per",
+    "_int_mm",
+)
+# Of each model: what its weights and modules were when it was watched, and the narrowest type that was met.
+_WATCHED: WeakKeyDictionary[Any, tuple[Any, str | None]] = WeakKeyDictionary()
 
 
 def low_precision_of(model: Any) -> str | None:
-    """Return the narrowest floating type below float32 that `model` computes in, such as "bfloat16", or None.
+    """Return the narrowest type below float32 that `model` computes in, such as "bfloat16", or None.
 
     Autocast counts, as do weights that are stored in fewer bits. So do matrix products of float32 that PyTorch was
-    allowed to compute in fewer bits (`torch.set_float32_matmul_precision`, `allow_tf32`): "tf32".
+    allowed to compute in fewer bits (`torch.set_float32_matmul_precision`, `allow_tf32`): "tf32". So does what the
+    model was seen to do while it was `watched`, such as "int8 activations".
     """
+    names = (_stored_precision(model), *(_seen(model) or ()))
+    return max(filter(None, names), key=rounding_unit, default=None)
+
+
+@contextmanager
+def watched(model: Any, *, wanted: bool = True) -> Iterator[None]:
+    """Watch what `model` computes inside, for `low_precision_of`. Once for a model: after that, or if it is not wanted,
+    this does nothing.
+
+    Seen are conversions of floating numbers to narrower types (also inside a model whose weights are float32), numbers
+    that are rounded, and operations of other packages, of which nothing is known: all count as quantised activations.
+    """
+    if not wanted or not modules_of(model) or _seen(model) is not None:
+        yield
+        return
+    watch = _Watch()
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            # Compiled functions hide what they compute, and what a watched call skips is not compiled later.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(watch)
+        yield
+    narrowest = max(watch.found, key=rounding_unit, default=None)
+    _WATCHED[owner_of(model)] = _fingerprint(model), narrowest
+
+
+def _seen(model: Any) -> tuple[str | None] | None:
+    """The narrowest type that was met while the model was watched; None if it was not, as it now is."""
+    kept = _WATCHED.get(owner_of(model)) if modules_of(model) else None
+    return (kept[1],) if kept is not None and kept[0] == _fingerprint(model) else None
+
+
+class _Watch(TorchDispatchMode):
+    """Collects in `found` the names of the narrow types that floating numbers are converted to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a tensor of another package: what it does itself is watched
+        answer = func(*args, **kwargs)
+        inputs, outputs = (
+            [part for part in tree_leaves(tree) if isinstance(part, Tensor)]
+            for tree in ((args, kwargs), answer)
+        )
+        if any(part.is_floating_point() and part.dtype.itemsize >= 4 for part in inputs):
+            self.found |= {name for part in outputs if (name := _narrow(part.dtype))}
+            space, name = func.name().split("::")
+            if space not in _KNOWN:
+                self.found.add(f"{space}::{name.split('.')[0]}{_QUANTISED}")
+            elif name.startswith(_ROUNDING):
+                self.found.add(f"rounded{_QUANTISED}")
+        return answer
+
+
+def _narrow(dtype: torch.dtype) -> str | None:
+    """The name of a type that numbers are rounded to coarsely; None for float32, float64, truth values and indices."""
+    if dtype.itemsize > 2 and not str(dtype).startswith("torch.q") or dtype == torch.bool:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return name if dtype.is_floating_point else name + _QUANTISED
+
+
+def _fingerprint(model: Any) -> Any:
+    """What changes with the types that a model computes in: types of modules and weights, and autocast."""
+    modules = modules_of(model)
+    kinds = {type(layer) for module in modules for layer in module.modules()}
+    for module in modules:
+        for part in (*module.parameters(), *module.buffers()):
+            kinds.add((type(part), part.dtype))
+    return _stored_precision(model), frozenset(kinds)
+
+
+def _stored_precision(model: Any) -> str | None:
+    """The narrowest floating type of weights, autocast and products of float32."""
     modules = modules_of(model)
     found = {part.dtype for module in modules for part in module.parameters() if part.is_floating_point()}
     devices = {part.device.type for module in modules for part in module.parameters()}
@@ -44,7 +149,14 @@ def low_precision_of(model: Any) -> str | None:
 
 
 def rounding_unit(low_precision: str) -> float:
-    """Return the spacing of numbers near 1 in the type that `low_precision_of` named."""
+    """Return the spacing of numbers near 1 in the type that `low_precision_of` named.
+
+    Of quantised activations one step of int8 is taken, as a share of the largest number.
+    """
+    if low_precision.endswith(_QUANTISED):
+        return _INT8_EPS
+    if low_precision.startswith("float4"):  # PyTorch knows none of its limits
+        return _FLOAT4_EPS
     return _TF32_EPS if low_precision == _TF32 else torch.finfo(getattr(torch, low_precision)).eps
 
 

@@ -32,13 +32,14 @@ class DecodeTrace:
         at_least: whether `divergence` is only a lower bound of that distance.
         stopped: whether a callback ended the decode before it was complete.
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
-        low_precision: the model's floating type where it is below float32, such as "bfloat16", and the sampler scores
-            several slots a call: rounding then decides near-ties. None: it decides nothing.
+        low_precision: what the model rounds to where that is coarser than float32, such as "bfloat16" or "int8
+            activations", and the sampler scores several slots a call: rounding then decides near-ties. None: it
+            decides nothing.
         near_ties: long [B], committed slots (columns) where rounding may exchange the two best tokens, so that plain
             decoding may take the other one; None where they are not counted. The first slot is not counted: its
             logits are those of plain decoding.
         exact_width: whether all calls had one width, so that rounding decides nothing between samplers with that
-            setting.
+            setting; None of a sampler without the setting.
         scales_by_batch: whether the model quantises activations by scales of a whole call, and the sampler scores
             several slots a call: the law of a slot then depends on what else the call scores.
     """
@@ -58,7 +59,7 @@ class DecodeTrace:
     at_least: bool = False
     stopped: bool = False
     near_ties: Tensor | None = None
-    exact_width: bool = False
+    exact_width: bool | None = None
 
     @property
     def promises_tokens(self) -> bool:
@@ -66,7 +67,7 @@ class DecodeTrace:
 
         With `exact_width`, that is autoregressive sampling with `exact_width`.
         """
-        exact = self.low_precision is None or self.exact_width
+        exact = self.low_precision is None or bool(self.exact_width)
         return self.identical and exact and not self.scales_by_batch
 
     @property
@@ -110,7 +111,8 @@ class DecodeTrace:
             return ""
         if self.exact_width:
             return f" with exact_width ({self.low_precision})"
-        return f" up to near-ties ({self.low_precision})"
+        repair = "" if self.exact_width is None else "; none with exact_width=True"
+        return f" up to near-ties ({self.low_precision}{repair})"
 
     @property
     def output_text(self) -> str:
