@@ -34,6 +34,7 @@ EXACT_WIDTH = 32
 _TF32 = "tf32"
 _TF32_EPS = 2.0**-10
 _QUANTISED = " activations"  # ends the name of a type that is no floating one
+_ROUNDED = f"rounded{_QUANTISED}"
 _FLOAT4_EPS = 2.0**-1
 _INT8_EPS = 2.0**-7  # steps of 1/127 of the largest value
 # Operations of these name spaces say by their dtypes what they compute in; those of others are not known.
@@ -82,7 +83,8 @@ def watched(model: Any, *, wanted: bool = True) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(watch)
         yield
-    narrowest = max(watch.found, key=rounding_unit, default=None)
+    # Of equal units that which says more: int8, and not that something was rounded.
+    narrowest = max(watch.found, key=lambda name: (rounding_unit(name), name != _ROUNDED, name), default=None)
     _WATCHED[owner_of(model)] = _fingerprint(model), narrowest
 
 
@@ -114,7 +116,7 @@ class _Watch(TorchDispatchMode):
             if space not in _KNOWN:
                 self.found.add(f"{space}::{name.split('.')[0]}{_QUANTISED}")
             elif name.startswith(_ROUNDING):
-                self.found.add(f"rounded{_QUANTISED}")
+                self.found.add(_ROUNDED)
         return answer
 
 
