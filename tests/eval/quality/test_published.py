@@ -104,8 +104,9 @@ def test_the_interval_of_a_paired_difference_is_that_of_a_paired_bootstrap():
 
 def test_the_moments_without_a_group_are_those_of_the_others():
     features, reference = normal(61, 5, mean=100.0), Gaussian.of(normal(50, 6))
-    whole, left_out = published._leave_groups_out(features, reference)
-    kept = [features[torch.arange(61) % published.GROUPS != group] for group in range(published.GROUPS)]
+    whole, left_out = published._Groups(features, reference, None).left_out
+    dealt = published.deal(61, published.GROUPS)
+    kept = [features[dealt != group] for group in range(published.GROUPS)]
     direct = [published.gaussian_distance(Gaussian.of(one), reference) for one in kept]
     assert left_out == pytest.approx(direct, rel=1e-9)
     assert whole == pytest.approx(frechet_distance(features, normal(50, 6)), rel=1e-9)
@@ -118,6 +119,70 @@ def test_intervals_hold_what_they_say():
     expected = float(np.mean([figure["value"] for figure in figures]))
     held = sum(figure["low"] <= expected <= figure["high"] for figure in figures)
     assert 180 <= held <= 199
+
+
+def test_every_group_has_its_share_of_every_class():
+    for count, classes in ((2000, 1000), (900, 20), (730, 7), (61, 61)):
+        names = [str(index % classes) for index in range(count)]
+        dealt = published.deal(count, 20, names)
+        table = torch.zeros(classes, 20)
+        for index, group in enumerate(dealt.tolist()):
+            table[index % classes, group] += 1
+        assert (table.amax(1) - table.amin(1)).max() <= 1
+        assert table.sum(0).max() - table.sum(0).min() <= 1
+    # Neither neighbours nor what comes back every 20 samples falls into one group.
+    places = published.deal(2000, 20).reshape(100, 20)
+    assert all(len(set(column)) > 15 for column in places.T.tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("classes", "known"), [(20, True), (100, True), (1000, True), (100, False)])
+def test_intervals_of_classes_in_turn_hold_what_they_say(classes, known):
+    """Classes with means far apart, drawn in turn: other sets differ within the classes only.
+
+    Dealt by their places, each group would be 5 or 50 classes, and the interval 5 to 20 times as wide.
+    """
+    reference = Gaussian.of_moments(torch.zeros(WIDTH).double(), 5 * torch.eye(WIDTH).double())
+    means = normal(classes, 1, spread=2.0)
+    names = [str(index % classes) for index in range(2000)]
+    figures = [
+        frechet(
+            means.repeat(2000 // classes, 1) + normal(2000, 100 + seed), reference, names if known else None
+        )
+        for seed in range(150)
+    ]
+    values = np.array([figure["value"] for figure in figures])
+    told = np.mean([figure["high"] - figure["value"] for figure in figures]) / 1.96
+    held = np.mean([figure["low"] <= values.mean() <= figure["high"] for figure in figures])
+    if known and classes <= 100:
+        assert told == pytest.approx(values.std(), rel=0.2) and 0.88 <= held <= 0.99
+    else:  # groups differ in their classes
+        assert values.std() < told < 4 * values.std() and held > 0.95
+
+
+def test_the_limit_of_many_samples_is_extrapolated():
+    """Two laws whose distance is known. That of 600 samples lies far above it, and its interval does not hold it."""
+    width, expected = 12, 12 * (0.1**2 + 0.1**2)
+    reference = Gaussian.of_moments(torch.zeros(width).double(), torch.eye(width).double())
+    drawn = [
+        0.1 + 1.1 * torch.randn(600, width, generator=torch.Generator().manual_seed(seed)).double()
+        for seed in range(100)
+    ]
+    found = [published.frechet_with_limit(one, reference) for one in drawn]
+    limits = [limit for _, limit in found if limit is not None]
+    assert len(limits) == 100
+    assert sum(figure["low"] <= expected <= figure["high"] for figure, _ in found) < 50
+    assert 88 <= sum(limit["low"] <= expected <= limit["high"] for limit in limits) <= 99
+    assert np.mean([limit["value"] for limit in limits]) == pytest.approx(expected, rel=0.05)
+    assert published.limit_size(2048) == 8192
+    assert published.frechet_with_limit(drawn[0][:47], reference)[1] is None
+    # By hand: twice the distance of all less the mean of both halves.
+    dealt = published.deal(600, published.GROUPS)
+    one, other = (
+        published.gaussian_distance(Gaussian.of(drawn[0][half]), reference)
+        for half in (dealt < 10, dealt >= 10)
+    )
+    assert limits[0]["value"] == pytest.approx(2 * found[0][0]["value"] - (one + other) / 2, rel=1e-9)
 
 
 def test_a_paired_difference_resolves_what_single_distances_do_not():

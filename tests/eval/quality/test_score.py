@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +15,11 @@ from torch import nn
 
 from tests.eval.quality.test_sample_set import work_in
 from visual_spec.cli import main
-from visual_spec.eval.quality import extractors, feature_sets, features, score_command
+from visual_spec.eval.quality import extractors, feature_sets, features, score_command, statistics
 from visual_spec.eval.quality import score as scoring
+from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS
 from visual_spec.eval.quality.metrics import frechet_distance, precision_recall
 from visual_spec.eval.quality.prompt_files import Prompts
 from visual_spec.eval.quality.sample_set import sample
@@ -84,7 +89,7 @@ def test_the_figures_are_torch_fidelitys_for_the_same_files(tmp_path, inception)
         None,
         ("fid", "kid", "is", "prc"),
         tmp_path / "s",
-        inception=inception,
+        Setup({"feature_weights": inception}),
     )
     figures = score(work)["figures"]
     theirs = fidelity.calculate_metrics(
@@ -172,14 +177,14 @@ def test_adms_files_are_written_and_read(tmp_path, small_network):
 def test_a_reference_of_moments_alone_serves_fid(tmp_path, monkeypatch):
     drawn, true = make_pictures(tmp_path / "drawn", 8, 0), make_pictures(tmp_path / "true", 9, 1)
 
-    def means(weights, size, device, batch_size):
+    def means(setup):
         def extract(samples, first, end):
-            rows = torch.from_numpy(samples.pictures(first, end, size)).double().mean((1, 2))
+            rows = torch.from_numpy(samples.pictures(first, end, setup.size)).double().mean((1, 2))
             return {"features": rows, "logits": rows}
 
         return extract, [], ""
 
-    monkeypatch.setattr("visual_spec.eval.quality.score.inception_features", means)
+    monkeypatch.setattr(extractors, "inception_features", means)
     rows = SampleFiles.open(true).pictures(0, 9).astype(np.float64).mean((1, 2))
     np.savez(tmp_path / "stats.npz", mu=rows.mean(0), sigma=np.cov(rows, rowvar=False))
     whole = Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, ("fid",), tmp_path / "a")
@@ -317,3 +322,27 @@ def test_a_truncated_picture_is_named(tmp_path, small_network):
 
 def test_prompts_of_a_class_model_are_its_names():
     assert Prompts(("crane", "crane"), labels=("0", "1")).asked(3) == "1"
+
+
+def test_a_metric_is_one_entry_of_the_table():
+    """Its functions, its options and its documentation are there, and no heavy library is read for `--help`."""
+    for metric in METRICS.values():
+        assert callable(getattr(statistics, metric.statistic)) and metric.label and metric.interval
+        assert callable(getattr(extractors, EXTRACTORS[metric.features].make))
+    guide = (Path(__file__).parents[3] / "docs" / "EVALUATION.md").read_text()
+    assert [name for name in METRICS if f"`{name}`" not in guide] == []
+    program = "import sys, visual_spec.eval.quality.metric_table; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_distance_of_few_pictures_says_what_it_is(tmp_path, small_network, capsys):
+    drawn, true = make_pictures(tmp_path / "drawn", 8, 0), make_pictures(tmp_path / "true", 9, 1)
+    assert main(["score", str(drawn), "--reference", str(true)]) == 0
+    printed = capsys.readouterr().out
+    assert "frechet shapes infinity" not in printed and "from 40 samples on" in printed
+    make_pictures(drawn, 60, 0)
+    assert main(["score", str(drawn), "--reference", str(true)]) == 0
+    printed = capsys.readouterr().out
+    figures = json.loads((drawn / "scores" / "scores.json").read_text())["figures"]
+    assert figures["frechet_shapes_infinity"]["value"] < figures["frechet_shapes"]["value"]
+    assert "frechet shapes infinity" in printed and "about the mean" in figures["frechet_shapes"]["interval"]

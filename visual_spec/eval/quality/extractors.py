@@ -1,12 +1,13 @@
 """What reads features off samples of a set, for `visual_spec.eval.quality.score`.
 
-Each function returns (extract, networks, variant): `extract(samples, first, end)` gives {"features": [N, D], ...}; the
-networks, or the checksum of a file, and the variant are what the features depend on.
+Each function takes a `Setup` and returns (extract, networks, variant): `extract(samples, first, end)` gives
+{"features": [N, D], ...}; the networks, or the checksum of a file, and the variant are what the features depend on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,24 @@ Extract = Callable[[SampleFiles, int, int], dict[str, Tensor]]
 Extractor = tuple[Extract, Sequence[nn.Module] | str, str]
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What extractors are made of.
+
+    Attributes:
+        networks: files and folders of weights, by the name of the option that passes them.
+        size: pictures are resized to this side first; None: as they are.
+        device: where networks run.
+        trust_program: run programs in files, with all that the user may do (`visual_spec.eval.quality.programs`).
+    """
+
+    networks: Mapping[str, Path] = field(default_factory=dict)
+    size: int | None = None
+    device: str = "cpu"
+    batch_size: int = 50
+    trust_program: bool = False
+
+
 def _parts(first: int, end: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, end)) for start in range(first, end, size)]
 
@@ -45,7 +64,7 @@ def _resize_variant(size: int | None) -> str:
 
 
 @torch.no_grad()
-def inception_features(weights: Path | None, size: int | None, device: str, batch_size: int) -> Extractor:
+def inception_features(setup: Setup) -> Extractor:
     """The network of torch-fidelity with its resampling: features [N, 2048], and logits [N, 1008] without bias.
 
     Args:
@@ -56,6 +75,7 @@ def inception_features(weights: Path | None, size: int | None, device: str, batc
         ValueError: a file that holds more than tensors.
         ImportError: torch-fidelity is missing (extra `eval`).
     """
+    weights = setup.networks.get("feature_weights")
     path = weights or find_inception()
     if path is None or not Path(path).is_file():
         raise FileNotFoundError(
@@ -71,36 +91,36 @@ def inception_features(weights: Path | None, size: int | None, device: str, batc
     network = FeatureExtractorInceptionV3(
         "inception-v3-compat", names, feature_extractor_weights_path=str(path)
     )
-    network = network.eval().to(device)
+    network = network.eval().to(setup.device)
 
     @torch.no_grad()
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         found = []
-        for bounds in _parts(first, end, batch_size):
-            pictures = torch.from_numpy(samples.pictures(*bounds, size)).permute(0, 3, 1, 2)
-            features, logits = network(pictures.to(device))
+        for bounds in _parts(first, end, setup.batch_size):
+            pictures = torch.from_numpy(samples.pictures(*bounds, setup.size)).permute(0, 3, 1, 2)
+            features, logits = network(pictures.to(setup.device))
             found.append({"features": features.float().cpu(), "logits": logits.float().cpu()})
         return _joined(found)
 
-    return extract, [network], _resize_variant(size)
+    return extract, [network], _resize_variant(setup.size)
 
 
-def shapes_features(size: int | None, device: str, batch_size: int) -> Extractor:
+def shapes_features(setup: Setup) -> Extractor:
     """The embedded classifier of `shapes` pictures."""
     network: Any = load_shapes_features()
-    network = network.to(device)
+    network = network.to(setup.device)
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         found = [
-            {"features": features_of(network, samples.pictures(*bounds, size))}
-            for bounds in _parts(first, end, batch_size)
+            {"features": features_of(network, samples.pictures(*bounds, setup.size))}
+            for bounds in _parts(first, end, setup.batch_size)
         ]
         return _joined(found)
 
-    return extract, [network], _resize_variant(size)
+    return extract, [network], _resize_variant(setup.size)
 
 
-def clip_features(folder: Path | None, size: int | None, device: str, batch_size: int) -> Extractor:
+def clip_features(setup: Setup) -> Extractor:
     """Of a CLIP model (Radford et al. 2021): features of pictures, and scores: 100 cos with the prompt, at least 0.
 
     As torchmetrics' `CLIPScore` (Hessel et al. 2021, without its factor 2.5), sample by sample. Prompts are cut at what
@@ -109,6 +129,7 @@ def clip_features(folder: Path | None, size: int | None, device: str, batch_size
     Raises:
         FileNotFoundError: no such folder.
     """
+    folder = setup.networks.get("clip")
     if folder is None or not Path(folder).is_dir():
         raise FileNotFoundError(
             f"no CLIP model at {folder}; pass a folder such as openai/clip-vit-large-patch14 holds"
@@ -116,26 +137,28 @@ def clip_features(folder: Path | None, size: int | None, device: str, batch_size
     from transformers import AutoProcessor, CLIPModel
 
     model: Any = CLIPModel.from_pretrained(folder, local_files_only=True)
-    model.eval().requires_grad_(False).to(device)
+    model.eval().requires_grad_(False).to(setup.device)
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True)
 
     @torch.no_grad()
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         found = []
-        for bounds in _parts(first, end, batch_size):
-            pictures = torch.from_numpy(samples.pictures(*bounds, size)).permute(0, 3, 1, 2)
-            inputs = processor(images=list(pictures), return_tensors="pt").to(device)
+        for bounds in _parts(first, end, setup.batch_size):
+            pictures = torch.from_numpy(samples.pictures(*bounds, setup.size)).permute(0, 3, 1, 2)
+            inputs = processor(images=list(pictures), return_tensors="pt").to(setup.device)
             image = F.normalize(_pooled(model.get_image_features(**inputs)).float(), dim=-1)
             part = {"features": image.cpu()}
             if samples.prompts is not None:
                 texts = samples.prompts[slice(*bounds)]
-                tokens = processor(text=texts, return_tensors="pt", padding=True, truncation=True).to(device)
+                tokens = processor(text=texts, return_tensors="pt", padding=True, truncation=True).to(
+                    setup.device
+                )
                 text = F.normalize(_pooled(model.get_text_features(**tokens)).float(), dim=-1)
                 part["scores"] = (100 * (image * text).sum(-1)).clamp_min(0).cpu()
             found.append(part)
         return _joined(found)
 
-    return extract, [model], _resize_variant(size)
+    return extract, [model], _resize_variant(setup.size)
 
 
 def _pooled(output: Any) -> Tensor:
@@ -143,9 +166,10 @@ def _pooled(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.pooler_output
 
 
-def clap_features(folder: Path | None, device: str, batch_size: int) -> Extractor:
+def clap_features(setup: Setup) -> Extractor:
     """Of a CLAP model: features of clips, and scores: the cosine with the prompt."""
-    scorer = ClapScorer(str(folder), device=device, batch_size=batch_size)
+    folder = setup.networks.get("clap")
+    scorer = ClapScorer(str(folder), device=setup.device, batch_size=setup.batch_size)
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         found = []
@@ -160,7 +184,7 @@ def clap_features(folder: Path | None, device: str, batch_size: int) -> Extracto
     return extract, [scorer.model], ""
 
 
-def mel_features(batch_size: int) -> Extractor:
+def mel_features(setup: Setup) -> Extractor:
     """Mean and spread of mel bands: no network."""
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
@@ -170,14 +194,14 @@ def mel_features(batch_size: int) -> Extractor:
     return extract, [], ""
 
 
-def frame_features(device: str, batch_size: int) -> Extractor:
+def frame_features(setup: Setup) -> Extractor:
     """The embedded classifier of `shapes` pictures over the frames of videos, see `FrameStatistics`."""
-    network: Any = FrameStatistics(load_shapes_features()).to(device)
+    network: Any = FrameStatistics(load_shapes_features()).to(setup.device)
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         found = [
             {"features": features_of(network, _stacked(samples, *bounds))}
-            for bounds in _parts(first, end, batch_size)
+            for bounds in _parts(first, end, setup.batch_size)
         ]
         return _joined(found)
 
@@ -192,26 +216,23 @@ def _stacked(samples: SampleFiles, first: int, end: int) -> np.ndarray:
     return np.stack(videos)
 
 
-def video_features(
-    weights: Path | None, device: str, batch_size: int, *, trust_program: bool = False
-) -> Extractor:
+def video_features(setup: Setup) -> Extractor:
     """Of the I3D network of FVD (Unterthiner et al. 2018): its 400 logits, [N, 400].
 
     Args:
         weights: TorchScript, as StyleGAN-V's authors release it (`i3d_torchscript.pt`). It takes videos [B, 3, T, H, W]
             of 0 to 255, and resizes them to 224 pixels and to -1 to 1 itself.
-        trust_program: run the program in the file, with all that the user may do (`programs`).
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: the program is not trusted; a file of another kind; a program that fails.
     """
-    path = trusted_program(weights, trust_program)
-    program = VideoProgram(path, device)
+    program = VideoProgram(trusted_program(setup.networks.get("i3d"), setup.trust_program), setup.device)
 
     def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
         found = [
-            {"features": program(_stacked(samples, *bounds))} for bounds in _parts(first, end, batch_size)
+            {"features": program(_stacked(samples, *bounds))}
+            for bounds in _parts(first, end, setup.batch_size)
         ]
         return _joined(found)
 
@@ -235,12 +256,13 @@ def trusted_program(path: Path | None, trusted: bool) -> Path:
     return Path(path)
 
 
-def tag_features(folder: Path | None, device: str, batch_size: int) -> Extractor:
+def tag_features(setup: Setup) -> Extractor:
     """Log probabilities [N, C] of the labels of a classifier of clips, such as an audio spectrogram transformer.
 
     Raises:
         FileNotFoundError: no such folder.
     """
+    folder = setup.networks.get("tagger")
     if folder is None or not Path(folder).is_dir():
         raise FileNotFoundError(
             f"no tagger at {folder}; pass a folder of an audio classifier of transformers"
@@ -248,7 +270,7 @@ def tag_features(folder: Path | None, device: str, batch_size: int) -> Extractor
     from transformers import AutoFeatureExtractor, AutoModelForAudioClassification
 
     model: Any = AutoModelForAudioClassification.from_pretrained(folder, local_files_only=True)
-    model.eval().requires_grad_(False).to(device)
+    model.eval().requires_grad_(False).to(setup.device)
     extractor: Any = AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
 
     @torch.no_grad()
@@ -256,7 +278,9 @@ def tag_features(folder: Path | None, device: str, batch_size: int) -> Extractor
         found = []
         for clip, rate in samples.clips(first, end):
             wave = resampled(clip, rate, extractor.sampling_rate)
-            inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt").to(device)
+            inputs = extractor(wave, sampling_rate=extractor.sampling_rate, return_tensors="pt").to(
+                setup.device
+            )
             found.append(model(**inputs).logits.float().log_softmax(-1).cpu())
         return {"features": torch.cat(found)}
 

@@ -5,12 +5,17 @@ interval is therefore that of a delete-a-group jackknife (Efron and Stein 1981):
 is left out in turn, and value +- 1.96 standard errors is told. The moments of a group are summed once, so the interval
 costs one eigendecomposition a group. Roots of its eigenvalues are less precise than the value, alike in all groups.
 Sums are in double precision.
+
+The interval is about the mean distance of sets of this size, which lies above the distance of the laws. The limit of
+many samples is extrapolated beside it (`frechet_with_limit`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,17 +67,55 @@ def gaussian_distance(first: Gaussian, second: Gaussian) -> float:
     return max(0.0, distance.item())
 
 
-def frechet(drawn: Tensor, reference: Gaussian) -> Figure:
+def frechet(drawn: Tensor, reference: Gaussian, strata: Sequence[str] | None = None) -> Figure:
     """The distance of features [N, D] to a reference, and its interval over other samples; the reference is fixed.
+
+    Args:
+        strata: what each sample was asked for; see `deal`.
 
     Raises:
         ValueError: other features than the reference's, fewer than 2 samples a group, or values that are not finite.
     """
-    found = _jackknife(*_leave_groups_out(drawn, reference))
-    return found | {"low": max(0.0, found["low"])}
+    figure = _jackknife(*_Groups(drawn, reference, strata).left_out)
+    return figure | {"low": max(0.0, figure["low"])}
 
 
-def frechet_difference(first: Tensor, second: Tensor, reference: Gaussian) -> Figure:
+def frechet_with_limit(
+    drawn: Tensor, reference: Gaussian, strata: Sequence[str] | None = None
+) -> tuple[Figure, Figure | None]:
+    """`frechet`, and the distance that it tends to for many samples (Chong and Forsyth 2020).
+
+    The distance of N samples lies above its limit by about a constant over N, so the limit is twice the distance of all
+    samples less the mean distance of two halves. To first order it varies as the distance itself, and its interval has
+    the same width. In simulations it holds the limit in 92 to 96 % of sets where a half has 8 samples a feature, in
+    83 % where it has 3. It may lie below 0. The reference's own moments count as exact.
+
+    Returns:
+        the distance; its limit, None where a half has fewer than 2 samples a feature (`limit_size`).
+
+    Raises:
+        ValueError: as `frechet`.
+    """
+    groups = _Groups(drawn, reference, strata)
+    whole, left_out = groups.left_out
+    figure = _jackknife(whole, left_out)
+    limit = None
+    if len(drawn) >= limit_size(drawn.shape[1]) and len(groups.sizes) % 2 == 0:
+        half = len(groups.sizes) // 2
+        value = 2 * whole - (groups.distance(range(half)) + groups.distance(range(half, 2 * half))) / 2
+        reach = figure["high"] - whole
+        limit = {"value": value, "low": value - reach, "high": value + reach}
+    return figure | {"low": max(0.0, figure["low"])}, limit
+
+
+def limit_size(width: int) -> int:
+    """The fewest samples of `width` features whose distance is extrapolated."""
+    return max(4 * width, 2 * GROUPS)
+
+
+def frechet_difference(
+    first: Tensor, second: Tensor, reference: Gaussian, strata: Sequence[str] | None = None
+) -> Figure:
     """The distance of the first set less that of the second, and its interval.
 
     Sample i of both has the same prompt and seed, and both are left out together. So what the two have in common falls
@@ -83,39 +126,75 @@ def frechet_difference(first: Tensor, second: Tensor, reference: Gaussian) -> Fi
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} samples given; paired sets have one size")
-    one, one_left = _leave_groups_out(first, reference)
-    other, other_left = _leave_groups_out(second, reference)
+    one, one_left = _Groups(first, reference, strata).left_out
+    other, other_left = _Groups(second, reference, strata).left_out
     return _jackknife(one - other, [a - b for a, b in zip(one_left, other_left, strict=True)])
 
 
-def _leave_groups_out(features: Tensor, reference: Gaussian) -> tuple[float, list[float]]:
-    """The distance of all samples, and without each group. Sample i is in group i modulo their number."""
-    check_features(features, features)
-    if features.shape[1] != len(reference.mean):
-        raise ValueError(
-            f"{features.shape[1]} features of a sample, and {len(reference.mean)} of the reference"
-        )
-    count = min(GROUPS, len(features) // 2)
-    features = features.double()
-    centre = features.mean(0)
-    centred = features - centre
-    groups = [centred[place::count] for place in range(count)]
-    sums = torch.stack([group.sum(0) for group in groups])  # [G, D]
-    squares = torch.stack([group.T @ group for group in groups])  # [G, D, D]
+def deal(count: int, groups: int, strata: Sequence[str] | None = None) -> Tensor:
+    """The group of each of `count` samples, [N]: at random, always alike, and each stratum as evenly as can be.
 
-    def without(place: int) -> float:
-        size = len(features) - len(groups[place])
-        mean = (total - sums[place]) / size
-        covariance = (square - squares[place] - size * torch.outer(mean, mean)) / (size - 1)
-        inner = (
-            torch.linalg.eigvalsh(reference.root @ covariance @ reference.root.T).clamp_min(0).sqrt().sum()
-        )
-        shift = (reference.mean - centre - mean).square().sum()
-        return (shift + reference.root.square().sum() + covariance.trace() - 2 * inner).item()
+    By their places alone, classes drawn in turn would fall each into the same group, and groups of different classes
+    differ far more than sets of samples do. Without strata, or where a class has fewer samples than there are groups,
+    the interval counts which classes a group has, and is too wide: twice with 2 samples of each of 1,000 classes.
 
-    total, square = sums.sum(0), squares.sum(0)
-    whole = gaussian_distance(Gaussian.of(features), reference)
-    return whole, [without(place) for place in range(count)] if count > 1 else []
+    Args:
+        strata: what each sample was asked for; None: not known.
+    """
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    if strata is not None:
+        first: dict[str, int] = {}
+        ranks = [first.setdefault(strata[place], len(first)) for place in order.tolist()]
+        order = order[torch.tensor(ranks).argsort(stable=True)]
+    dealt = torch.empty(count, dtype=torch.long)
+    dealt[order] = torch.arange(count) % groups
+    return dealt
+
+
+class _Groups:
+    """Features dealt into groups, with their sums, from which distances without some of the groups follow."""
+
+    def __init__(self, features: Tensor, reference: Gaussian, strata: Sequence[str] | None) -> None:
+        check_features(features, features)
+        if features.shape[1] != len(reference.mean):
+            raise ValueError(
+                f"{features.shape[1]} features of a sample, and {len(reference.mean)} of the reference"
+            )
+        self.features, self.reference = features.double(), reference
+        self.centre = self.features.mean(0)
+        count = min(GROUPS, len(features) // 2)
+        dealt = deal(len(features), count, strata)
+        groups = [self.features[dealt == place] - self.centre for place in range(count)]
+        self.sizes = [len(group) for group in groups]
+        self.sums = torch.stack([group.sum(0) for group in groups])  # [G, D]
+        self.squares = torch.stack([group.T @ group for group in groups])  # [G, D, D]
+
+    @cached_property
+    def left_out(self) -> tuple[float, list[float]]:
+        """The distance of all samples, and without each group."""
+        whole = gaussian_distance(Gaussian.of(self.features), self.reference)
+        if len(self.sizes) < 2:
+            return whole, []
+        total, square = self.sums.sum(0), self.squares.sum(0)
+        without = [
+            self._distance(len(self.features) - size, total - self.sums[place], square - self.squares[place])
+            for place, size in enumerate(self.sizes)
+        ]
+        return whole, without
+
+    def distance(self, groups: range) -> float:
+        """Of the samples of some groups."""
+        places = list(groups)
+        size = sum(self.sizes[place] for place in places)
+        return self._distance(size, self.sums[places].sum(0), self.squares[places].sum(0))
+
+    def _distance(self, size: int, total: Tensor, square: Tensor) -> float:
+        """Of `size` samples, by the sums of their features less the centre, and of their squares."""
+        mean, root = total / size, self.reference.root
+        covariance = (square - size * torch.outer(mean, mean)) / (size - 1)
+        inner = torch.linalg.eigvalsh(root @ covariance @ root.T).clamp_min(0).sqrt().sum()
+        shift = (self.reference.mean - self.centre - mean).square().sum()
+        return (shift + root.square().sum() + covariance.trace() - 2 * inner).item()
 
 
 def _jackknife(value: float, left_out: list[float]) -> Figure:

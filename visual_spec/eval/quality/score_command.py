@@ -23,6 +23,8 @@ _DEFAULT = {"image": "shapes", "audio": "mel", "video": "frames"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `visual-spec score`."""
+    from visual_spec.eval.quality.metric_table import names_of, options
+
     parser.add_argument("folder", type=Path, metavar="DIR", help="the samples, or an .npz file of pictures")
     parser.add_argument(
         "--reference",
@@ -34,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         nargs="+",
         metavar="M",
-        help="of pictures fid kid is prc clip shapes, of clips fad kad clap mel kl, of videos fvd frames (default: "
-        "shapes, mel or frames)",
+        help=f"of pictures {' '.join(names_of('image'))}, of clips {' '.join(names_of('audio'))}, of videos "
+        f"{' '.join(names_of('video'))} (default: shapes, mel or frames)",
     )
     parser.add_argument(
         "--compare-to",
@@ -44,18 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another set for the same prompts and seeds, such as that of plain decoding: share of equal samples, and "
         "difference of the distances with its own interval",
     )
-    parser.add_argument(
-        "--feature-weights", type=Path, metavar="FILE", help="Inception weights of torch-fidelity"
-    )
-    parser.add_argument("--clip", type=Path, metavar="DIR", help="a CLIP model of transformers")
-    parser.add_argument("--clap", type=Path, metavar="DIR", help="a CLAP model of transformers")
-    parser.add_argument("--tagger", type=Path, metavar="DIR", help="an audio classifier of transformers")
-    parser.add_argument(
-        "--i3d",
-        type=Path,
-        metavar="FILE",
-        help="I3D network of FVD as TorchScript (i3d_torchscript.pt): a program, see --trust-program",
-    )
+    for option, source in options().items():
+        parser.add_argument(
+            f"--{option.replace('_', '-')}",
+            type=Path,
+            metavar="DIR" if source.folder else "FILE",
+            help=source.what + (": a program, see --trust-program" if source.program else ""),
+        )
     parser.add_argument(
         "--trust-program",
         action="store_true",
@@ -110,7 +107,9 @@ def run(args: argparse.Namespace) -> int:
 
     from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
     from visual_spec.eval.machine import choose_device, own_device
+    from visual_spec.eval.quality.extractors import Setup
     from visual_spec.eval.quality.feature_sets import SampleFiles
+    from visual_spec.eval.quality.metric_table import options
     from visual_spec.eval.quality.score import Scoring, score
 
     drawn = SampleFiles.open(args.folder)
@@ -120,21 +119,16 @@ def run(args: argparse.Namespace) -> int:
     features = ready_folder(args.features or ready_folder(out))
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    networks = {option: getattr(args, option) for option in options()}
+    networks = {name: path for name, path in networks.items() if path is not None}
+    device = str(choose_device(own_device(args.device)))
     work = Scoring(
         drawn,
         None if args.reference is None else SampleFiles.open(args.reference),
         None if args.compare_to is None else SampleFiles.open(args.compare_to),
         tuple(args.metrics or [_DEFAULT[drawn.medium]]),
         features,
-        args.size,
-        args.feature_weights,
-        args.clip,
-        args.clap,
-        args.tagger,
-        args.i3d,
-        args.trust_program,
-        str(choose_device(own_device(args.device))),
-        args.batch_size,
+        Setup(networks, args.size, device, args.batch_size, args.trust_program),
     )
     work.check()
     if args.write_npz is not None:
@@ -170,5 +164,10 @@ def score_table(document: dict[str, Any]) -> str:
         value = f"{figure['value']:.4g} ({figure['low']:.4g} to {figure['high']:.4g})"
         lines.append([name.replace("_", " "), value, sizes, f"{figure['extractor']} {figure['weights']}"])
     table = markdown(["figure", "value (95 %)", "samples", "extractor, weights"], lines)
+    notes: dict[str, list[str]] = {}  # by what is noted: of which figures
+    for name, figure in document["figures"].items():
+        if "note" in figure:
+            notes.setdefault(figure["note"], []).append(name.replace("_", " "))
+    table += "\n" * bool(notes) + "".join(f"\n* {', '.join(names)}: {note}." for note, names in notes.items())
     comparison = document["comparison"]
     return table if comparison is None else f"{table}\n\n{summary(comparison)}"

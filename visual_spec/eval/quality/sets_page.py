@@ -19,19 +19,13 @@ from visual_spec.eval.files import render_page, write_atomically
 from visual_spec.eval.quality.beside import compared, summary
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.media_files import read_video
+from visual_spec.eval.quality.metric_table import DISTANCES
 from visual_spec.eval.quality.score import key
 from visual_spec.eval.report.chart import points_svg
 from visual_spec.pipelines.video_files import video_bytes
 
 _KINDS = {".png": "image/png", ".gif": "image/gif", ".npy": "image/gif", ".wav": "audio/wav"}
 _FRAME_RATE = 8  # of videos that are stored without one
-_DISTANCES = (
-    "fid",
-    "fad",
-    "fvd",
-    "frechet_shapes",
-    "frechet_mel",
-)  # for the chart, the first that all sets have
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ def write_sets_page(
 
 
 def _common_distance(sets: Sequence[ScoredSet]) -> str | None:
-    known = [name for name in _DISTANCES if all(one.figure(name) for one in sets)]
+    known = [name for name in DISTANCES if all(one.figure(name) for one in sets)]
     return known[0] if known and len(sets) > 1 else None
 
 

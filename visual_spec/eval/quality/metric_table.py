@@ -1,0 +1,192 @@
+"""The metrics of `visual-spec score`, one entry each: features, statistic, interval, label. Plain data.
+
+The options of the command, its help, what it refuses and the chart of the report follow from the two tables. A metric
+of features that are there already is one entry of `METRICS`; one of new features has an entry of `EXTRACTORS` too.
+
+Distances under different extractors do not compare; nor do Frechet distances of sets of different size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_JACKKNIFE = "delete-a-group jackknife, 20 groups, about the mean at this number of samples"
+_NORMAL = "normal law"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric.
+
+    Attributes:
+        medium: "image", "audio" or "video".
+        figure: what its figure is called in `scores.json`.
+        label: what it measures, in words.
+        features: of which extractor.
+        statistic: function of `visual_spec.eval.quality.statistics`. It returns figures by name, each {value, low,
+            high} and maybe a note; or, with `each`, the value of every sample [N].
+        interval: what the interval is.
+        reference, prompts, beside: whether it needs true samples, prompts, and another set for the same seeds.
+        distance: whether it is a Frechet distance, whose difference to another set is told and which pages draw.
+        moments: whether a reference that states moments alone will do.
+    """
+
+    medium: str
+    figure: str
+    label: str
+    features: str
+    statistic: str
+    interval: str
+    each: bool = False
+    reference: bool = True
+    prompts: bool = False
+    beside: bool = False
+    distance: bool = False
+    moments: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """An extractor.
+
+    Attributes:
+        make: function of `visual_spec.eval.quality.extractors`.
+        option: of the command, which passes its network; "": it needs none.
+        what: the network, in words.
+        folder: whether a folder is passed, else a file.
+        optional: whether it may be found elsewhere.
+        program: whether the file is a program, which is run only where the user trusts it.
+    """
+
+    make: str
+    option: str = ""
+    what: str = ""
+    folder: bool = True
+    optional: bool = False
+    program: bool = False
+
+
+def _distance(
+    medium: str,
+    figure: str,
+    label: str,
+    features: str,
+    statistic: str = "frechet",
+    moments: bool = False,
+) -> Metric:
+    return Metric(medium, figure, label, features, statistic, _JACKKNIFE, distance=True, moments=moments)
+
+
+METRICS: dict[str, Metric] = {
+    "fid": _distance(
+        "image", "fid", "Frechet Inception distance", "inception", "frechet_inception", moments=True
+    ),
+    "kid": Metric(
+        "image",
+        "kid",
+        "kernel Inception distance",
+        "inception",
+        "kernel_inception",
+        "spread of the subsets",
+    ),
+    "is": Metric(
+        "image",
+        "inception_score",
+        "Inception score",
+        "inception",
+        "inception_score",
+        "standard error over the splits",
+        reference=False,
+    ),
+    "prc": Metric(
+        "image",
+        "precision",
+        "precision and recall, 3 neighbours, as ADM's evaluator has them",
+        "inception",
+        "precision_recall",
+        "Wilson, with the balls as given",
+    ),
+    "clip": Metric(
+        "image",
+        "clip_score",
+        "CLIP score: 100 cos of picture and prompt, at least 0",
+        "clip",
+        "scores",
+        _NORMAL,
+        each=True,
+        reference=False,
+        prompts=True,
+    ),
+    "shapes": _distance(
+        "image",
+        "frechet_shapes",
+        "Frechet distance, precision and recall of the embedded classifier of `shapes`; no FID",
+        "shapes",
+        "frechet_shapes",
+    ),
+    "fad": _distance("audio", "fad", "Frechet audio distance", "clap"),
+    "kad": Metric("audio", "kad", "kernel audio distance", "clap", "kernel_audio", "delete-one jackknife"),
+    "clap": Metric(
+        "audio",
+        "clap_score",
+        "cosine of clip and prompt",
+        "clap",
+        "scores",
+        _NORMAL,
+        each=True,
+        reference=False,
+        prompts=True,
+    ),
+    "mel": _distance(
+        "audio", "frechet_mel", "Frechet distance of mean and spread of 64 mel bands; no FAD", "mel"
+    ),
+    "kl": Metric(
+        "audio",
+        "kl",
+        "Kullback-Leibler divergence of a tagger's labels, reference to drawn, clip by clip",
+        "tags",
+        "label_divergence",
+        _NORMAL,
+        each=True,
+    ),
+    "fvd": _distance("video", "fvd", "Frechet video distance", "i3d"),
+    "frames": _distance(
+        "video",
+        "frechet_frames",
+        "Frechet distance of the classifier of `shapes` over the frames; no FVD",
+        "frames",
+    ),
+}
+EXTRACTORS: dict[str, Source] = {
+    "inception": Source(
+        "inception_features",
+        "feature_weights",
+        "Inception weights of torch-fidelity",
+        folder=False,
+        optional=True,
+    ),
+    "shapes": Source("shapes_features"),
+    "clip": Source("clip_features", "clip", "a CLIP model of transformers"),
+    "clap": Source("clap_features", "clap", "a CLAP model of transformers"),
+    "mel": Source("mel_features"),
+    "frames": Source("frame_features"),
+    "i3d": Source(
+        "video_features",
+        "i3d",
+        "the I3D network of FVD as TorchScript (i3d_torchscript.pt)",
+        folder=False,
+        program=True,
+    ),
+    "tags": Source("tag_features", "tagger", "an audio classifier of transformers"),
+}
+DISTANCES = tuple(metric.figure for metric in METRICS.values() if metric.distance)
+
+
+def names_of(medium: str) -> tuple[str, ...]:
+    """The metrics of a medium."""
+    return tuple(name for name, metric in METRICS.items() if metric.medium == medium)
+
+
+def options() -> dict[str, Source]:
+    """The options of the command that pass networks."""
+    return {source.option: source for source in EXTRACTORS.values() if source.option}

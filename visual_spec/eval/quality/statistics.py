@@ -1,0 +1,118 @@
+"""What the metrics of `visual_spec.eval.quality.metric_table` compute from features of sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from visual_spec.eval.quality import published
+from visual_spec.eval.quality.audio import kernel_figure
+from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.metrics import precision_recall as precision_and_recall
+from visual_spec.eval.quality.published import Gaussian
+
+Report = Callable[[str], Any]
+Figures = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sets:
+    """What a statistic sees: features of the sets, by the metric's extractor.
+
+    Attributes:
+        figure: what the metric's figure is called.
+        drawn, reference, beside: the sets, see `visual_spec.eval.quality.score.Scoring`.
+        read: (set, kind) -> features [N, D], or scores [N], of that kind.
+        moments: of the reference, where it states those of these features.
+        device: where large matrices are multiplied.
+        report: is told how far long work is.
+    """
+
+    figure: str
+    drawn: SampleFiles
+    reference: SampleFiles | None
+    beside: SampleFiles | None
+    read: Callable[[SampleFiles, str], Tensor]
+    moments: Gaussian | None = None
+    device: str = "cpu"
+    report: Report = lambda text: None
+
+    def features(self, kind: str = "features") -> Tensor:
+        """Of the drawn samples."""
+        return self.read(self.drawn, kind)
+
+    def truth(self) -> Tensor:
+        """Features of the reference."""
+        assert self.reference is not None
+        return self.read(self.reference, "features")
+
+    def gaussian(self) -> Gaussian:
+        """Of the reference: as it states them, else of its features."""
+        return self.moments or Gaussian.of(self.truth())
+
+
+def frechet(sets: Sets) -> Figures:
+    """The distance, its limit of many samples, and its difference to that of the set beside it."""
+    drawn, reference, strata = sets.features(), sets.gaussian(), sets.drawn.prompts
+    figure, limit = published.frechet_with_limit(drawn, reference, strata)
+    needed = published.limit_size(drawn.shape[1])
+    note = "grows as samples get fewer, so only sets of one size compare"
+    if limit is None:
+        note += f"; its limit of many samples is told from {needed} samples on"
+    figures: Figures = {sets.figure: figure | {"note": note}}
+    if limit is not None:
+        figures[f"{sets.figure}_infinity"] = limit | {
+            "note": "extrapolated to many samples from halves of the set (Chong and Forsyth 2020)"
+        }
+    if sets.beside is not None:
+        other = sets.read(sets.beside, "features")
+        figures[f"{sets.figure}_difference"] = published.frechet_difference(drawn, other, reference, strata)
+    return figures
+
+
+def frechet_inception(sets: Sets) -> Figures:
+    figures = frechet(sets)
+    figures[sets.figure]["note"] += (
+        f". Papers use 50,000 samples (ImageNet) or 30,000 (COCO, MJHQ); these are {len(sets.drawn):,}. The "
+        "interval is about the mean at this number: it held the limit in 19, 50 and 66 % of sets of 500, 1,000 and "
+        "2,000"
+    )
+    return figures
+
+
+def frechet_shapes(sets: Sets) -> Figures:
+    found = precision_and_recall(sets.truth(), sets.features())
+    return frechet(sets) | {f"shapes_{name}": figure for name, figure in found.items()}
+
+
+def precision_recall(sets: Sets) -> Figures:
+    return dict(precision_and_recall(sets.truth(), sets.features()))
+
+
+def inception_score(sets: Sets) -> Figures:
+    return {sets.figure: published.inception_score(sets.features("logits"))}
+
+
+def kernel_inception(sets: Sets) -> Figures:
+    return {sets.figure: published.kernelfrechet_inception(sets.features(), sets.truth())}
+
+
+def kernel_audio(sets: Sets) -> Figures:
+    return {sets.figure: kernel_figure(sets.truth(), sets.features())}
+
+
+def scores(sets: Sets) -> Tensor:
+    return sets.features("scores")
+
+
+def label_divergence(sets: Sets) -> Tensor:
+    """KL(truth || drawn) of each pair [N], from log probabilities [N, C]."""
+    truth, drawn = sets.truth().double(), sets.features().double()
+    if len(truth) != len(drawn):
+        raise ValueError(
+            f"{len(truth)} true and {len(drawn)} drawn clips; kl compares clip by clip, of one number"
+        )
+    return (truth.exp() * (truth - drawn)).sum(1)
