@@ -19,10 +19,10 @@ from typing import Any
 from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
 from visual_spec.eval.tables import plain_table
 from visual_spec.models.core.calls import CHUNKS, COLUMNS, MASKED
+from visual_spec.pipelines.facts import LAW_SETTINGS
 
 SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
 _CONTROL = ("control", "control_strength")
-LAW_SETTINGS = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 
 SLOWER = (
     "column-jacobi:window=4"  # the same codes in fewer calls, and in more time (docs/RESULTS.md, "Music")

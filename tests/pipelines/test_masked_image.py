@@ -52,7 +52,7 @@ def test_a_picture_is_what_its_sampler_decodes():
     direct = pipe.sampler(
         pipe.transformer,
         pipe.encode_prompt(PROMPT),
-        law=pipe.make_law(2.0),
+        law=pipe.make_law(guidance_scale=2.0),
         generator=seeded(3),
         batch_size=1,
     )

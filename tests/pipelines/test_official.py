@@ -275,7 +275,9 @@ def test_captions_without_a_text_encoder_take_features(files):
 def test_defaults_of_the_embedded_pipeline_are_what_they_were():
     pipe = tiny_pipeline()
     assert pipe.make_law() == TokenLaw(guidance_scale=3.0)
-    assert pipe.make_law(1.0, 5, top_p=0.9) == TokenLaw(guidance_scale=1.0, top_k=5, top_p=0.9)
+    assert pipe.make_law(guidance_scale=1.0, top_k=5, top_p=0.9) == TokenLaw(
+        guidance_scale=1.0, top_k=5, top_p=0.9
+    )
 
 
 # -- converting --------------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_collaboration_draws_what_the_sampler_draws(split):
 def test_a_refiner_may_draw_without_the_guidance_of_the_others(tmp_path):
     pair = make_pair(refiner_guidance_scale=1.0)
     for guidance, split in [(2.5, 2), (4.0, 3)]:
-        law = pair.make_law(guidance)
+        law = pair.make_law(guidance_scale=guidance)
         stages = code_stages(
             pair.transformer, pair.refiner, split, small_law=replace(law, guidance_scale=1.0)
         )
@@ -246,7 +246,7 @@ def test_a_refiner_without_guidance_is_held_against_guided_laws():
     """The distance is to what the large model would have drawn from, not to its unguided laws."""
     pair = make_pair(refiner_guidance_scale=1.0, sampler=ScaleWiseSampler(measure=True))
     pair.refiner = tiny_var(0, torch.float32)  # the transformer's weights
-    law = pair.make_law(3.0)
+    law = pair.make_law(guidance_scale=3.0)
     output = pair([3, 1], generator=seeded(7, 8), guidance_scale=3.0, num_draft_scales=3)
     model, labels = pair.transformer, torch.tensor([3, 1])
     canvas, maps = pair.vq_model.begin(2, torch.device("cpu"), torch.float32), []

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from visual_spec.pipelines.facts import LAW_SETTINGS
 from visual_spec.pipelines.loading import load_drafter
 from visual_spec.pipelines.sampler_text import make_row, parse_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
@@ -17,7 +18,6 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler
 
 BY_BATCH = "by batch"  # the window of a sampler without one of its own, which narrows in batches
-_LAW = ("guidance_scale", "guidance_until", "temperature", "top_k", "top_p")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Setting:
     @property
     def pipeline_law(self) -> dict[str, Any]:
         """The law as the arguments of a pipeline call."""
-        return {name: getattr(self.law, name) for name in _LAW}
+        return {name: getattr(self.law, name) for name in LAW_SETTINGS}
 
     def describe(self) -> dict[str, Any]:
         """All that fixes the samples, but for the model and the prompts; JSON types only."""
@@ -106,7 +106,7 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
     name, settings = parse_sampler(text)
     # `masked` has a temperature of its own, which is a word: falling. That of the law is a number.
     own = [key for key, value in settings.items() if name == "masked" and isinstance(value, str)]
-    changes = {key: settings.pop(key) for key in _LAW if key in settings and key not in own}
+    changes = {key: settings.pop(key) for key in LAW_SETTINGS if key in settings and key not in own}
     own_seed, drafter = settings.pop("seed", seed), settings.pop("drafter", None)
     if isinstance(own_seed, bool) or not isinstance(own_seed, int) or not 0 <= own_seed < 2**64:
         raise ValueError(

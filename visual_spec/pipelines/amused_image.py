@@ -69,7 +69,7 @@ class AmusedImagePipeline(TokenImagePipeline):
             tokenizer=tokenizer,
             sampler=sampler,
         )
-        self._finish_init(default_guidance_scale, default_top_k)
+        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
 
     def _check_fit(self) -> None:
         codes, own = self.transformer.vocab_size, self.vq_model.config["num_vq_embeddings"]
@@ -180,9 +180,9 @@ class AmusedImagePipeline(TokenImagePipeline):
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
-        top_p: float = 1.0,
+        top_p: float | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
@@ -191,7 +191,7 @@ class AmusedImagePipeline(TokenImagePipeline):
         callback_on_step_end_tensor_inputs: list[str] | None = None,
     ) -> ImagePipelineOutput:
         """Draw. Guidance leads away from `negative_prompt`; all else is as in `MaskedImagePipeline.__call__`."""
-        law = self.make_law(guidance_scale, top_k, temperature=temperature, top_p=top_p)
+        law = self.make_law(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
         self.check_inputs(
             prompt,
             negative_prompt=negative_prompt,

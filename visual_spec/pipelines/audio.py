@@ -389,7 +389,11 @@ class AudioPipeline(AudioParts):
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
         law = self.make_law(
-            guidance_until, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
+            guidance_scale=guidance_scale,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            guidance_until=guidance_until,
         )
         texts: dict[str, Any] = dict(
             prompt_embeds=prompt_embeds,

@@ -27,7 +27,6 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.sampler_text import saved_sampler
-from visual_spec.samplers.core.law import TokenLaw
 
 _LONGEST = (
     3600  # seconds of a window: no model is trained on an hour, and what a window needs is allocated at once
@@ -114,7 +113,7 @@ class AudioParts(VisualPipeline):
             calls=(MASKED,) if masked else (COLUMNS,),
             plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
             fast_sampler="masked" if masked else "columns",
-            default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k", "top_p"),
+            default_settings=cls._saved_law(settings),
             comparable=not masked,
         )
 
@@ -181,17 +180,6 @@ class AudioParts(VisualPipeline):
     def max_frames(self) -> int:
         """Frames of the longest clip that is played in one go."""
         return round(self.config["max_audio_length_in_s"] * self.frame_rate)
-
-    def make_law(self, guidance_until: int | None = None, **settings: float | None) -> TokenLaw:
-        """The law of a code.
-
-        Args:
-            settings: guidance_scale, temperature, top_k, top_p; None is the default of this model.
-
-        Raises:
-            ValueError: a value out of its range.
-        """
-        return TokenLaw(guidance_until=guidance_until, **self._chosen(**settings))
 
     def _window_model(self, num_frames: int, prompt_frames: int) -> MusicgenColumnModel | MagnetModel:
         if self._fills_in:

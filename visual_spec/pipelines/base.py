@@ -33,7 +33,7 @@ from visual_spec.pipelines.embedded import (
     part_folder,
     shared_parts,
 )
-from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.facts import LAW_DEFAULTS, PipelineFacts
 from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
@@ -178,18 +178,40 @@ class VisualPipeline(DiffusionPipeline):
         return self.facts.stored_as
 
     def default_settings(self) -> dict[str, Any]:
-        """The law's settings where none are given: guidance_scale, top_k, top_p, and temperature where it has one."""
+        """The law's settings where a call names none: guidance_scale, temperature, top_k and top_p."""
         return dict(self.facts.default_settings)
 
     @classmethod
-    def _saved_law(cls, settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
-        """The saved defaults of the law's settings, or those of the class where nothing was saved."""
-        usual = inspect.signature(cls.__init__).parameters
-        return {name: settings.get(f"default_{name}", usual[f"default_{name}"].default) for name in names}
+    def _saved_law(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The law's settings that the pipeline was saved with.
 
-    def _chosen(self, **given: Any) -> dict[str, Any]:
-        """The law's settings: what is given, and the defaults in place of None."""
-        return self.default_settings() | {name: value for name, value in given.items() if value is not None}
+        What was not saved is the default of the constructor's argument `default_<name>`, or of `TokenLaw` for a class
+        without such an argument.
+        """
+        usual = inspect.signature(cls.__init__).parameters
+        law = {}
+        for name in LAW_DEFAULTS:
+            key = f"default_{name}"
+            own = usual[key].default if key in usual else getattr(TokenLaw, name)
+            law[name] = settings.get(key, own) if key in usual else own
+        return law
+
+    def make_law(self, **settings: Any) -> TokenLaw:
+        """The law of a token.
+
+        Args:
+            settings: as for `TokenLaw`; None is the default of this pipeline.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        return TokenLaw(**self._chosen(**settings))
+
+    def _chosen(self, **settings: Any) -> dict[str, Any]:
+        """These settings of the law, with the defaults in place of None."""
+        return self.default_settings() | {
+            name: value for name, value in settings.items() if value is not None
+        }
 
     @property
     def guidance_scale(self) -> Any:

@@ -57,27 +57,25 @@ class StudentPipeline(TokenImagePipeline):
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`. The saved law is that of the teacher, where it draws."""
         alone = sampler.get("teacher_from") is None
-        law = {"guidance_scale": 1.0, "top_k": 0} if alone else {}
+        law = {"guidance_scale": 1.0, "top_k": 0} if alone else {}  # the student's law is in its weights
         return PipelineFacts(
             medium="image",
             unit="tokens",
             calls=(DISTILLED,),
             plain_sampler="distilled",
             fast_sampler="distilled",
-            default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | law | {"top_p": 1.0},
+            default_settings=cls._saved_law(settings) | law,
             comparable=False,
             stored_as="canvas",
         )
 
-    def make_law(
-        self, guidance_scale: float | None = None, top_k: int | None = None, **settings: Any
-    ) -> TokenLaw:
+    def make_law(self, **settings: Any) -> TokenLaw:
         """The law of the teacher's tokens; None is the default of this pipeline.
 
         Raises:
             ValueError: a value out of its range, or any but the default where no teacher draws.
         """
-        law = super().make_law(guidance_scale, top_k, **settings)
+        law = super().make_law(**settings)
         if getattr(self.sampler, "config", {}).get("teacher_from") is None and law != TokenLaw():
             raise ValueError(
                 f"{law} given, but the student draws alone, and its law is in its weights; leave guidance, "
@@ -166,7 +164,7 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
         VisualPipeline.__init__(self)
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
         self.register_to_config(id2label=None if id2label is None else list(id2label))
-        self._finish_init(default_guidance_scale, default_top_k)
+        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         if self.transformer.config["num_classes"] is None:
             raise ValueError("the student draws from captions; use DistilledTextImagePipeline.")
         self._names = ClassNames(self.num_classes, id2label)
@@ -255,7 +253,7 @@ class DistilledTextImagePipeline(StudentPipeline, ImagePipeline):
             sampler=sampler,
             teacher=teacher,
         )
-        self._finish_init(default_guidance_scale, default_top_k)
+        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         if self.transformer.config["num_classes"] is not None:
             raise ValueError("the student draws from class labels; use DistilledImagePipeline.")
 

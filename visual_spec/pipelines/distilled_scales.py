@@ -60,7 +60,7 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
         VisualPipeline.__init__(self)
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
         self.register_to_config(id2label=None if id2label is None else list(id2label))
-        self._finish_init(default_guidance_scale, default_top_k)
+        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         self._names = ClassNames(self.num_classes, id2label)
 
     @classmethod

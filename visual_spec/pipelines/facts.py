@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# The law's settings that a pipeline saves defaults of, and all that a call takes.
+LAW_DEFAULTS = ("guidance_scale", "temperature", "top_k", "top_p")
+LAW_SETTINGS = (*LAW_DEFAULTS, "guidance_until")
+
 
 @dataclass(frozen=True)
 class PipelineFacts:

@@ -41,7 +41,8 @@ class ImagePipeline(TokenImagePipeline):
         sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler`; swap it freely (`pipe.sampler = ...`).
         drafter: what proposes tokens to samplers that ask for one (`DraftedSampler`, `TreeSampler`,
             `MultiscaleSampler`); set it freely (`pipe.drafter = ...`).
-        default_guidance_scale, default_top_k: those of `__call__` where it is given none; saved with the pipeline.
+        default_guidance_scale, default_top_k, default_temperature, default_top_p: used where a call names none; saved
+            with the pipeline.
 
     Raises:
         TypeError: a component that could not be saved.
@@ -67,6 +68,8 @@ class ImagePipeline(TokenImagePipeline):
         default_guidance_scale: float = 3.0,
         default_top_k: int = 0,
         drafter: EagleDrafter | LlamaGenTransformer | MultiscaleDrafter | None = None,
+        default_temperature: float = 1.0,
+        default_top_p: float = 1.0,
     ):
         super().__init__()
         self.register_modules(
@@ -76,7 +79,12 @@ class ImagePipeline(TokenImagePipeline):
             sampler=sampler,
             drafter=drafter,
         )
-        self._finish_init(default_guidance_scale, default_top_k)
+        self._finish_init(
+            default_guidance_scale=default_guidance_scale,
+            default_temperature=default_temperature,
+            default_top_k=default_top_k,
+            default_top_p=default_top_p,
+        )
         if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
             raise ValueError("the transformer draws from class labels; use ClassImagePipeline.")
 
@@ -243,9 +251,9 @@ class ImagePipeline(TokenImagePipeline):
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
-        top_p: float = 1.0,
+        top_p: float | None = None,
         guidance_until: int | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -271,8 +279,8 @@ class ImagePipeline(TokenImagePipeline):
             height, width: pixels; the model draws one size only, and others are refused.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
                 the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
-            temperature, top_k, top_p: the law of a token (`visual_spec.samplers.core.law.TokenLaw`). top_k None: the
-                model's own, `default_top_k`.
+            temperature, top_k, top_p: the law of a token (`visual_spec.samplers.core.law.TokenLaw`). None: the model's
+                own, such as `default_top_k`.
             guidance_until: tokens from this one on are drawn without guidance; LlamaGen's `cfg_interval` plus 2.
             num_images_per_prompt: pictures of each prompt; those of one prompt follow each other.
             generator: one `torch.Generator` for the batch, or a list of one per picture; of any device. With a list,
@@ -294,7 +302,11 @@ class ImagePipeline(TokenImagePipeline):
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
         law = self.make_law(
-            guidance_scale, top_k, temperature=temperature, top_p=top_p, guidance_until=guidance_until
+            guidance_scale=guidance_scale,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            guidance_until=guidance_until,
         )
         texts: dict[str, Any] = dict(
             prompt_embeds=prompt_embeds,

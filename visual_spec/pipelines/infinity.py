@@ -154,10 +154,7 @@ class InfinityPipeline(VisualPipeline):
             calls=(SCALES,),
             plain_sampler=saved_sampler("scale-wise", sampler),
             fast_sampler="scale-wise",
-            default_settings={
-                "top_k": 0,
-                **cls._saved_law(settings, "guidance_scale", "temperature", "top_p"),
-            },
+            default_settings=cls._saved_law(settings),
             comparable=False,
             stored_as="canvas",  # its ids are bits, which only the decoding adds up
         )

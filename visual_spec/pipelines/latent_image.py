@@ -23,7 +23,6 @@ from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.labels import ClassNames
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.shown import ShownPictures
-from visual_spec.samplers.core.law import TokenLaw
 
 
 class LatentImagePipeline(ClassImagePipeline):
@@ -125,7 +124,7 @@ class LatentImagePipeline(ClassImagePipeline):
             calls=(CONTINUOUS,),
             plain_sampler="continuous",
             fast_sampler="head-speculation",
-            default_settings=cls._saved_law(settings, "guidance_scale") | {"top_k": 0, "top_p": 1.0},
+            default_settings=cls._saved_law(settings),
             stored_as="canvas",
         )
 
@@ -139,16 +138,6 @@ class LatentImagePipeline(ClassImagePipeline):
         """Height and width of the pictures in pixels."""
         grid = self.transformer.grid
         return grid.height * self._patch, grid.width * self._patch
-
-    def make_law(
-        self, guidance_scale: float | None = None, top_k: int | None = None, **settings: Any
-    ) -> TokenLaw:
-        """The law of a token; None is the default of this model.
-
-        Raises:
-            ValueError: a value out of its range.
-        """
-        return TokenLaw(**self._chosen(guidance_scale=guidance_scale, top_k=top_k) | settings)
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter."""

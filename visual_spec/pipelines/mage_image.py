@@ -49,7 +49,7 @@ class MageImagePipeline(TokenImagePipeline):
     ):
         super().__init__()
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler)
-        self._finish_init(default_guidance_scale, default_top_k)
+        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
 
     @classmethod
     def from_official(
@@ -95,9 +95,9 @@ class MageImagePipeline(TokenImagePipeline):
         strength: float | None = None,
         height: int | None = None,
         width: int | None = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
-        top_p: float = 1.0,
+        top_p: float | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
@@ -109,7 +109,7 @@ class MageImagePipeline(TokenImagePipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
-        law = self.make_law(None, top_k, temperature=temperature, top_p=top_p)
+        law = self.make_law(temperature=temperature, top_k=top_k, top_p=top_p)
         self._check_drawing(
             height=height,
             width=width,

@@ -54,7 +54,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         VisualPipeline.__init__(self)
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler)
         self.register_to_config(id2label=None if id2label is None else list(id2label))
-        self._finish_init(default_guidance_scale, default_top_k)
+        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         if self.transformer.config.get("num_classes") is None:
             raise ValueError("the transformer draws from captions; use MaskedImagePipeline.")
         self._names = ClassNames(self.num_classes, id2label)
@@ -113,9 +113,9 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
-        top_p: float = 1.0,
+        top_p: float | None = None,
         num_images_per_label: int | None = None,
         num_images_per_prompt: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -129,7 +129,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         if num_images_per_label is None and num_images_per_prompt is None:
             num_images_per_label = 1
         each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
-        law = self.make_law(guidance_scale, top_k, temperature=temperature, top_p=top_p)
+        law = self.make_law(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
         self.check_inputs(
             asked,
             height=height,

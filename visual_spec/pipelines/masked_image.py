@@ -41,7 +41,7 @@ def masked_facts(
         calls=(MASKED,),
         plain_sampler=ONE_A_CALL,
         fast_sampler=saved,
-        default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},
+        default_settings=cls._saved_law(settings),
     )
 
 
@@ -108,7 +108,7 @@ class MaskedImagePipeline(ImagePipeline):
             shortcut=shortcut,
             causal_layer=causal_layer,
         )
-        self._finish_init(default_guidance_scale, default_top_k)
+        self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
         if self.transformer is not None and self.transformer.config.get("num_classes") is not None:
             raise ValueError("the transformer draws from class labels; use MaskedClassImagePipeline.")
 
@@ -150,9 +150,9 @@ class MaskedImagePipeline(ImagePipeline):
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
-        top_p: float = 1.0,
+        top_p: float | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: torch.Tensor | None = None,
@@ -179,7 +179,7 @@ class MaskedImagePipeline(ImagePipeline):
         All other arguments, and the errors, are those of `ImagePipeline.__call__`; a masked model knows no
         `guidance_until`.
         """
-        law = self.make_law(guidance_scale, top_k, temperature=temperature, top_p=top_p)
+        law = self.make_law(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
         texts: dict[str, Any] = dict(
             prompt_embeds=prompt_embeds,
             prompt_attention_mask=prompt_attention_mask,

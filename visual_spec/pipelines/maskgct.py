@@ -228,7 +228,7 @@ class MaskgctPipeline(VisualPipeline):
             calls=(MASKED,),
             plain_sampler=saved,
             fast_sampler=saved,
-            default_settings=cls._saved_law(settings, "guidance_scale", "temperature", "top_k"),
+            default_settings=cls._saved_law(settings),
             comparable=False,
         )
 

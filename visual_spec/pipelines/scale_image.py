@@ -185,7 +185,7 @@ class ScaleImagePipeline(VisualPipeline):
             calls=(SCALES,),
             plain_sampler=write_sampler("scale-wise", ScalePlan.plain(settings).describe()),
             fast_sampler="scale-wise",
-            default_settings=cls._saved_law(settings, "guidance_scale", "top_k", "top_p"),
+            default_settings=cls._saved_law(settings),
             stored_as="canvas" if sampler.get("smooth") else "ids",
         )
 
@@ -296,21 +296,6 @@ class ScaleImagePipeline(VisualPipeline):
         """The condition of labels: class numbers, long [labels * num_images_per_prompt], on the pipeline's device."""
         ids = torch.tensor(self.label_ids(labels), device=self._execution_device)
         return ids.repeat_interleave(num_images_per_prompt)
-
-    def make_law(
-        self,
-        guidance_scale: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        temperature: float = 1.0,
-    ) -> TokenLaw:
-        """The law of a token; None is the default of this pipeline.
-
-        Raises:
-            ValueError: a value out of its range.
-        """
-        chosen = self._chosen(guidance_scale=guidance_scale, top_k=top_k, top_p=top_p)
-        return TokenLaw(temperature=temperature, **chosen)
 
     def refiner_law(self, law: TokenLaw) -> TokenLaw:
         """The law of the refiner where that of the call is `law`.
@@ -487,7 +472,7 @@ class ScaleImagePipeline(VisualPipeline):
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         num_draft_scales: int | None = None,
@@ -532,7 +517,7 @@ class ScaleImagePipeline(VisualPipeline):
         if num_images_per_label is None and num_images_per_prompt is None:
             num_images_per_label = 1
         each = one_of(num_images_per_label=num_images_per_label, num_images_per_prompt=num_images_per_prompt)
-        law = self.make_law(guidance_scale, top_k, top_p, temperature)
+        law = self.make_law(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
         self.check_inputs(
             asked,
             height=height,

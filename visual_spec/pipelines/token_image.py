@@ -40,9 +40,13 @@ class TokenImagePipeline(VisualPipeline):
     vq_model: Any
     drafter: Any
 
-    def _finish_init(self, default_guidance_scale: float, default_top_k: int) -> None:
-        """To be called when the components are registered: checks that they fit each other."""
-        self.register_to_config(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
+    def _finish_init(self, **law: float) -> None:
+        """To be called when the components are registered: checks that they fit each other.
+
+        Args:
+            law: the defaults of the law's settings, by the names of the constructor's arguments.
+        """
+        self.register_to_config(**law)
         self.image_processor = ShownPictures()
         if self.transformer is None or self.vq_model is None:
             return  # it encodes prompts, or decodes tokens
@@ -78,7 +82,7 @@ class TokenImagePipeline(VisualPipeline):
             calls=calls,
             plain_sampler=plain,
             fast_sampler=fast,
-            default_settings=cls._saved_law(settings, "guidance_scale", "top_k") | {"top_p": 1.0},
+            default_settings=cls._saved_law(settings),
         )
 
     @property
@@ -86,16 +90,6 @@ class TokenImagePipeline(VisualPipeline):
         """Height and width of the pictures in pixels."""
         grid, patch = self.transformer.grid, self.vq_model.patch_size
         return grid.height * patch, grid.width * patch
-
-    def make_law(
-        self, guidance_scale: float | None = None, top_k: int | None = None, **settings: Any
-    ) -> TokenLaw:
-        """The law of a token; None for guidance or top-k is the default of this model.
-
-        Raises:
-            ValueError: a value out of its range.
-        """
-        return TokenLaw(**self._chosen(guidance_scale=guidance_scale, top_k=top_k) | settings)
 
     def _check_drawing(
         self,

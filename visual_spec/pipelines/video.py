@@ -38,7 +38,7 @@ class VideoPipeline(TokenImagePipeline):
         sampler: how tokens are decoded, e.g. `SpeculativeJacobiSampler(128, initial_draft="previous_frame")`; of a
             `FrameMaskedTransformer` a `FrameMaskedSampler`.
         drafter: what proposes tokens to samplers that ask for one.
-        default_guidance_scale, default_top_k, default_temperature: those of `__call__` where it is given none; saved
+        default_guidance_scale, default_top_k, default_temperature, default_top_p: used where a call names none; saved
             with the pipeline.
         frame_rate: frames per second of the clips.
 
@@ -68,6 +68,7 @@ class VideoPipeline(TokenImagePipeline):
         frame_rate: float = 8.0,
         drafter: EagleDrafter | LlamaGenTransformer | None = None,
         default_temperature: float = 1.0,
+        default_top_p: float = 1.0,
     ):
         super().__init__()
         self.register_modules(
@@ -77,8 +78,13 @@ class VideoPipeline(TokenImagePipeline):
             sampler=sampler,
             drafter=drafter,
         )
-        self.register_to_config(frame_rate=frame_rate, default_temperature=default_temperature)
-        self._finish_init(default_guidance_scale, default_top_k)
+        self.register_to_config(frame_rate=frame_rate)
+        self._finish_init(
+            default_guidance_scale=default_guidance_scale,
+            default_temperature=default_temperature,
+            default_top_k=default_top_k,
+            default_top_p=default_top_p,
+        )
 
     def _check_fit(self) -> None:
         grid, codes = self.transformer.grid, self.vq_model.config["codebook_size"]
@@ -95,7 +101,6 @@ class VideoPipeline(TokenImagePipeline):
         """See `VisualPipeline.facts_of`."""
         fast = "speculative-jacobi:window=128,initial_draft=previous_frame"
         facts = super().facts_of(settings, sampler)
-        law = {**facts.default_settings, **cls._saved_law(settings, "temperature")}
         if (settings.get("transformer") or [None])[-1] == FrameMaskedTransformer.__name__:
             # It has one way to decode, with the settings that it was saved with.
             saved = saved_sampler("frame-masked", sampler) if "history_hidden" in sampler else "frame-masked"
@@ -105,10 +110,9 @@ class VideoPipeline(TokenImagePipeline):
                 calls=(FRAMES,),
                 plain_sampler=saved,
                 fast_sampler=saved,
-                default_settings=law,
                 comparable=False,
             )
-        return replace(facts, medium="video", fast_sampler=fast, default_settings=law)
+        return replace(facts, medium="video", fast_sampler=fast)
 
     @property
     def frame_rate(self) -> float:
@@ -209,7 +213,7 @@ class VideoPipeline(TokenImagePipeline):
         guidance_scale: float | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
-        top_p: float = 1.0,
+        top_p: float | None = None,
         guidance_until: int | None = None,
         num_videos_per_prompt: int = 1,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -245,8 +249,13 @@ class VideoPipeline(TokenImagePipeline):
             ValueError, TypeError: bad input, before any computation.
             FloatingPointError: the model gave non-finite logits; names the slot.
         """
-        own = {} if temperature is None else {"temperature": temperature}
-        law = self.make_law(guidance_scale, top_k, top_p=top_p, guidance_until=guidance_until, **own)
+        law = self.make_law(
+            guidance_scale=guidance_scale,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            guidance_until=guidance_until,
+        )
         texts: dict[str, Any] = dict(
             prompt_embeds=prompt_embeds,
             prompt_attention_mask=prompt_attention_mask,

@@ -132,8 +132,9 @@ def read_settings(
     """
     from visual_spec.eval.defaults import is_masked
     from visual_spec.eval.settings import parse_setting
+    from visual_spec.pipelines.facts import LAW_DEFAULTS
 
-    asked = {name: getattr(args, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
+    asked = {name: getattr(args, name) for name in LAW_DEFAULTS}
     law = known.law_with(**asked)
     masked_law = law if beside is None else beside.law_with(**asked)
     controls = known.controls if args.controls is None else args.controls
