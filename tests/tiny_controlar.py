@@ -14,6 +14,7 @@ from visual_spec.models.next_token import llamagen
 from visual_spec.models.next_token.llamagen import TextCondition
 
 VOCAB, SIDE, WORDS, CHANNELS, DIM, ADAPTER = 12, 4, 6, 8, 16, 64
+TRAINED = 5  # tokens per side of the largest picture of the training: the null table has a row for each of its slots
 LAYERS = 3
 PIXELS = 16 * SIDE
 
@@ -23,7 +24,7 @@ def add_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(llamagen.PRESETS, "tiny, three layers", size)
 
 
-def controlar_shapes(table: int = SIDE * SIDE) -> dict[str, tuple[int, ...]]:
+def controlar_shapes(table: int = TRAINED * TRAINED) -> dict[str, tuple[int, ...]]:
     """Keys and shapes of a file: LlamaGen's, a DINOv2 by its older names, and the layers between them."""
     shapes = transformer_shapes(LAYERS, DIM, vocab=VOCAB, caption=(WORDS, CHANNELS))
     dino: dict[str, tuple[int, ...]] = {

@@ -62,7 +62,7 @@ def texts(rows: int) -> dict[str, Tensor]:
 
 def test_a_picture_follows_its_own_control(files):
     pipe, pictures = official(files), (controls(2, torch.float32) + 1) / 2
-    assert (pipe.facts.fast_sampler, pipe.default_settings()["guidance_scale"]) == ("speculative-jacobi", 7.5)
+    assert (pipe.facts.fast_sampler, pipe.default_settings()["guidance_scale"]) == ("speculative-jacobi", 4.0)
     settings: dict[str, Any] = dict(output_type="latent", guidance_scale=2.0, control_strength=0.7)
     found = pipe(
         **texts(2), control=list(pictures), generator=seeded(1, 2, 3, 4), num_images_per_prompt=2, **settings
@@ -70,7 +70,7 @@ def test_a_picture_follows_its_own_control(files):
     rows = torch.tensor([0, 0, 1, 1])
     given = {name: value[rows] for name, value in captions(2, torch.float32).items()}
     condition = ControlledCondition(**given, control=2 * pictures[rows] - 1, strength=0.7)
-    law = TokenLaw(2.0, top_k=1000)
+    law = TokenLaw(2.0, top_k=2000)
     plain = AutoregressiveSampler()(
         pipe.transformer, condition, law=law, generator=seeded(1, 2, 3, 4), batch_size=4
     )
@@ -94,6 +94,29 @@ def test_pictures_and_arrays_mean_the_same_and_strength_counts(files):
     assert not torch.equal(draw(array, control_strength=0.0), expected)
     grey = Image.fromarray(array[..., 0])
     assert torch.equal(draw(grey), draw(np.repeat(array[..., :1], 3, 2)))
+
+
+def test_a_picture_has_the_size_of_its_control(files):
+    pipe = official(files)
+    control = torch.rand(3, 32, 80, generator=torch.Generator().manual_seed(8))
+    out = pipe(**texts(2), control=control, generator=seeded(1, 2), guidance_scale=2.0, output_type="np")
+    assert out.images.shape == (2, 32, 80, 3) and out.tokens.shape == (2, 10) and out.trace.identical
+    size: dict[str, Any] = dict(output_type="latent", height=32, width=80)
+    again = pipe(**texts(2), control=control, generator=seeded(1, 2), guidance_scale=2.0, **size)
+    assert torch.equal(again.tokens, out.tokens) and again.images.shape == (2, 2, 5)
+    condition = ControlledCondition(
+        **captions(2, torch.float32), control=2 * control.expand(2, -1, -1, -1) - 1
+    )
+    plain = AutoregressiveSampler()(
+        pipe.transformer.with_grid(2, 5),
+        condition,
+        law=TokenLaw(2.0, top_k=2000),
+        generator=seeded(1, 2),
+        batch_size=2,
+    )
+    assert torch.equal(plain.tokens, out.tokens)
+    square = pipe(**texts(1), control=torch.rand(3, PIXELS, PIXELS), output_type="np")
+    assert square.images.shape == (1, PIXELS, PIXELS, 3)
 
 
 def test_official_files_become_a_pipeline(files, tmp_path, capsys):
@@ -128,7 +151,7 @@ def test_official_files_become_a_pipeline(files, tmp_path, capsys):
         (["model", "model"], [], "are both of one kind; pass one ControlAR and one tokenizer"),
         (["model", "class"], [], "is LlamaGen-.*, and .* is ControlAR; pass LlamaGen's vq_ds16_t2i.pt"),
         (["model"], ["--text-encoder", "t5"], "a text encoder belongs into a pipeline"),
-        (["model"], [], "does not tell the size of its pictures; pass image_size"),
+        (["model"], ["--image-size", "40"], "image_size=40"),
     ],
 )
 def test_files_that_make_no_pipeline_are_refused(files, tmp_path, capsys, names, more, message):
@@ -142,7 +165,10 @@ def test_controls_that_do_not_fit_are_refused(files):
     pipe, control = official(files), torch.rand(3, PIXELS, PIXELS)
     for message, settings in [
         ("draws along a control picture; pass control", {}),
-        ("control of 60 x 64 pixels, but this model draws 64 x 64; resize it", {"control": control[:, 4:]}),
+        ("height=60, width=64, .* multiples of 16", {"control": control[:, 4:]}),
+        ("height=96, width=80.* 1 to 25", {"control": torch.rand(3, 96, 80)}),
+        ("control of 64 x 64 pixels .* height=32", {"control": control, "height": 32}),
+        (r"several sizes, \[\(48, 64\), \(64, 64\)\]", {"control": [control, control[:, 16:]], "prompts": 2}),
         ("2 control pictures for 1 prompts; pass 1 or 1", {"control": [control, control]}),
         (
             "control_strength=inf; pass a finite number",
@@ -150,7 +176,7 @@ def test_controls_that_do_not_fit_are_refused(files):
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            pipe(**texts(1), **settings)
+            pipe(**texts(settings.pop("prompts", 1)), **settings)
     with pytest.raises(TypeError, match="control is a str; pass a PIL picture"):
         pipe(**texts(1), control="edges.png")
     plain: Any = tiny_pipeline()

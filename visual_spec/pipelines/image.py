@@ -17,7 +17,7 @@ from visual_spec.models.next_token.controlar import (
     load_controlar_checkpoint,
 )
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
-from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, official_defaults
+from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
@@ -102,12 +102,15 @@ class ImagePipeline(TokenImagePipeline):
     ) -> Self:
         """A pipeline around official text-conditional LlamaGen files, with their guidance 7.5 and top-k 1000.
 
+        ControlAR has guidance 4 and top-k 2000, as in its sampling programs.
+
         Args:
             transformer: an official file (or what `read_checkpoint` made of it), e.g. `t2i_XL_stage2_512.pt`, or a
                 ControlAR, e.g. `canny_MR.safetensors`.
             vq_model: e.g. `vq_ds16_t2i.pt`.
             text_encoder: folder or Hub id of flan-t5-xl, or loaded `T5Features`. None: pass `prompt_embeds` to draw.
-            image_size: side of the pictures in pixels; None: what the file or its name says.
+            image_size: side of the pictures in pixels, where a call names no other; None: what the file or its name
+                says. A ControlAR draws pictures of the size of their control.
             dtype: of all weights; None keeps that of each file (float32 for the text encoder).
             sampler: default `SpeculativeJacobiSampler()`: the tokens of plain sampling, in fewer calls; for a NAR file
                 `OrderedSampler()`.
@@ -120,7 +123,7 @@ class ImagePipeline(TokenImagePipeline):
         if is_controlar(checkpoint.weights):
             model: Any = load_controlar_checkpoint(checkpoint, image_size=image_size, dtype=dtype)
             tokenizer = load_tokenizer(vq_model, image_size=model.control_size[0], dtype=dtype)
-            defaults = official_defaults(model.transformer)
+            defaults = {"default_guidance_scale": 4.0, "default_top_k": 2000}
         else:
             model, tokenizer, defaults = load_official(
                 checkpoint, vq_model, image_size=image_size, dtype=dtype, text=True
@@ -154,6 +157,8 @@ class ImagePipeline(TokenImagePipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
+        told = Texts(prompt, **texts)
+        height, width = self._check_control(control, control_strength, told.count, height, width)
         self._check_drawing(
             height=height,
             width=width,
@@ -163,35 +168,45 @@ class ImagePipeline(TokenImagePipeline):
             callback=callback_on_step_end,
             callback_tensors=callback_on_step_end_tensor_inputs,
         )
-        told = Texts(prompt, **texts)
-        self._check_control(control, control_strength, told.count)
         check_own_words(self.text_encoder, told.prompts + told.negatives)
         check_generator(generator, told.count * num_images_per_prompt)
 
-    def _check_control(self, control: Pictures | None, strength: float, count: int) -> None:
-        """Refuse control pictures that do not fit, or for a model that reads none. Arguments as in `__call__`."""
+    def _check_control(
+        self, control: Pictures | None, strength: float, count: int, height: int | None, width: int | None
+    ) -> tuple[int | None, int | None]:
+        """Refuse control pictures that do not fit, or for a model that reads none. Arguments as in `__call__`.
+
+        Returns:
+            Height and width of the pictures that are drawn: of the control, where there is one.
+        """
         if not isinstance(self.transformer, ControlARTransformer):
             if control is not None or strength != 1.0:
                 raise ValueError(
                     "control or control_strength given, but this model reads no control picture; leave them out, or "
                     "load a ControlAR."
                 )
-            return
+            return height, width
         if control is None:
             raise ValueError("this model draws along a control picture; pass control.")
         if not math.isfinite(strength):
             raise ValueError(f"control_strength={strength}; pass a finite number, 1 for the trained one.")
-        found, wanted = listed(control), self.transformer.control_size
-        if len(found) not in (1, count):
-            raise ValueError(f"{len(found)} control pictures for {count} prompts; pass 1 or {count}.")
-        for picture in found:
-            own = tuple(pixels_of(picture, "control").shape[-2:])
-            if own != wanted:
-                raise ValueError(
-                    f"control of {own[0]} x {own[1]} pixels, but this model draws {wanted[0]} x {wanted[1]}; resize it."
-                )
+        pictures = listed(control)
+        if len(pictures) not in (1, count):
+            raise ValueError(f"{len(pictures)} control pictures for {count} prompts; pass 1 or {count}.")
+        sizes = {tuple(pixels_of(picture, "control").shape[-2:]) for picture in pictures}
+        if len(sizes) > 1:
+            raise ValueError(f"control pictures of several sizes, {sorted(sizes)}; resize them to one.")
+        (own,) = sizes
+        if height not in (None, own[0]) or width not in (None, own[1]):
+            raise ValueError(
+                f"control of {own[0]} x {own[1]} pixels for a picture of height={height}, width={width}; resize it, or "
+                "leave height and width out."
+            )
+        return own
 
-    def _controlled(self, condition: TextCondition, control: Pictures, strength: float) -> TextCondition:
+    def _controlled(
+        self, condition: TextCondition, control: Pictures, strength: float
+    ) -> ControlledCondition:
         """The condition with the control pictures of its rows."""
         pictures = torch.stack([pixels_of(picture, "control") for picture in listed(control)])
         rows = len(condition.features)
@@ -272,11 +287,12 @@ class ImagePipeline(TokenImagePipeline):
             prompt: one prompt or a list.
             negative_prompt: what guidance leads away from, in place of no caption; one for all prompts, or one for
                 each.
-            control: for a ControlAR, the picture to draw along (edges, depth, ...), of the size of the pictures; one
+            control: for a ControlAR, the picture to draw along (edges, depth, ...), of the size of the picture; one
                 for all prompts, or one for each: PIL, numpy [H, W, 3] (uint8, or floats in [0, 1]), or a tensor
                 [3, H, W] in [0, 1].
             control_strength: how strongly; 0 is not at all, 1 as trained.
-            height, width: pixels; the model draws one size only, and others are refused.
+            height, width: pixels; the model draws one size only, and others are refused. A ControlAR draws pictures of
+                the size of their control: any multiples of 16 with at most the tokens of its training.
             guidance_scale: `s` of `unconditional + s * (conditional - unconditional)`; above 1 each target call runs
                 the unconditional rows too, at 1 or below none. None: the model's own, `default_guidance_scale`.
             temperature, top_k, top_p: the law of a token (`visual_spec.samplers.core.law.TokenLaw`). None: the model's
@@ -332,6 +348,7 @@ class ImagePipeline(TokenImagePipeline):
         condition = self.encode_prompt(prompt, num_images_per_prompt=num_images_per_prompt, **texts)
         if control is not None:
             condition = self._controlled(condition, control, control_strength)
+            height, width = condition.control.shape[-2:]
         return self._draw(
             condition,
             condition.features.shape[0],
@@ -341,4 +358,5 @@ class ImagePipeline(TokenImagePipeline):
             return_dict=return_dict,
             callback=callback_on_step_end,
             callback_tensors=callback_on_step_end_tensor_inputs,
+            model=self.sized(height, width),
         )

@@ -105,13 +105,7 @@ class TokenImagePipeline(VisualPipeline):
         """Refuse what no picture can be drawn with, whatever it is drawn from."""
         self.check_complete("transformer", self._tokenizer_part, "sampler")
         self.check_sampler()
-        size = self.image_size
-        if height not in (None, size[0]) or width not in (None, size[1]):
-            grid = self.transformer.grid
-            raise ValueError(
-                f"height={height}, width={width}, but this model draws {size[0]} x {size[1]} pixels "
-                f"({grid.height} x {grid.width} tokens); leave height and width out."
-            )
+        self.sized(height, width)
         check_count(pictures_each_name, pictures_each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
@@ -121,6 +115,29 @@ class TokenImagePipeline(VisualPipeline):
         if self.transformer is None or getattr(self, self._tokenizer_part) is None:
             return None
         return self.transformer, self.sampler_parts()
+
+    def sized(self, height: int | None = None, width: int | None = None) -> Any:
+        """Return the transformer over pictures of this size in pixels; None is the model's own.
+
+        Raises:
+            ValueError: the model does not draw this size.
+        """
+        own, patch, grid = self.image_size, self.vq_model.patch_size, self.transformer.grid
+        size = (own[0] if height is None else height, own[1] if width is None else width)
+        if size == own:
+            return self.transformer
+        refused = (
+            f"height={height}, width={width}, but this model draws {own[0]} x {own[1]} pixels ({grid.height} x "
+            f"{grid.width} tokens)"
+        )
+        if not hasattr(self.transformer, "with_grid"):
+            raise ValueError(f"{refused}; leave height and width out.")
+        if any(not isinstance(side, int) or side < patch or side % patch for side in size):
+            raise ValueError(f"{refused}; pass multiples of {patch}, or leave height and width out.")
+        try:
+            return self.transformer.with_grid(size[0] // patch, size[1] // patch)
+        except ValueError as error:
+            raise ValueError(f"{refused}: {error} Leave height and width out.") from error
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter, the codebook."""
@@ -132,12 +149,20 @@ class TokenImagePipeline(VisualPipeline):
                 parts["codebook"] = self.vq_model.quantize.codes
         return parts
 
-    def decode_tokens(self, tokens: torch.Tensor, output_type: str = "pil") -> Any:
-        """Pictures of tokens [B, h * w] in the form `output_type` asks for (see `ImagePipelineOutput`)."""
+    def decode_tokens(
+        self, tokens: torch.Tensor, output_type: str = "pil", size: tuple[int, int] | None = None
+    ) -> Any:
+        """Pictures of tokens [B, h * w] in the form `output_type` asks for (see `ImagePipelineOutput`).
+
+        Args:
+            size: h and w; None: those of the transformer's grid.
+        """
         if output_type == "latent":
-            return rearrange(tokens, "b (h w) -> b h w", h=self.transformer.grid.height)
+            return rearrange(
+                tokens, "b (h w) -> b h w", h=self.transformer.grid.height if size is None else size[0]
+            )
         with at_hand(self.vq_model):
-            pictures = self.vq_model.decode_tokens(tokens)
+            pictures = self.vq_model.decode_tokens(tokens, *([] if size is None else [size]))
         return self.image_processor.postprocess(pictures, output_type=output_type)
 
     def _draw(
@@ -182,7 +207,8 @@ class TokenImagePipeline(VisualPipeline):
             )
             progress.finish()
         self.last_trace = result.trace
-        images = self.decode_tokens(result.tokens, output_type)
+        other = {} if model.grid == self.transformer.grid else {"size": (model.grid.height, model.grid.width)}
+        images = self.decode_tokens(result.tokens, output_type, **other)
         self.maybe_free_model_hooks()
         if not return_dict:
             return images, result.tokens, result.trace  # type: ignore[return-value]

@@ -19,6 +19,7 @@ from tests.tiny_controlar import (
     LAYERS,
     PIXELS,
     SIDE,
+    TRAINED,
     VOCAB,
     add_preset,
     captions,
@@ -82,7 +83,8 @@ def patches(weights: dict[str, Tensor], control: Tensor, resample: str) -> Tenso
     dino.load_state_dict(filled)
     more = {} if resample == "nearest" else {"align_corners": True}
     with torch.no_grad():
-        small = F.interpolate(control[None], size=(14 * SIDE, 14 * SIDE), mode=resample, **more)
+        size = [14 * (side // 16) for side in control.shape[1:]]
+        small = F.interpolate(control[None], size=size, mode=resample, **more)
         return dino(small).last_hidden_state[0, 1:]
 
 
@@ -93,40 +95,46 @@ def straight_line(
     *,
     guided: bool,
     resample: str = "bicubic",
+    tokens: Tensor = TOKENS,
 ) -> Tensor:
     """Logits [L, V] of all slots of one picture, in one pass over prefix and tokens."""
+    slots = tokens.shape[1]
     words = given.mask[row]
     features = given.features[row] * words[:, None]
     features = weights["cls_embedding.uncond_embedding"] if guided else features
     prefix = mlp(weights, features, "cls_embedding.cap_proj")
     seen = mlp(weights, patches(weights, given.control[row], resample), "adapter_mlp")
-    seen = weights["condition_mlp.uncond_embedding"] if guided else seen
+    seen = weights["condition_mlp.uncond_embedding"][:slots] if guided else seen
     seen = mlp(weights, seen, "condition_mlp.cap_proj")
     start = len(prefix)
-    x = torch.cat([prefix, weights["tok_embeddings.weight"][TOKENS[row, :-1]]])
+    x = torch.cat([prefix, weights["tok_embeddings.weight"][tokens[row, :-1]]])
     mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     mask[:, :start] &= words
     mask |= torch.eye(len(x), dtype=torch.bool)
     size = x.shape[1] // 2
     frequencies = 10000.0 ** (-torch.arange(0, size // 2, 2, dtype=torch.float64) / (size // 2))
-    place = torch.arange(SLOTS - 1)
-    angles = torch.cat([(place // SIDE)[:, None] * frequencies, (place % SIDE)[:, None] * frequencies], 1)
+    place = torch.arange(slots - 1)  # the program turns slot i of any picture by row i of the trained table
+    angles = torch.cat(
+        [(place // TRAINED)[:, None] * frequencies, (place % TRAINED)[:, None] * frequencies], 1
+    )
     turn = torch.cat([torch.zeros(start, size // 2), torch.polar(torch.ones_like(angles), angles)])[:, None]
     for layer in range(LAYERS):  # three layers: each is the first of its third
         control = given.strength * mlp(weights, seen, f"condition_layers.{layer}")
-        for slot in range(SLOTS):
+        for slot in range(slots):
             x[start - 1 + slot] = x[start - 1 + slot] + control[slot]
         x = straight.layer(weights, layer, x, mask, turn)
     return straight.norm(weights, x, "norm")[start - 1 :] @ weights["output.weight"].T
 
 
-def scored(model: ControlARTransformer, given: ControlledCondition, widths: list[int]) -> Tensor:
-    """Logits [2B, L, V] of `TOKENS`, fed in windows of these widths."""
+def scored(
+    model: ControlARTransformer, given: ControlledCondition, widths: list[int], tokens: Tensor = TOKENS
+) -> Tensor:
+    """Logits [2B, L, V] of `tokens`, fed in windows of these widths."""
     state = model.prefill(given, batch_size=2, guided=True, window=max(widths))
     found, start = [state.logits[:, None]], 0
     for width in widths:
         slots = torch.arange(start, start + width).expand(2, -1)
-        found.append(model(state, TOKENS[:, start : start + width], slots))
+        found.append(model(state, tokens[:, start : start + width], slots))
         start += width
     return torch.cat(found, 1)
 
@@ -139,6 +147,36 @@ def test_windows_compute_what_the_layout_says(tmp_path, widths, strength):
     for row in range(4):
         want = straight_line(weights, given, row % 2, guided=row >= 2)
         assert float((found[row] - want).abs().max()) < 1e-10 * float(want.abs().max())
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 6), (5, 5), (3, 4), (8, 3)])
+def test_pictures_of_other_sizes_keep_the_trained_table(tmp_path, height, width):
+    weights, more = controlar_weights(), seeded(4)[0]
+    model = loaded(tmp_path).with_grid(height, width)
+    assert (model.grid.height, model.grid.width) == (height, width)
+    assert model.control_size == (16 * height, 16 * width)
+    control = 2 * torch.rand(2, 3, 16 * height, 16 * width, dtype=torch.float64, generator=more) - 1
+    given = ControlledCondition(**captions(2), control=control)
+    tokens = torch.randint(VOCAB, (2, height * width), generator=more)
+    found = scored(model, given, [1, 3, height * width - 5], tokens)
+    for row in range(4):
+        want = straight_line(weights, given, row % 2, guided=row >= 2, tokens=tokens)
+        assert float((found[row] - want).abs().max()) < 1e-10 * float(want.abs().max())
+    request: Any = dict(law=LAW, batch_size=2)
+    plain = AutoregressiveSampler()(model, given, generator=seeded(1, 2), **request)  # pyright: ignore
+    fast = SpeculativeJacobiSampler(5)(model, given, generator=seeded(1, 2), **request)  # pyright: ignore
+    assert torch.equal(fast.tokens, plain.tokens)
+
+
+def test_sizes_beyond_the_training_are_refused(tmp_path):
+    model = loaded(tmp_path)
+    with pytest.raises(ValueError, match=f"5 x 6 tokens.*1 to {TRAINED**2}"):
+        model.with_grid(5, 6)
+    with pytest.raises(ValueError, match="rotary_size=4 of 5 x 5"):
+        type(model.transformer)(**{**model.transformer.config, "grid_size": 5, "rotary_size": 4})
+    for size in (16 * (TRAINED + 1), 40, 0):
+        with pytest.raises(ValueError, match=f"image_size={size}.* {16 * TRAINED} "):
+            load_controlar_checkpoint(write_controlar(tmp_path), image_size=size)
 
 
 def test_pictures_of_lines_are_made_smaller_without_mixing(tmp_path):
@@ -185,9 +223,9 @@ def test_a_saved_model_draws_the_same(tmp_path):
     assert torch.equal(scored(again, condition(), [SLOTS - 1]), scored(model, condition(), [SLOTS - 1]))
 
 
-@pytest.mark.parametrize(("width", "heads"), [(384, 6), (768, 12)])
-def test_no_key_of_a_release_is_missing_or_left_over(width, heads):
-    """LlamaGen-XL with a DINOv2 of the published sizes, for 512 pixels, on the meta device."""
+@pytest.mark.parametrize(("width", "heads", "trained"), [(384, 6, 48), (768, 12, 32)])
+def test_no_key_of_a_release_is_missing_or_left_over(width, heads, trained):
+    """LlamaGen-XL with a DINOv2 of the published sizes, on the meta device: multi-resolution files and those of 512."""
     own = controlar_shapes()
     scale = {16: 1280, 64: width, 256: 4 * width}
     shapes = transformer_shapes(36, 1280, caption=(120, 2048))
@@ -195,12 +233,14 @@ def test_no_key_of_a_release_is_missing_or_left_over(width, heads):
         if not key.startswith(("adapter", "condition")):
             continue
         sizes = (1, 1370, width) if "position" in key else tuple(scale.get(size, size) for size in shape)
-        sizes = (1024, 1280) if "uncond" in key else sizes
+        sizes = (trained * trained, 1280) if "uncond" in key else sizes
         for layer in range(12 if ".layer.0." in key else 1):
             shapes[key.replace(".layer.0.", f".layer.{layer}.")] = sizes
     model = load_controlar_checkpoint(on_meta(shapes), image_size=512)
     assert (model.adapter.config.num_attention_heads, model.adapter.config.image_size) == (heads, 518)
     assert model.grid.num_tokens == 1024 and model.control_size == (512, 512)
+    assert model.transformer.config["rotary_size"] == trained
+    assert load_controlar_checkpoint(on_meta(shapes)).grid.width == trained
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
@@ -210,11 +250,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     del shapes["condition_layers.1.fc2.weight"]
     with pytest.raises(ValueError, match="1 missing: condition_layers.1.fc2.weight"):
         load_controlar_checkpoint(on_meta(shapes), image_size=PIXELS)
-    uneven = controlar_weights() | {"condition_mlp.uncond_embedding": torch.randn(9, 16, dtype=torch.float64)}
+    uneven = controlar_weights() | {
+        "condition_mlp.uncond_embedding": torch.randn(10, 16, dtype=torch.float64)
+    }
     torch.save(uneven, tmp_path / "uneven.pt")
-    with pytest.raises(
-        ValueError, match=r"uncond_embedding has the shape \(9, 16\), and the picture 16 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"uncond_embedding has the shape \(10, 16\)"):
         load_controlar_checkpoint(tmp_path / "uneven.pt", image_size=PIXELS)
     model, given = loaded(tmp_path), condition()
     for message, wrong in [

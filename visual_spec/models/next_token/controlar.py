@@ -7,8 +7,10 @@ reads the vector of this slot: three projections of it are added to the hidden s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,7 @@ from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
 from visual_spec.models.next_token.llamagen import LlamaGenState, LlamaGenTransformer, TextCondition
-from visual_spec.models.next_token.llamagen_checkpoint import find_image_size, recognise
+from visual_spec.models.next_token.llamagen_checkpoint import recognise
 from visual_spec.models.next_token.llamagen_prefix import CaptionProjection
 
 GROUPS = 3  # side embeddings of a slot, one for each third of the layers
@@ -96,7 +98,7 @@ class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
         dim = own["dim"]
         self.adapter = Dinov2Model(dino)
         self.adapter_mlp = CaptionProjection(dino.hidden_size, dim)
-        self.condition_mlp = ControlProjection(dim, self.grid.num_tokens)
+        self.condition_mlp = ControlProjection(dim, (own["rotary_size"] or own["grid_size"]) ** 2)
         self.condition_layers = nn.ModuleList(CaptionProjection(dim, dim) for _ in range(GROUPS))
 
     @property
@@ -118,6 +120,15 @@ class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
     def control_size(self) -> tuple[int, int]:
         """Height and width of a control picture in pixels."""
         return TOKEN * self.grid.height, TOKEN * self.grid.width
+
+    def with_grid(self, height: int, width: int) -> ControlARTransformer:
+        """As `LlamaGenTransformer.with_grid`: this model over pictures of another size."""
+        drawing = self.transformer.with_grid(height, width)
+        if drawing is self.transformer:
+            return self
+        other = copy(self)
+        other._modules = {**self._modules, "transformer": drawing}
+        return other
 
     # -- decoding: the contract of next-token models ------------------------------------------------------------------
 
@@ -155,7 +166,7 @@ class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
         ]  # [B, L, A]: without the class token
         seen = self.adapter_mlp(patches)
         if guided:
-            null = self.condition_mlp.uncond_embedding
+            null = self.condition_mlp.uncond_embedding[: self.grid.num_tokens]
             seen = torch.cat([seen, null.expand_as(seen)])
         seen = self.condition_mlp.cap_proj(seen)
         groups = torch.stack([layer(seen) for layer in self.condition_layers], 1)  # [R, 3, L, dim]
@@ -223,14 +234,15 @@ def load_controlar_checkpoint(
 
     Args:
         source: the file, or the result of `read_checkpoint`.
-        image_size: side of the pictures in pixels; None: see `find_image_size`.
+        image_size: side of the pictures in pixels, where a call names no other size; None: what the file was trained
+            for, 768 for multi-resolution files.
         dtype: of the weights; None keeps that of the file.
         control_resample: see the class; None: "nearest" for a file that is named after Canny edges or segmentation,
             else "bicubic".
 
     Raises:
-        ValueError, OSError: as in `read_checkpoint`, `recognise` and `find_image_size`; or keys of the control are
-            missing, unexpected or mis-shaped.
+        ValueError, OSError: as in `read_checkpoint`, `recognise`; keys of the control are
+            missing, unexpected or mis-shaped; or the pictures are larger than those of the training.
     """
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     name = str(checkpoint.path)
@@ -243,16 +255,22 @@ def load_controlar_checkpoint(
     drawing = {key: value for key, value in checkpoint.weights.items() if not key.startswith(_OWN)}
     found = Checkpoint(checkpoint.path, drawing, checkpoint.arguments)
     architecture = recognise(found)
-    side = find_image_size(found, TOKEN, image_size) // TOKEN
+    rotary = _trained_side(weights.get(_TABLE), name)
+    size = TOKEN * rotary if image_size is None else image_size
+    if size % TOKEN or not 0 < size <= TOKEN * rotary:
+        raise ValueError(
+            f"image_size={size}, and {name} was trained for pictures of up to {TOKEN * rotary} pixels; pass a multiple "
+            f"of {TOKEN} up to that, or leave image_size out."
+        )
     if control_resample is None:
         sharp = re.search(r"canny|seg", checkpoint.path.stem.lower())
         control_resample = "nearest" if sharp else "bicubic"
     with torch.device("meta"):
         model = ControlARTransformer(
-            {**architecture.config, "grid_size": side}, _adapter_config(weights, name), control_resample
+            {**architecture.config, "grid_size": size // TOKEN, "rotary_size": rotary},
+            _adapter_config(weights, name),
+            control_resample,
         )
-    if _TABLE in weights:
-        weights[_TABLE] = _null_table(weights[_TABLE], model.grid.num_tokens, name)
     drawing.pop("freqs_cis", None)
     weights |= {f"transformer.{key}": value for key, value in drawing.items()}
     return fill(model, weights, name, what=f"ControlAR, {architecture.name}", dtype=dtype)
@@ -285,13 +303,15 @@ def _adapter_config(weights: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     }
 
 
-def _null_table(table: Tensor, length: int, name: str) -> Tensor:
-    """The table of a file for this grid. It may have another number of rows where they are all equal."""
-    if table.ndim == 2 and len(table) != length and (table.is_meta or bool((table == table[:1]).all())):
-        return table[:1].expand(length, -1).contiguous()
-    if table.ndim != 2 or len(table) != length:
+def _trained_side(table: Tensor | None, name: str) -> int:
+    """Tokens per side of the largest picture of the training: the null table has a row for each of its slots.
+
+    The official program makes its rotary table for this side, whatever the size of the picture.
+    """
+    shape = () if table is None else tuple(table.shape)
+    side = math.isqrt(shape[0]) if shape else 0
+    if len(shape) != 2 or side * side != shape[0]:
         raise ValueError(
-            f"{name}: {_TABLE} has the shape {tuple(table.shape)}, and the picture {length} tokens; pass the "
-            "image_size that the file was trained for."
+            f"{name}: {_TABLE} has the shape {shape}; it needs a row for each token of a square picture."
         )
-    return table
+    return side

@@ -83,9 +83,12 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
             learned embeddings of the frame, row and column of a token are added to it.
 
+        rotary_size: side of the grid that the rotary table was made for, where it is another than `grid_size`: slot i
+            of any picture stands at (i // rotary_size, i % rotary_size), as in ControlAR. None: the grid's own.
+
     Raises:
         ValueError: not exactly one of `num_classes` and `caption_dim` is given, the head size is not a multiple of 4,
-            or the order is unknown or has several frames.
+            the order is unknown or has several frames, or the rotary table is smaller than the grid or of frames.
     """
 
     _repeated_blocks = ["TransformerBlock"]
@@ -109,6 +112,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         num_frames: int = 1,
         order: str = RASTER_ORDER,
         branch_layers: int = 1,
+        rotary_size: int | None = None,
     ):
         super().__init__()
         known = (RASTER_ORDER, *MERGES, *LEARNED_TOKENS, ANY_ORDER)
@@ -119,6 +123,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         if (num_classes is None) == (caption_dim is None):
             raise ValueError(
                 f"num_classes={num_classes} and caption_dim={caption_dim} given; set exactly one of them"
+            )
+        if rotary_size is not None and (num_frames > 1 or rotary_size < grid_size):
+            raise ValueError(
+                f"rotary_size={rotary_size} of {grid_size} x {grid_size} tokens and {num_frames} frames; pass at least "
+                "grid_size, of one frame"
             )
         if dim % num_heads or dim // num_heads % 4:
             raise ValueError(
@@ -176,7 +185,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         """The table of `rotary_table` for this grid: float32, or float64 for a float64 model."""
         head_dim = self.config["dim"] // self.config["num_heads"]
         dtype = torch.promote_types(self.dtype, torch.float32)
-        table = rotary_table(self.grid.width, head_dim, dtype=dtype, frames=self.config["num_frames"])
+        side = self.config["rotary_size"] or self.grid.width
+        table = rotary_table(side, head_dim, dtype=dtype, frames=self.config["num_frames"])
         table = table[: self.grid.num_tokens]
         # Behind the grid, cosine 0 and sine 0: the keys of learned tokens vanish.
         return torch.cat([table, torch.zeros_like(table[:1])]) if self.learned_tokens else table
@@ -195,6 +205,24 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         shorter = copy(self)
         shorter.grid = replace(self.grid, frames=count)
         return shorter
+
+    def with_grid(self, height: int, width: int) -> Self:
+        """Return this model over a picture of `height x width` tokens, with the same weights.
+
+        Raises:
+            ValueError: another size than the grid's, of a model without `rotary_size` or with a table too small for it.
+        """
+        if (height, width) == (self.grid.height, self.grid.width):
+            return self
+        side = self.config["rotary_size"]
+        if side is None or not 1 <= height * width <= side * side:
+            allowed = f"{self.grid.height} x {self.grid.width}"
+            if side is not None:
+                allowed += f", or any other size of 1 to {side * side}"
+            raise ValueError(f"{height} x {width} tokens asked for; this model draws {allowed}.")
+        other = copy(self)
+        other.grid = replace(self.grid, height=height, width=width)
+        return other
 
     def embed(self, tokens: Tensor, slots: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return embeddings `[B, W, dim]` of `tokens [B, W]` at `slots [B, W]`; `hidden` ones show only their place."""

@@ -114,23 +114,26 @@ class VQModel(SavedModel, ModelMixin, ConfigMixin):
         return rearrange(self.quantize.nearest(self.encode_latents(images)), "b h w -> b (h w)")
 
     @loads_weights
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
+    def decode_tokens(self, tokens: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Return pictures `[B, 3, H, W]` clamped to [-1, 1] of token ids `[B, h * w]`.
+
+        Args:
+            size: h and w; None: those of `image_size`.
 
         Raises:
             ValueError: the number of tokens is not that of the grid, or an id is outside the codebook.
         """
-        side = self.tokens_per_side
-        if tokens.ndim != 2 or tokens.shape[1] != side * side:
+        height, width = size or (self.tokens_per_side, self.tokens_per_side)
+        if tokens.ndim != 2 or tokens.shape[1] != height * width:
             raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} given; this tokenizer decodes [B, {side * side}]"
+                f"tokens of shape {tuple(tokens.shape)} given; this tokenizer decodes [B, {height * width}]"
             )
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.config["codebook_size"]:
             raise ValueError(
                 f"token ids from {low} to {high} given; allowed are 0 to {self.config['codebook_size'] - 1}"
             )
-        ids = rearrange(tokens, "b (h w) -> b h w", h=side)
+        ids = rearrange(tokens, "b (h w) -> b h w", h=height)
         return self.decode_latents(self.quantize.lookup(ids)).clamp(-1, 1)
 
     def forward(self, images: Tensor) -> Tensor:
