@@ -123,7 +123,8 @@ def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monke
         )
         assert torch.equal(one.tokens, two.tokens)
     settings = settings_of_model(str(folder))
-    assert settings.plain == "distilled" and settings.law == {"guidance_scale": 1.0, "top_k": 0, "top_p": 1.0}
+    law = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    assert settings.plain == "distilled" and settings.law == law
     assert settings.others == ("distilled:steps=2", "distilled:steps=2,teacher_from=0")
     for owner in ("shapes/../shapes", "shapes/", "/shapes", "shapes/transformer/more", ".."):
         (folder / "shared.json").write_text(json.dumps({"teacher": owner}))

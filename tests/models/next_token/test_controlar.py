@@ -168,6 +168,29 @@ def test_pictures_of_other_sizes_keep_the_trained_table(tmp_path, height, width)
     assert torch.equal(fast.tokens, plain.tokens)
 
 
+# What github.com/hustvl/ControlAR at 87e32e9 draws greedily with these weights, without control in its unconditional
+# rows, for pictures of 2 x 6 and 8 x 3 tokens; its rotary table is that of 5 x 5.
+RELEASED = {
+    (2, 6): [[8, 7, 5, 5, 5, 6, 5, 6, 5, 6, 5, 5], [5, 10, 3, 0, 6, 6, 5, 0, 7, 6, 3, 0]],
+    (8, 3): [
+        [8, 5, 6, 7, 5, 5, 6, 5, 7, 6, 5, 5, 5, 5, 6, 5, 5, 5, 5, 5, 10, 5, 5, 5],
+        [7, 5, 8, 5, 8, 7, 6, 3, 0, 6, 7, 6, 5, 7, 6, 5, 0, 6, 5, 0, 5, 8, 9, 6],
+    ],
+}
+
+
+@pytest.mark.parametrize(("height", "width"), list(RELEASED))
+def test_greedy_tokens_are_those_of_the_release(tmp_path, height, width):
+    model = load_controlar_checkpoint(write_controlar(tmp_path, dtype=torch.float32)).with_grid(height, width)
+    torch.nn.init.zeros_(model.condition_mlp.uncond_embedding)
+    generator = torch.Generator().manual_seed(10 * height + width)
+    control = 2 * torch.rand(2, 3, 16 * height, 16 * width, generator=generator) - 1
+    given = ControlledCondition(**captions(2, torch.float32), control=control)
+    law = TokenLaw(guidance_scale=4.0, top_k=1)
+    request: Any = dict(law=law, generator=seeded(1, 2), batch_size=2)
+    assert AutoregressiveSampler()(model, given, **request).tokens.tolist() == RELEASED[height, width]
+
+
 def test_sizes_beyond_the_training_are_refused(tmp_path):
     model = loaded(tmp_path)
     with pytest.raises(ValueError, match=f"5 x 6 tokens.*1 to {TRAINED**2}"):
