@@ -207,8 +207,8 @@ class TokenImagePipeline(VisualPipeline):
             )
             progress.finish()
         self.last_trace = result.trace
-        other = {} if model.grid == self.transformer.grid else {"size": (model.grid.height, model.grid.width)}
-        images = self.decode_tokens(result.tokens, output_type, **other)
+        size, own = ((grid.height, grid.width) for grid in (model.grid, self.transformer.grid))
+        images = self.decode_tokens(result.tokens, output_type, **({} if size == own else {"size": size}))
         self.maybe_free_model_hooks()
         if not return_dict:
             return images, result.tokens, result.trace  # type: ignore[return-value]
