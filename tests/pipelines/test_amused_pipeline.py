@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from diffusers.schedulers.scheduling_amused import AmusedScheduler
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from tests.models.masked.test_amused import CODES, MASK, SIDE, STEPS, diffusers_ids, transformer
+from tests.odd_addresses import misplaced, put_at_odd_addresses
 from tests.tiny import seeded
 from visual_spec.models.masked.amused import AmusedTransformer, AmusedVQModel
 from visual_spec.pipelines.amused_image import AmusedImagePipeline
@@ -84,6 +86,15 @@ def load(folder: Path, **options: Any) -> Any:
     pipe = load_pipeline(folder, **options)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def test_two_loads_of_a_folder_of_diffusers_compute_the_same(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    assert put_at_odd_addresses(tmp_path) == 3
+    loads = [load(tmp_path) for _ in range(2)]
+    assert misplaced(*(part for pipe in loads for part in pipe.components.values())) == []
+    one, other = (pipe(PROMPTS, generator=seeded(1, 2), output_type="pt") for pipe in loads)
+    assert torch.equal(one.images, other.images)
 
 
 def test_the_folder_of_diffusers_draws_its_ids_for_equal_noise(folder, monkeypatch):

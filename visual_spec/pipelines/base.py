@@ -21,6 +21,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
+from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import SavedModel, check_loaded, check_transformers_model
 from visual_spec.models.core.whole_folders import written_whole
@@ -306,6 +307,8 @@ class VisualPipeline(DiffusionPipeline):
         super().register_modules(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            align_weights(value)  # other libraries' loaders leave weights where the file has them
         # A component that began as None stays "(None, None)" in diffusers' configuration, and so is lost at the next
         # save; registering it anew records its class.
         recorded = (self.__dict__.get("_internal_dict") or {}).get(name)

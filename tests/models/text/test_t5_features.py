@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, T5EncoderModel
 
+from tests.odd_addresses import misplaced, put_at_odd_addresses
 from tests.tiny_t5 import WORDS, tiny_features, tiny_t5, tiny_tokenizer
 from visual_spec.models.text.t5_features import T5Features
 
@@ -135,7 +136,9 @@ def test_a_saved_folder_is_a_transformers_folder_and_loads_again(tmp_path):
     features.save_pretrained(tmp_path)
     assert T5EncoderModel.from_pretrained(tmp_path).config.d_model == 8
     assert AutoTokenizer.from_pretrained(tmp_path)("a red").input_ids == [3, 4, 1]
+    assert put_at_odd_addresses(tmp_path) == 1
     again = T5Features.from_pretrained(tmp_path)
+    assert misplaced(again) == []
     assert again.max_words == 10 and not again.training and again.dim == 8
     assert again(PROMPTS).features.equal(features(PROMPTS).features)
     assert T5Features.from_pretrained(tmp_path, torch_dtype=torch.bfloat16).dtype == torch.bfloat16

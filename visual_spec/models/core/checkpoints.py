@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from visual_spec.models.core.aligned import align_weights
+
 # Keys under which the weights are stored: DDP training uses "model", DeepSpeed "module", Lightning "state_dict", FSDP a
 # bare dict, Infinity's tokenizers "vae", VAR's training "trainer" with "var_wo_ddp" in it, and Self-Forcing
 # "generator_ema", beside which "generator" is the last step of training.
@@ -351,7 +353,8 @@ def fill(
     constants: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> M:
-    """Give a model that was built on the meta device its weights. They stay mapped to the file unless cast.
+    """Give a model that was built on the meta device its weights. They stay mapped to the file unless cast,
+    or copied because they share memory or stand at odd addresses (`align_weights`).
 
     Args:
         weights: exactly those of the model's state dict, except constants.
@@ -377,10 +380,11 @@ def fill(
             )
     weights = {key: value for key, value in weights.items() if key not in constants}
     check_values(weights, name)
-    model.load_state_dict(weights, assign=True)
+    model.load_state_dict(_untied(weights), assign=True)
     assert not any(buffer.is_meta for key, buffer in model.named_buffers() if key not in weights)
     if dtype is not None:
         nn.Module.to(model, dtype)  # diffusers' own would warn about an empty list of modules
+    align_weights(model)
     return model.eval()
 
 

@@ -21,6 +21,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from safetensors import safe_open
 from torch import Tensor
 
+from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite
 from visual_spec.models.core.whole_folders import written_whole
 
@@ -63,7 +64,7 @@ class SavedModel(ModelMixin, ConfigMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike | None, **kwargs: Any) -> Self:
-        """Load as diffusers does, and check the folder.
+        """Load as diffusers does, check the folder, and align the weights (`align_weights`).
 
         Raises:
             ValueError: the weights do not match the configuration, are not of a floating dtype, or are not finite; or
@@ -77,6 +78,7 @@ class SavedModel(ModelMixin, ConfigMixin):
                 _refuse_eight_bits(folder, kwargs.get("variant"))
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        align_weights(model)
         check_loaded(model, str(pretrained_model_name_or_path if not folder.is_dir() else folder))
         return cast(Self, loaded)  # or a pair, with output_loading_info
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.captions import clean_caption
@@ -108,6 +109,7 @@ class T5Features(ModelMixin, ConfigMixin):
         }
         dtype = torch_dtype or torch.float32
         encoder = T5EncoderModel.from_pretrained(folder, dtype=dtype, **options, **of_weights)
+        align_weights(encoder)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         saved = os.path.join(folder, cls.config_name)
         kept: dict[str, Any] = json.loads(Path(saved).read_text()) if os.path.exists(saved) else {}
