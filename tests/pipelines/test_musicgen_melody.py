@@ -138,9 +138,9 @@ def test_the_jacobi_sampler_plays_what_plain_sampling_plays():
     want = model.generate(**inputs, **sampling, generator=seeded(1, 2, 3))
     plain, codes = model.last_trace, model.last_codes
     for sampler in (ColumnJacobiSampler(window=6), DraftedColumnSampler(3, acceptance="identical")):
-        visual_spec.accelerate(model, sampler)
         drafts: Any = dict(drafter=model) if isinstance(sampler, DraftedColumnSampler) else {}
-        got = model.generate(**inputs, **sampling, **drafts, generator=seeded(1, 2, 3))
+        visual_spec.accelerate(model, sampler, **drafts)
+        got = model.generate(**inputs, **sampling, generator=seeded(1, 2, 3))
         assert got.equal(want) and model.last_codes.equal(codes)
         assert (model.last_trace.target_calls < plain.target_calls).any()
     twice = model.generate(

@@ -19,6 +19,7 @@ from tests.models.next_token import tiny_transformers as tiny
 from tests.models.next_token.tiny_transformers import prompts
 from tests.tiny import seeded
 from visual_spec.models.next_token.chameleon_vq import ChameleonVQDecoder
+from visual_spec.pipelines.generate_arguments import read_request
 from visual_spec.pipelines.transformers_models import accelerate, law_of, restore, summary
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
@@ -129,10 +130,10 @@ def test_a_draft_model_of_the_same_class(name):
     model = MODELS[name]
     want = draw(model, name, AutoregressiveSampler())
     sampler = DraftedSampler(num_drafts=3, acceptance="identical")
-    accelerate(model, sampler)
+    accelerate(model, sampler, drafter=model)
     settings = SETTINGS | (dict(guidance_scale=GUIDED[name]) if GUIDED[name] else {})
     try:
-        got = model.generate_images(**INPUTS[name], **settings, generator=seeded(1, 2, 3), drafter=model)
+        got = model.generate_images(**INPUTS[name], **settings, generator=seeded(1, 2, 3))
         calls = int(model.last_trace.target_calls.max())
     finally:
         restore(model)
@@ -239,6 +240,8 @@ def test_pixels():
         dict(do_sample=True, temperature=0.7, top_k=5),
         dict(do_sample=True, top_k=0, top_p=0.8),
         dict(do_sample=True, temperature=1.3, top_k=30, top_p=0.9, guidance_scale=2.5),
+        dict(do_sample=True, top_k=None),  # none then
+        dict(do_sample=True, temperature=None, top_p=None),
     ],
 )
 def test_the_law_is_the_one_generate_samples_from(settings):
@@ -252,7 +255,7 @@ def test_the_law_is_the_one_generate_samples_from(settings):
     )
     mixed = scores if scale is None else scores[2:] + scale * (scores[:2] - scores[2:])
     want = processors(torch.zeros(len(mixed), 3).long(), mixed.clone()).softmax(-1)
-    law = law_of(GenerationConfig(**settings), 1.0)
+    law = law_of(read_request(model, None, settings, "Emu3", ()).config, 1.0)
     got = law(scores[:, None], law.guided)[:, 0].exp()
     assert (got - want).abs().max() < 1e-12
 
@@ -342,13 +345,18 @@ def test_other_objects_and_samplers_are_refused():
         ("janus", dict(num_beams=4), ValueError, "num_beams=4 is not supported"),
         ("janus", dict(repetition_penalty=1.1), ValueError, "repetition_penalty=1.1 is not supported"),
         ("janus", dict(output_scores=True), ValueError, "output_scores=True is not supported"),
-        ("janus", dict(logits_processor=[]), TypeError, "takes no logits_processor"),
+        ("janus", dict(logits_processor=[min]), ValueError, "logits_processor=.* is not supported"),
         ("glm", dict(max_new_tokens=20), ValueError, "max_new_tokens=20, but the picture has 21 tokens;"),
         ("janus", dict(max_length=22), ValueError, "max_length=22, .* has 16 tokens behind a prompt of 7"),
         ("janus", dict(min_new_tokens=17), ValueError, "min_new_tokens=17, but the picture has 16"),
         ("janus", dict(min_length=24), ValueError, "min_length=24, but the picture has 16"),
         ("janus", dict(use_cache=False), ValueError, "use_cache=False is not supported"),
-        ("emu3", dict(cache_implementation="static"), ValueError, "cache_implementation='static' is not"),
+        (
+            "emu3",
+            dict(cache_implementation="quantized"),
+            ValueError,
+            "cache_implementation='quantized' is not",
+        ),
         ("emu3", dict(max_time=1.0), ValueError, "max_time=1.0 is not supported"),
         ("emu3", dict(stop_strings="."), ValueError, "stop_strings='.' is not supported"),
         ("chameleon", dict(attention_mask=None), ValueError, "start with padding"),

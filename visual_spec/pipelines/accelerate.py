@@ -15,7 +15,7 @@ from visual_spec.samplers.registry import by_name, sampler_class
 _PLAIN = "_visual_spec_plain_sampler"
 
 
-def accelerate(pipe: Any, sampler: Any = None) -> Any:
+def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
     """Make a pipeline decode with another sampler; by default the fastest one that returns the same tokens.
 
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
@@ -30,15 +30,22 @@ def accelerate(pipe: Any, sampler: Any = None) -> Any:
             "speculative-jacobi" or, of music, "columns", plain decoding: no sampler of the same codes has been faster
             there. A pipeline that has a sampler of this class keeps it. Speech takes none. A Wan takes a policy of its
             cache in its place (`visual_spec.models.video.frame_cache`), or its text; None: "full".
+        drafter: of an image generator or a MusicGen of transformers, for samplers that draft with a second model. A
+            pipeline of this package has its own, `pipe.drafter`.
 
     Returns:
         The same pipeline.
 
     Raises:
-        TypeError: `pipe` has no sampler to swap, or `sampler` does not fit it.
+        TypeError: `pipe` has no sampler to swap, or `sampler` or `drafter` does not fit it.
         ValueError: an unknown sampler name, or a sampler that drafts with a model that the pipeline does not have.
     """
     adapter = _adapter(pipe)
+    if adapter is None:
+        _refuse_others(pipe)
+    if drafter is not None and not getattr(adapter, "TAKES_DRAFTER", False):
+        advice = "set pipe.drafter" if adapter is None else "leave it out"
+        raise TypeError(f"a {type(pipe).__name__} takes no drafter here; {advice}.")
     if adapter is None and CHUNKS in pipe.calls:
         raise TypeError(
             f"{type(pipe).__name__} has no sampler to swap; name the policy of its cache in the call, as "
@@ -49,7 +56,7 @@ def accelerate(pipe: Any, sampler: Any = None) -> Any:
     if isinstance(sampler, str):
         sampler = getattr(adapter, "read_text", _read_sampler)(sampler)
     if adapter is not None:
-        return adapter.accelerate(pipe, sampler)
+        return adapter.accelerate(pipe, sampler, *([] if drafter is None else [drafter]))
     before = pipe.sampler
     try:
         pipe.sampler = sampler
@@ -78,14 +85,14 @@ def summary(pipe: Any) -> str:
     adapter = _adapter(pipe)
     if adapter is not None:
         return adapter.summary(pipe)
-    trace = getattr(pipe, "last_trace", None)
+    if not isinstance(pipe, VisualPipeline):
+        return f"{type(pipe).__name__}: not accelerated"
+    trace = pipe.last_trace
     return trace.summary() if trace is not None else f"{type(pipe.sampler).__name__}: nothing decoded yet"
 
 
-def _adapter(thing: Any) -> Any:
-    """The module that accelerates a model of another library, or what holds one; None for a pipeline of ours."""
-    if isinstance(thing, VisualPipeline):
-        return None
+def _takes() -> dict[Any, Any]:
+    """The one table of what `accelerate` takes from other libraries: a test, and the module that does it."""
     from visual_spec.pipelines import (
         diffusers_video,
         transformers_models,
@@ -93,13 +100,29 @@ def _adapter(thing: Any) -> Any:
         transformers_speech,
     )
 
-    # The one table of what `accelerate` takes from other libraries. What nobody takes, the last module refuses.
-    takes = {
+    return {
         diffusers_video.is_video_model: diffusers_video,
         transformers_speech.is_speech_model: transformers_speech,
         transformers_music.is_music_model: transformers_music,
+        transformers_models.holds_image_model: transformers_models,
     }
-    return next((module for test, module in takes.items() if test(thing)), transformers_models)
+
+
+def _adapter(thing: Any) -> Any:
+    """The module that accelerates a model of another library, or what holds one; None for a pipeline of ours, and for
+    what nobody takes."""
+    if isinstance(thing, VisualPipeline):
+        return None
+    return next((module for test, module in _takes().items() if test(thing)), None)
+
+
+def _refuse_others(thing: Any) -> None:
+    if not isinstance(thing, VisualPipeline):
+        names = ", ".join(name for module in _takes().values() for name in module.TAKES)
+        raise TypeError(
+            f"cannot accelerate a {type(thing).__name__}; pass a visual_spec pipeline, one of {names}, or a pipeline "
+            "of diffusers that holds an image generator."
+        )
 
 
 def _read_sampler(text: str) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -23,14 +24,29 @@ from torch import Tensor
 
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import POLICIES, HeadBudgets
+from visual_spec.pipelines.generate_arguments import check_neutral
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.pipelines.shown import check_pixels
 from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, put_plain_back, unwrapped
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
 
+TAKES = ("WanTransformer3DModel", "WanPipeline")
 FAST_SAMPLER = "full"  # what the weights were trained in
 
-_NAMES = ("causal", "generate_latents", "generate_video", "last_trace")
+_NAMES = ("causal", "generate_latents", "generate_video", "last_trace", "check_inputs")
+
+# Arguments of the pipeline's own call that chunk by chunk have no meaning, and the values beside None that do nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_kwargs": ({},),
+    "callback_on_step_end": (),
+    "callback_on_step_end_tensor_inputs": (["latents"],),
+    "guidance_scale": (1.0,),
+    "guidance_scale_2": (1.0,),
+    "latents": (),
+    "negative_prompt": (),
+    "negative_prompt_embeds": (),
+    "num_inference_steps": (),
+}
 
 
 def is_video_model(thing: Any) -> bool:
@@ -71,8 +87,8 @@ def check_policy(policy: Any) -> None:
 def accelerate(model_or_pipeline: Any, policy: Any) -> Any:
     """Make a Wan causal, with a cache of this policy. Calling it again swaps the policy.
 
-    The transformer gets `generate_latents`, the pipeline `generate_video`, both `last_trace`. Outside of these the
-    transformer does what it did.
+    The transformer gets `generate_latents` and `last_trace`, the pipeline `generate_video`. Outside of these the
+    transformer does what it did: the pipeline's own call draws without a cache, and warns.
 
     Args:
         model_or_pipeline: a `WanTransformer3DModel`, or a `WanPipeline` with one.
@@ -102,6 +118,7 @@ def accelerate(model_or_pipeline: Any, policy: Any) -> Any:
     if _is_a(model_or_pipeline, "WanPipeline"):
         keep_plain(model_or_pipeline, _NAMES)
         model_or_pipeline.__dict__["generate_video"] = functools.partial(generate_video, model_or_pipeline)
+        model_or_pipeline.__dict__["check_inputs"] = functools.partial(_warned_check, model_or_pipeline)
     return model_or_pipeline
 
 
@@ -188,9 +205,12 @@ def generate_video(
     prompt_embeds: Tensor | None = None,
     max_sequence_length: int = 512,
     output_type: str = "np",
+    return_dict: bool = True,
     **options: Any,
 ) -> Any:
     """Draw clips with an accelerated `WanPipeline`. There is no guidance: causal students are distilled with it.
+
+    The names are those of the pipeline's own call. What has no meaning here passes if it says nothing (`NEUTRAL`).
 
     Args:
         prompt: texts; or their embeddings, `prompt_embeds` [B, T, E].
@@ -198,14 +218,19 @@ def generate_video(
             latent frame stands for, so that latent frames come in whole chunks: 9, 21, 33 ... 81 of Wan 2.1.
         num_videos_per_prompt, max_sequence_length: as the pipeline's own call.
         output_type: "np", "pt", "pil", or "latent".
+        return_dict: False for a tuple.
         options: as `generate_latents`.
 
     Returns:
-        A `WanPipelineOutput` with `frames`.
+        A `WanPipelineOutput` with `frames`, or these alone in a tuple.
 
     Raises:
-        ValueError: a size that the pipeline cannot draw; and as `generate_latents`.
+        ValueError: a size that the pipeline cannot draw, or what has no meaning here; and as `generate_latents`.
     """
+    for name, neutral in NEUTRAL.items():
+        check_neutral(
+            name, options.pop(name, None), neutral, "Supported are steps, shift, chunk and context."
+        )
     in_time, in_space = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
     chunk = options.get("chunk", 3)
     latent_frames, rest = divmod(num_frames - 1, in_time)
@@ -219,7 +244,7 @@ def generate_video(
     for name, size in {"height": height, "width": width}.items():
         if size < 1 or size % in_space:
             raise ValueError(f"{name}={size} pixels; pass a multiple of {in_space}.")
-    pipe.check_inputs(prompt, None, 16, 16, prompt_embeds)
+    type(pipe).check_inputs(pipe, prompt, None, 16, 16, prompt_embeds)
     pipe.transformer.causal.check_size(height // in_space, width // in_space, chunk)
     if prompt_embeds is not None:
         prompt_embeds = prompt_embeds.repeat_interleave(num_videos_per_prompt, 0)
@@ -242,7 +267,16 @@ def generate_video(
     pipe.maybe_free_model_hooks()
     from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 
-    return WanPipelineOutput(frames=frames)
+    return WanPipelineOutput(frames=frames) if return_dict else (frames,)
+
+
+def _warned_check(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """`check_inputs` of an accelerated pipeline, with which its own call begins."""
+    warnings.warn(
+        f"the own call of this {type(pipe).__name__} is not accelerated; draw with pipe.generate_video(prompt, ...).",
+        stacklevel=3,
+    )
+    return type(pipe).check_inputs(pipe, *args, **kwargs)
 
 
 def _pixels(pipe: Any, latents: Tensor, output_type: str) -> Any:

@@ -13,7 +13,6 @@ routed to `generate_images`, so that pipelines which call it, such as `diffusers
 unchanged. A compiled model, a PEFT model and a pipeline of transformers stand for the model inside.
 """
 
-import copy
 import functools
 import importlib
 import inspect
@@ -30,6 +29,7 @@ from visual_spec.models.core.transformers_cache import Prompt
 from visual_spec.models.next_token.cached_decoder import CachedDecoder
 from visual_spec.models.next_token.emu3_constraint import NoLayoutError
 from visual_spec.pipelines.base import check_sampler
+from visual_spec.pipelines.generate_arguments import bound_arguments, read_request, stream
 from visual_spec.pipelines.traces import joined_traces
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -43,45 +43,12 @@ FAMILIES = {
 CALLS = RASTER_TREE_ORDER  # that these models answer
 FAST_SAMPLER = "speculative-jacobi"
 
-_GENERATE = ("Janus", "Emu3", "GLM-Image")  # families whose `generate` draws pictures, at least if told so
+TAKES = tuple(FAMILIES)
+TAKES_DRAFTER = True
 
 # What is hung on an accelerated model.
-_NAMES = ("sampler", "last_trace", "generate_images", "decode_images", "generate")
+_NAMES = ("sampler", "drafter", "last_trace", "generate_images", "decode_images", "generate")
 PLAIN = "_visual_spec_plain"
-
-# Settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed, and the values
-# that do nothing.
-_NEUTRAL = {
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "cache_implementation": None,
-    "diversity_penalty": 0.0,
-    "dola_layers": None,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "max_time": None,
-    "min_p": None,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "output_logits": False,
-    "output_scores": False,
-    "penalty_alpha": None,
-    "repetition_penalty": 1.0,
-    "sequence_bias": None,
-    "stop_strings": None,
-    "suppress_tokens": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "use_cache": True,  # a cache of our own, which is static
-    "watermarking_config": None,
-}
 
 
 def image_model_class(model: Any) -> type[CachedDecoder] | None:
@@ -126,41 +93,70 @@ def _models_of(thing: Any) -> list[Any]:
     return [part for part in candidates if image_model_class(part) is not None]
 
 
-def accelerate(model_or_pipeline: Any, sampler: Any) -> Any:
+def holds_image_model(thing: Any) -> bool:
+    """Whether it is an image generator of a supported class, or holds one."""
+    return bool(_models_of(thing))
+
+
+def accelerate(model_or_pipeline: Any, sampler: Any, drafter: Any = None) -> Any:
     """Have a transformers model, or the one inside a diffusers pipeline, draw with a sampler.
 
-    The model gets `generate_images`, `decode_images`, `sampler` and, after a picture, `last_trace`.
+    The model gets `generate_images`, `decode_images`, `sampler` and, after a picture, `last_trace`. `generate` of a
+    Chameleon writes text; it goes on doing so, and warns.
 
     Args:
         model_or_pipeline: see `FAMILIES`.
         sampler: a sampler of next-token models.
+        drafter: for samplers that need one: a smaller model of the same class.
 
     Returns:
         The same object.
 
     Raises:
-        TypeError: no model of a supported class, or a sampler that does not fit; names those that do.
+        TypeError: no model of a supported class, or a sampler or a drafter that does not fit; names those that do.
+        ValueError: a sampler that lacks its drafter, or needs the codebook of the picture's decoder.
     """
     models = _models_of(model_or_pipeline)
     if not models:
         raise TypeError(
-            f"cannot accelerate a {type(model_or_pipeline).__name__}; pass a visual_spec pipeline, one of "
-            f"transformers' {', '.join(FAMILIES)}, or a diffusers pipeline that holds one of them; or a "
-            "MusicgenForConditionalGeneration; or a WanTransformer3DModel of diffusers."
+            f"cannot accelerate a {type(model_or_pipeline).__name__}; pass one of transformers' {', '.join(TAKES)}."
         )
     check_sampler(sampler, CALLS)
+    check_needs(sampler, drafter, f"a smaller {type(models[0]).__name__}")
+    for model in models:
+        _check_drafter(model, drafter)
     for model in models:
         keep_plain(model, _NAMES)
         own = model.__dict__
-        own["sampler"] = sampler
+        own["sampler"], own["drafter"] = sampler, drafter
         own["last_trace"] = None
         own["generate_images"] = functools.partial(generate_images, model)
         own["decode_images"] = functools.partial(decode_images, model)
-        kind = image_model_class(model)
-        assert kind is not None
-        if kind.family in _GENERATE:
-            own["generate"] = functools.partial(_generate, model)
+        own["generate"] = functools.partial(_generate, model)
     return model_or_pipeline
+
+
+def check_needs(sampler: Any, drafter: Any, fitting: str) -> None:
+    """Refuse a sampler that could not make its first call.
+
+    Raises:
+        ValueError: it drafts with a second model, and there is none; or it needs a codebook, which is not at hand.
+    """
+    name = type(sampler).__name__
+    if getattr(sampler, "needs_codebook", False):
+        raise ValueError(
+            f"{name} with these settings needs the codebook of the decoder, which no model of transformers hands out; "
+            "pass a sampler without a codebook, such as 'speculative-jacobi'."
+        )
+    if getattr(sampler, "needs_drafter", False) and drafter is None:
+        raise ValueError(
+            f"{name} needs a drafter; pass visual_spec.accelerate(model, sampler, drafter=...), {fitting}."
+        )
+
+
+def _check_drafter(model: Any, drafter: Any) -> None:
+    if drafter is not None and image_model_class(drafter) is not image_model_class(model):
+        raise TypeError(f"drafter is a {type(drafter).__name__}; pass a smaller {type(model).__name__}.")
 
 
 def restore(model_or_pipeline: Any) -> Any:
@@ -213,6 +209,7 @@ def generate_images(
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
     drafter: Any = None,
+    streamer: Any = None,
     **inputs: Any,
 ) -> Any:
     """Draw pictures with an accelerated model.
@@ -224,10 +221,13 @@ def generate_images(
         generation_config: in place of `model.generation_config`.
         generator: one `torch.Generator` for the batch, or a list of one a picture; None is PyTorch's default one.
         callback: called after every target call, as (index, committed tokens [B]).
-        drafter: for samplers that need one: a smaller model of the same class.
+        drafter: for samplers that need one: a smaller model of the same class; None is that of `accelerate`.
+        streamer: of transformers; gets the prompt and then the tokens, when all are drawn
+            (`visual_spec.pipelines.generate_arguments.stream`).
         inputs: what else the processor makes (`image_sizes`, `image_grid_thw`, `images_per_sample`, `pixel_values`),
             `layout` for Lumina-mGPT, and settings of `generate`: do_sample, temperature, top_k, top_p,
-            guidance_scale, num_return_sequences, return_dict_in_generate. The picture decides about the length.
+            guidance_scale, num_return_sequences, return_dict_in_generate. The picture decides about the length. What
+            `generate` takes beside these has to be neutral (`generate_arguments.NEUTRAL`).
 
     Returns:
         The ids that `generate` returns, long: of Janus the image tokens [B, height * width], of the others prompt and
@@ -244,13 +244,8 @@ def generate_images(
         raise TypeError(f"input_ids is missing; pass what {kind.family}'s processor makes.")
     known = set(inspect.signature(kind.plan).parameters) - {"model", "prompt", "guided", "negative"}
     given = {name: inputs.pop(name) for name in list(inputs) if name in known}
-    config = copy.deepcopy(generation_config if generation_config is not None else model.generation_config)
-    unknown = config.update(**inputs)
-    if unknown:
-        raise TypeError(
-            f"{kind.family} takes no {', '.join(sorted(unknown))}; beside input_ids and attention_mask it takes "
-            f"{', '.join(sorted(known)) or 'no inputs'}, and the settings of generate."
-        )
+    request = read_request(model, generation_config, inputs, kind.family, known)
+    config = request.config
     law = law_of(config, kind.guidance_scale)
     prompt = _prompt(input_ids, attention_mask, config.pad_token_id)
     if negative_prompt_ids is not None:
@@ -258,13 +253,12 @@ def generate_images(
             raise TypeError(f"{kind.family} takes no negative prompt; leave negative_prompt_ids out.")
         given["negative"] = _prompt(negative_prompt_ids, negative_prompt_attention_mask, None)
     stage, condition = kind.plan(model, prompt, guided=law.guided, **given)
-    check_length(inputs, given=input_ids.shape[1], new=stage.new_tokens)
+    check_length(request.asked, given=input_ids.shape[1], new=stage.new_tokens)
     count = config.num_return_sequences or 1
     condition = condition.repeat(count)
-    helper = None
+    helper, drafter = None, model.drafter if drafter is None else drafter
+    _check_drafter(model, drafter)
     if drafter is not None:
-        if image_model_class(drafter) is not kind:
-            raise TypeError(f"drafter is a {type(drafter).__name__}; pass a smaller {type(model).__name__}.")
         helper = kind.plan(drafter, prompt, guided=law.guided, **given)
         helper = helper[0], helper[1].repeat(count)
     traces = []
@@ -291,6 +285,8 @@ def generate_images(
         given.get("pixel_values") is not None
     ):  # `generate` returns the placeholders of pictures, not their tokens
         ids[:, : input_ids.shape[1]] = input_ids.to(ids.device).repeat_interleave(count, 0)
+    start = input_ids.shape[1] if stage.returns_prompt else 0
+    stream(streamer, input_ids.repeat_interleave(count, 0), ids[:, start:])
     if config.return_dict_in_generate:
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -337,15 +333,8 @@ def law_of(config: Any, default_guidance: float) -> TokenLaw:
     """The law that `generate` samples image tokens from under a generation config.
 
     Raises:
-        ValueError: a setting that changes it in another way, or guidance between 0 and 1.
+        ValueError: guidance between 0 and 1.
     """
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            raise ValueError(
-                f"{name}={value!r} is not supported; leave it at {neutral!r}. Supported are do_sample, temperature, "
-                "top_k, top_p and guidance_scale."
-            )
 
     def setting(name: str, default: Any) -> Any:
         value = getattr(config, name, None)
@@ -364,30 +353,36 @@ def law_of(config: Any, default_guidance: float) -> TokenLaw:
     )
 
 
-def _generate(model: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated Janus, Emu3 or GLM-Image: pictures by `generate_images`, text as before."""
     kind = image_model_class(model)
     assert kind is not None
     plain = getattr(model, PLAIN).get("generate") or functools.partial(type(model).generate, model)
-    if kind.family == "Janus":
-        if kwargs.get("generation_mode", "text") != "image":
-            return plain(inputs, **kwargs)
-        del kwargs["generation_mode"]
+    if kind.family == "Chameleon":
+        warnings.warn(
+            "generate of a Chameleon writes text and is not accelerated; draw pictures with "
+            "model.generate_images(**inputs).",
+            stacklevel=3,
+        )
+        return plain(*args, **kwargs)
+    if kind.family == "Janus" and kwargs.get("generation_mode", "text") != "image":
+        return plain(*args, **kwargs)
+    asked = bound_arguments(model, args, kwargs)
+    asked.pop("generation_mode", None)
     if kind.family == "Emu3":
-        if kwargs.get("prefix_allowed_tokens_fn") is not None:
-            return _generate_constrained(model, plain, inputs, kwargs)
-        if kwargs.get("image_sizes") is None or kwargs.get("pixel_values") is not None:
-            return plain(inputs, **kwargs)
-    if inputs is not None:
-        kwargs["input_ids"] = inputs
-    return generate_images(model, **kwargs)
+        if asked.get("prefix_allowed_tokens_fn") is not None:
+            return _generate_constrained(model, functools.partial(plain, *args, **kwargs), asked)
+        if asked.get("image_sizes") is None or asked.get("pixel_values") is not None:
+            return plain(*args, **kwargs)
+    return generate_images(model, **asked)
 
 
-def _generate_constrained(model: Any, plain: Any, inputs: Tensor | None, kwargs: dict[str, Any]) -> Any:
+def _generate_constrained(model: Any, plain: Any, kwargs: dict[str, Any]) -> Any:
     """`generate` of an accelerated Emu3 with `prefix_allowed_tokens_fn`, the constraint of its documentation: by
     `generate_images` if the function lays out one picture, else as before, with a warning."""
     settings = {name: value for name, value in kwargs.items() if name != "image_sizes"}
-    allowed, ids = settings.pop("prefix_allowed_tokens_fn"), settings.pop("input_ids", inputs)
+    allowed, ids = settings.pop("prefix_allowed_tokens_fn"), settings.pop("input_ids", None)
+    streamer = settings.pop("streamer", None)
     config = settings.get("generation_config") or model.generation_config
     try:
         if not isinstance(ids, Tensor) or settings.get("pixel_values") is not None:
@@ -403,12 +398,13 @@ def _generate_constrained(model: Any, plain: Any, inputs: Tensor | None, kwargs:
             "image_sizes in: model.generate(**inputs, image_sizes=...).",
             stacklevel=3,
         )
-        return plain(inputs, **kwargs)
+        return plain()
     size = [(constraint.height, constraint.width)]
     output = generate_images(model, ids, image_sizes=size, **settings)
     whole = output if isinstance(output, Tensor) else output.sequences
     drawn = whole[:, : ids.shape[1] + constraint.new_tokens]
     constraint.check(drawn.to(ids.device))
+    stream(streamer, drawn[:, : ids.shape[1]], drawn[:, ids.shape[1] :])
     if isinstance(output, Tensor):
         return drawn
     output.sequences = drawn

@@ -26,14 +26,26 @@ from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.base import check_sampler
-from visual_spec.pipelines.transformers_models import PLAIN, keep_plain, law_of, put_plain_back, unwrapped
+from visual_spec.pipelines.generate_arguments import bound_arguments, read_request, stream
+from visual_spec.pipelines.transformers_models import (
+    PLAIN,
+    check_needs,
+    keep_plain,
+    law_of,
+    put_plain_back,
+    unwrapped,
+)
 
+TAKES = WHOLE_MODELS
+TAKES_DRAFTER = True
 CALLS = (COLUMNS,)  # that they answer
 # Plain decoding in a static cache: no sampler of the same codes has been faster (docs/RESULTS.md, "Music").
 FAST_SAMPLER = "columns"
 
+_INPUTS = ("encoder_outputs", "input_values", "padding_mask", "input_features", "decoder_input_ids")
+
 # What is hung on an accelerated model.
-_NAMES = ("sampler", "last_trace", "last_codes", "generate_audio", "generate")
+_NAMES = ("sampler", "drafter", "last_trace", "last_codes", "generate_audio", "generate")
 
 
 def is_music_model(model: Any) -> bool:
@@ -42,25 +54,32 @@ def is_music_model(model: Any) -> bool:
     return any(k.__name__.startswith("Musicgen") and k.__module__.startswith("transformers.") for k in kinds)
 
 
-def accelerate(model: Any, sampler: Any) -> Any:
+def accelerate(model: Any, sampler: Any, drafter: Any = None) -> Any:
     """Have a MusicGen or MusicGen Melody of transformers play with a sampler of columns.
 
     The model gets `generate_audio`, `sampler` and, after a clip, `last_trace` and `last_codes` (long [B, K, T]).
+
+    Args:
+        model: see `TAKES`.
+        sampler: a sampler of columns.
+        drafter: for samplers that need one, as for `generate_audio`.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: a bare language model, or a sampler that decodes no columns.
+        ValueError: a sampler that lacks its drafter.
     """
     given, model = model, unwrapped(model)
     if not {kind.__name__ for kind in type(model).__mro__} & set(WHOLE_MODELS):
         raise TypeError(f"cannot accelerate a {type(model).__name__}; pass a {' or a '.join(WHOLE_MODELS)}.")
     check_sampler(sampler, CALLS)
+    check_needs(sampler, drafter, "a ColumnEagleDrafter trained for this model or a smaller MusicGen")
     MusicgenColumnModel(model, 1)  # refuses attention that takes no mask
     keep_plain(model, _NAMES)
     own = model.__dict__
-    own["sampler"], own["last_trace"], own["last_codes"] = sampler, None, None
+    own["sampler"], own["drafter"], own["last_trace"], own["last_codes"] = sampler, drafter, None, None
     own["generate_audio"] = functools.partial(generate_audio, model)
     own["generate"] = functools.partial(_generate, model)
     return given
@@ -97,6 +116,7 @@ def generate_audio(
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
     drafter: Any = None,
+    streamer: Any = None,
     **settings: Any,
 ) -> Any:
     """Play with an accelerated model.
@@ -112,10 +132,13 @@ def generate_audio(
         generator: one `torch.Generator` for the batch, or a list of one a clip; None is PyTorch's default one.
         callback: called after every target call, as (index, committed columns [B]).
         drafter: for `DraftedColumnSampler`: a `ColumnEagleDrafter` trained for this model, or a smaller MusicGen that
-            reads the same text features.
+            reads the same text features. None is that of `accelerate`.
+        streamer: of transformers; gets the codes when all are played, in the order of `generate`: long [B * K, 1] or
+            more steps that are known, then [B * K] a step, with the special id where a codebook waits.
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, max_new_tokens or max_length (in
             steps: a clip of T frames takes T + lag of them, and one for the empty step in front), num_return_sequences,
-            return_dict_in_generate.
+            return_dict_in_generate. Without a length, as many steps as `generate` takes. What it takes beside these has
+            to be neutral (`generate_arguments.NEUTRAL`).
 
     Returns:
         The waves that `generate` returns, [B, C, N]. With return_dict_in_generate they are the `sequences` of a
@@ -136,12 +159,8 @@ def generate_audio(
         raise TypeError("MusicGen Melody takes no input_values and no encoder_outputs; see its generate.")
     if not prefixed and input_features is not None:
         raise TypeError("MusicGen takes no input_features; MusicGen Melody follows a tune.")
-    config = copy.deepcopy(generation_config if generation_config is not None else model.generation_config)
-    unknown = config.update(**settings)
-    if unknown:
-        raise TypeError(
-            f"MusicGen takes no {', '.join(sorted(unknown))}; beside its inputs it takes the settings of generate."
-        )
+    request = read_request(model, generation_config, settings, "MusicGen", _INPUTS)
+    config = request.config
     law = law_of(config, 1.0)
     if encoder_outputs is None:
         text = text_condition(model, input_ids, attention_mask)  # type: ignore[arg-type]
@@ -150,14 +169,15 @@ def generate_audio(
         mask = torch.ones(features.shape[:2]) if attention_mask is None else attention_mask
         text = TextCondition(features, mask.bool())
     codes = _given_codes(model, len(text.features), input_values, padding_mask, decoder_input_ids)
-    frames = _num_frames(model, config, codes.shape[-1], settings)
+    length = _num_steps(model, config, codes.shape[-1], request.asked)
+    frames = length - _num_books(model)  # the empty step in front, and the lag of the last codebook behind
     count = config.num_return_sequences or 1
     condition = MusicCondition(
         *(part.repeat_interleave(count, 0) for part in (text.features, text.mask, codes)),
         melody=None if input_features is None else input_features.repeat_interleave(count, 0),
     )
     columns = MusicgenColumnModel(model, frames, prompt_frames=codes.shape[-1])
-    drafts = {}
+    drafts, drafter = {}, model.drafter if drafter is None else drafter
     if drafter is not None:
         eagle = isinstance(drafter, ColumnEagleDrafter)
         drafts["drafter"] = (
@@ -175,6 +195,10 @@ def generate_audio(
     model.last_trace = result.trace
     model.last_codes = columns.codes(result.tokens, condition)
     waves = decode_codes(model.audio_encoder, model.last_codes, columns.num_channels)
+    if streamer is not None:
+        start = _delayed(model, codes, length)[0]
+        steps = _delayed(model, model.last_codes, length)[1]
+        stream(streamer, start, steps[:, start.shape[1] :])
     if config.return_dict_in_generate:
         from transformers.generation.utils import GenerateEncoderDecoderOutput
 
@@ -205,32 +229,45 @@ def _given_codes(
     return encode_waves(model.audio_encoder, waves).to(model.device)
 
 
-def _num_frames(model: Any, config: Any, given: int, settings: dict[str, Any]) -> int:
-    """Frames of the clip, from the steps that `generate` would make."""
-    books = model.decoder.config.num_codebooks // model.decoder.config.audio_channels
-    if settings.get("max_length") is None and config.max_new_tokens is not None:
-        length = 1 + given + config.max_new_tokens
-    elif config.max_length is not None:
-        length = config.max_length
-    else:
-        raise ValueError("neither max_new_tokens nor max_length given; pass the steps to decode.")
+def _num_books(model: Any) -> int:
+    """Codebooks of a channel."""
+    return model.decoder.config.num_codebooks // model.decoder.config.audio_channels
+
+
+def _num_steps(model: Any, config: Any, given: int, asked: dict[str, Any]) -> int:
+    """The steps that `generate` would make, with the empty one in front and those of `given` frames."""
+    config = copy.deepcopy(config)
+    by_default = asked.get("max_length") is None
+    if config.max_length is None:
+        config.max_length = 20  # of transformers, where nothing is said
+    model._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length=by_default,
+        has_default_min_length=True,
+        model_input_name="input_ids",
+        inputs_tensor=None,
+        input_ids_length=1 + given,
+    )
+    length, books = config.max_length, _num_books(model)
     for name, steps in (("min_new_tokens", length - 1 - given), ("min_length", length)):
-        if settings.get(name) is not None and settings[name] > steps:
-            raise ValueError(
-                f"{name}={settings[name]}, but a clip of {steps} steps is asked for; leave it out."
-            )
-    frames = length - books  # the empty step in front, and the lag of the last codebook behind
-    if frames <= given or length < 2 * books - 1:
+        if asked.get(name) is not None and asked[name] > steps:
+            raise ValueError(f"{name}={asked[name]}, but a clip of {steps} steps is asked for; leave it out.")
+    if length - books <= given or length < 2 * books - 1:
         least = max(given + 1 + books, 2 * books - 1)
         raise ValueError(
             f"max_length={length} steps, of which {1 + given} are given; pass at least {least} (max_new_tokens="
             f"{least - 1 - given}), so that every codebook has a frame."
         )
-    return frames
+    return length
 
 
-def _generate(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+def _delayed(model: Any, codes: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Codes [B, K, P] as `generate` sees them: the steps that are wholly known, and all, long [B * K, steps]."""
+    special = model.decoder.config.vocab_size
+    flat = torch.nn.functional.pad(rearrange(codes, "b k p -> (b k) p"), (1, 0), value=special)
+    return model.decoder.build_delay_pattern_mask(flat, special, max_length=length)
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an accelerated model."""
-    if inputs is not None:
-        kwargs["input_ids"] = inputs
-    return generate_audio(model, generation_config=generation_config, **kwargs)
+    return generate_audio(model, **bound_arguments(model, args, kwargs))

@@ -45,6 +45,7 @@ MODELS: dict[str, type[SpeechModel]] = {
     "VibeVoiceForConditionalGeneration": VibeVoice,
     "PocketTTSForConditionalGeneration": PocketTTS,
 }
+TAKES = tuple(MODELS)
 FAST_SAMPLER = None  # nothing to choose: all that is done is exact
 
 

@@ -88,6 +88,7 @@ class CachedDecoder:
     """
 
     family = "this model"
+    returns_prompt = True  # `output` starts with the prompt
     guidance_scale = 1.0  # default, if neither call nor generation config sets it
 
     def __init__(

@@ -28,6 +28,7 @@ class JanusImageModel(CachedDecoder):
     """
 
     family = "Janus"
+    returns_prompt = False
     guidance_scale = 5.0  # the default of `generate`
 
     def __init__(self, model: Any) -> None:

@@ -1,0 +1,178 @@
+"""What `generate` of transformers takes, read once for every model that `accelerate` routes.
+
+An argument passes if it changes nothing: None, what transformers takes for it where nothing is said, or what the
+samplers here do anyway. Of the others the settings of a `TokenLaw` and the lengths mean here what they mean there, a
+streamer gets the tokens, and the rest is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# Arguments and settings of `generate` that change the law in ways a `TokenLaw` does not know, or how it is computed,
+# and the values beside None that do nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "assistant_model": (),
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "cache_implementation": ("static", "dynamic", "hybrid", "sliding_window"),  # ours is static
+    "constraints": ([],),
+    "custom_generate": (),
+    "diversity_penalty": (0.0,),
+    "dola_layers": (),
+    "early_stopping": (False,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "length_penalty": (1.0,),
+    "logits_processor": ([],),
+    "max_time": (),
+    "min_p": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_logits": (False,),
+    "output_scores": (False,),
+    "penalty_alpha": (0.0,),
+    "prefix_allowed_tokens_fn": (),
+    "prompt_lookup_num_tokens": (),
+    "remove_invalid_values": (False,),
+    "repetition_penalty": (1.0,),
+    "sequence_bias": ({},),
+    "stop_strings": ([],),
+    "stopping_criteria": ([],),
+    "suppress_tokens": ([],),
+    "synced_gpus": (False,),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "use_cache": (True,),  # a cache of our own
+    "use_mtp": (False,),
+    "watermarking_config": (),
+}
+UNREAD = (
+    "tokenizer",
+    "assistant_tokenizer",
+    "trust_remote_code",
+)  # any value: they belong to arguments above
+SUPPORTED = ("do_sample", "temperature", "top_k", "top_p", "guidance_scale", "num_return_sequences")
+
+# Where transformers leaves a step out for None, and a config that says nothing means something else.
+_NONE_MEANS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+@dataclass
+class Request:
+    """A call of `generate`, read.
+
+    Attributes:
+        config: the generation config of the model, under the one that was passed, under the call's settings.
+        asked: what the call itself says, by name.
+    """
+
+    config: Any
+    asked: dict[str, Any]
+
+
+def read_request(
+    model: Any, generation_config: Any, arguments: Mapping[str, Any], family: str, inputs: Collection[str]
+) -> Request:
+    """Read the settings of a call of `generate`, and refuse those that no sampler here knows.
+
+    Args:
+        model: of transformers; its own generation config fills in what the others leave open, as in `generate`.
+        generation_config: in front of it, or None.
+        arguments: of the call, beside the model's inputs.
+        family, inputs: name of the model and its inputs, for errors.
+
+    Raises:
+        TypeError: an argument that `generate` does not take either, and that is not None.
+        ValueError: one that it takes, at a value that changes what a sampler here would draw.
+    """
+    asked = {name: _NONE_MEANS.get(name) if value is None else value for name, value in arguments.items()}
+    config = copy.deepcopy(model.generation_config)
+    if generation_config is not None:
+        own = generation_config.to_dict()
+        config.update(**{name: value for name, value in own.items() if value is not None and name[0] != "_"})
+    left = config.update(**asked)
+    _refuse({name: getattr(config, name, None) for name in NEUTRAL} | left, family, inputs)
+    return Request(config, asked)
+
+
+def _refuse(values: Mapping[str, Any], family: str, inputs: Collection[str]) -> None:
+    for name, value in values.items():
+        if value is None or name in UNREAD:
+            continue
+        if name not in NEUTRAL:
+            raise TypeError(
+                f"{family} takes no {name}; beside input_ids and attention_mask it takes "
+                f"{', '.join(sorted(inputs)) or 'no inputs'}, and settings of generate."
+            )
+        check_neutral(name, value, NEUTRAL[name], f"Supported are {', '.join(SUPPORTED)} and streamer.")
+
+
+def check_neutral(name: str, value: Any, neutral: Collection[Any], advice: str) -> None:
+    """Refuse an argument that is neither None nor one of the values that do nothing.
+
+    Raises:
+        ValueError: names the argument, its value and those that pass.
+    """
+    if value is None or any(isinstance(value, type(plain)) and value == plain for plain in neutral):
+        return
+    if isinstance(value, (int, float)) and any(value == plain for plain in neutral):
+        return
+    allowed = " or ".join(repr(plain) for plain in neutral) or "None"
+    text = repr(value)
+    raise ValueError(
+        f"{name}={text if len(text) < 80 else type(value).__name__} is not supported; leave it at {allowed}. {advice}"
+    )
+
+
+def bound_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `generate` by name, positional ones by the names that this model's method gives them.
+
+    What the model calls `inputs` is its `input_ids`.
+
+    Raises:
+        TypeError: more positional arguments than it takes, or one given twice.
+    """
+    signature = inspect.signature(type(model).generate)
+    bound = dict(list(signature.bind(model, *args, **kwargs).arguments.items())[1:])  # without the model
+    named = bound.pop("kwargs", {})
+    prompt = bound.pop("inputs", None)
+    if prompt is not None:
+        if named.get("input_ids") is not None:
+            raise TypeError("both of inputs and input_ids given; pass one of them.")
+        named["input_ids"] = prompt
+    return bound | named
+
+
+def stream(streamer: Any, prompt: Tensor, tokens: Tensor) -> None:
+    """Hand a whole answer to a streamer as `generate` does: the prompt, then one token of every row after the other.
+
+    A call of a sampler commits several tokens, of each sample another number, so all come at the end.
+
+    Args:
+        streamer: of transformers, or None.
+        prompt: long [R, T], with T = 0 for none.
+        tokens: long [R, N], that follow it.
+    """
+    if streamer is None:
+        return
+    streamer.put(prompt.cpu())
+    for column in tokens.cpu().unbind(1):
+        streamer.put(column)
+    streamer.end()
