@@ -18,11 +18,19 @@ def wilson_interval(hits: int, total: int, z: float = Z_95) -> tuple[float, floa
     """
     if total < 1 or not 0 <= hits <= total:
         raise ValueError(f"{hits} hits of {total} given; pass 0 <= hits <= total and total >= 1")
-    share, shrink = hits / total, 1 + z * z / total
-    centre = (share + z * z / (2 * total)) / shrink
-    reach = z / shrink * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return share_interval(hits / total, total, z)
+
+
+def share_interval(share: float, size: float, z: float = Z_95) -> tuple[float, float]:
+    """Wilson's interval of a share from 0 to 1 whose variance is share (1 - share) / size; it stays from 0 to 1.
+
+    For a share of another variance, `size` is the number of independent samples that would give it.
+    """
+    shrink = 1 + z * z / size
+    centre = (share + z * z / (2 * size)) / shrink
+    reach = z / shrink * math.sqrt(share * (1 - share) / size + z * z / (4 * size * size))
     # At the ends the formula gives exactly 0 and 1, which rounding would miss.
-    return (0.0 if hits == 0 else centre - reach), (1.0 if hits == total else centre + reach)
+    return (0.0 if share == 0 else centre - reach), (1.0 if share == 1 else centre + reach)
 
 
 def rate(values: Sequence[bool]) -> Figure:
@@ -48,6 +56,26 @@ def mean_figure(values: Sequence[float]) -> Figure:
     spread = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
     reach = Z_95 * math.sqrt(spread / len(values))
     return {"value": mean, "low": mean - reach, "high": mean + reach}
+
+
+def share_figure(values: Sequence[float]) -> Figure:
+    """The mean of shares from 0 to 1, each over one sample, with its interval, which stays from 0 to 1.
+
+    It is that of `mean_figure` unless that leaves the range or has no width. Then it is Wilson's, for as many samples
+    as give the variance of the mean, at least those there are: shares vary no more than rates do.
+
+    Raises:
+        ValueError: no values, or one out of range.
+    """
+    if values and not (min(values) >= 0 and max(values) <= 1):
+        raise ValueError(f"shares from {min(values)} to {max(values)}; pass numbers from 0 to 1")
+    figure = mean_figure(values)
+    share, reach = figure["value"], figure["high"] - figure["value"]
+    if reach > 0 and figure["low"] >= 0 and figure["high"] <= 1:
+        return figure
+    size = max(len(values), share * (1 - share) * (Z_95 / reach) ** 2) if reach > 0 else len(values)
+    low, high = share_interval(share, size)
+    return {"value": share, "low": low, "high": high}
 
 
 def ratio_with_error(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:

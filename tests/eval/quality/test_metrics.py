@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from visual_spec.eval.quality import metrics as quality
-from visual_spec.eval.quality.metrics import (
-    density_coverage,
-    frechet_distance,
-    frechet_figure,
-    precision_recall,
-)
+from visual_spec.eval.quality.metrics import frechet_distance, frechet_figure
 from visual_spec.models.shapes_features import ShapesFeatures
 
 
@@ -126,43 +120,6 @@ def test_a_figure_is_the_same_every_time():
     assert frechet_figure(first, second, resamples=5) == frechet_figure(first, second, resamples=5)
 
 
-def loops(centres, points, neighbours):
-    """Which points lie within the k-th neighbour distance of which centres, one pair at a time."""
-    inside = []
-    for i, centre in enumerate(centres):
-        others = sorted(math.dist(centre, other) for j, other in enumerate(centres) if j != i)
-        inside.append([math.dist(centre, point) <= others[neighbours - 1] for point in points])
-    return inside
-
-
-@pytest.mark.parametrize("rows", [1024, 7])
-@pytest.mark.parametrize("neighbours", [1, 3, 5])
-def test_precision_and_recall_against_loops(neighbours, rows, monkeypatch):
-    monkeypatch.setattr(quality, "_ROWS", rows)
-    real, drawn = sample(40, 3, 30), 1.5 * sample(30, 3, 31) + 1.5
-    drawn[4] = real[7]  # a picture that is in both sets, and one that is twice in its own
-    drawn[5] = drawn[6]
-    around_real = loops(real.tolist(), drawn.tolist(), neighbours)
-    around_drawn = loops(drawn.tolist(), real.tolist(), neighbours)
-    found = precision_recall(real, drawn, neighbours=neighbours)
-    assert found["precision"]["hits"] == sum(any(row[j] for row in around_real) for j in range(30))
-    assert found["recall"]["hits"] == sum(any(row[i] for row in around_drawn) for i in range(40))
-    assert (found["precision"]["total"], found["recall"]["total"]) == (30, 40)
-    assert 0 < found["precision"]["hits"] < 30 and found["recall"]["hits"] > 0
-    more = density_coverage(real, drawn, neighbours=neighbours)
-    assert more["density"]["value"] == pytest.approx(sum(map(sum, around_real)) / neighbours / 30)
-    assert more["coverage"]["hits"] == sum(map(any, around_real))
-
-
-def test_equal_sets_are_precise_and_recalled_and_distant_ones_not():
-    real = sample(30, 4, 40)
-    found = precision_recall(real, real)
-    assert found["precision"]["value"] == found["recall"]["value"] == 1
-    found = precision_recall(real, real + 100)
-    assert found["precision"]["value"] == found["recall"]["value"] == 0
-    assert density_coverage(real, real + 100)["density"]["value"] == 0
-
-
 def test_bad_input_is_refused():
     good = sample(10, 3, 50)
     with pytest.raises(ValueError, match=r"shapes \[10, 3\] and \[10, 4\]"):
@@ -173,5 +130,3 @@ def test_bad_input_is_refused():
         frechet_distance(good, good / 0)
     with pytest.raises(ValueError, match="10 and 9 pictures given; paired sets have one size"):
         frechet_figure(good, good[:9])
-    with pytest.raises(ValueError, match="neighbours=10 of 10 pictures; pass 1 to 9"):
-        precision_recall(good, good, neighbours=10)

@@ -14,7 +14,8 @@ from visual_spec.eval.intervals import mean_figure, quantiles, ratio_figure
 from visual_spec.eval.quality.accuracy import per_cent, summarise
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.features import features_of
-from visual_spec.eval.quality.metrics import density_coverage, frechet_figure, precision_recall
+from visual_spec.eval.quality.metrics import frechet_figure
+from visual_spec.eval.quality.neighbours import density_coverage, precision_recall
 from visual_spec.eval.quality.samples import Judge, Samples
 from visual_spec.eval.report.drawing import INK, PAPER, draw_text, fit_square, wrap_text
 from visual_spec.eval.report.music_pages import mel_picture

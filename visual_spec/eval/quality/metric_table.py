@@ -104,7 +104,7 @@ METRICS: dict[str, Metric] = {
         "precision and recall, 3 neighbours, as ADM's evaluator has them",
         "inception",
         "precision_recall",
-        "Wilson, with the balls as given",
+        "Wilson, for the binomial variance and a jackknife over balls",
     ),
     "clip": Metric(
         "image",

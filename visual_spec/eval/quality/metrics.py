@@ -10,9 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from visual_spec.eval.intervals import Z_95, Figure, mean_figure, rate
-
-_ROWS = 1024  # rows of a distance matrix held at once: 50,000 pictures need 400 MB, not 20 GB
+from visual_spec.eval.intervals import Z_95, Figure
 
 
 def frechet_distance(first: Tensor, second: Tensor) -> float:
@@ -98,65 +96,3 @@ def frechet_figure(
         drawn.append(_gaussian_distance(_moments(first, one), _moments(second, other)))
     reach = Z_95 * torch.tensor(drawn).std().item() if resamples > 1 else math.inf
     return {"value": value, "low": max(0.0, value - reach), "high": value + reach}
-
-
-def kth_neighbour(features: Tensor, neighbours: int) -> Tensor:
-    """Distance [N] of each picture to its k-th nearest other one.
-
-    Raises:
-        ValueError: unless 1 <= neighbours < N.
-    """
-    if not 1 <= neighbours < len(features):
-        raise ValueError(
-            f"neighbours={neighbours} of {len(features)} pictures; pass 1 to {len(features) - 1}"
-        )
-    parts = [_distances(part, features) for part in features.split(_ROWS)]
-    # Every row holds the picture's distance 0 to itself, so its k-th neighbour comes at place k + 1.
-    return torch.cat([part.kthvalue(neighbours + 1, dim=1).values for part in parts])
-
-
-def _distances(first: Tensor, second: Tensor) -> Tensor:
-    # Without the matrix product, which does not give 0 for two equal rows.
-    return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist")
-
-
-def precision_recall(real: Tensor, drawn: Tensor, *, neighbours: int = 3) -> dict[str, Figure]:
-    """Improved precision and recall (Kynkaanniemi et al. 2019, section 2).
-
-    Precision: the share of drawn pictures that lie in a ball around a real one, its radius the distance to that one's
-    k-th nearest real picture. Recall: the same with the sets exchanged. Intervals are those of a rate (Wilson), with
-    the balls taken as given.
-
-    Raises:
-        ValueError: as `frechet_distance` and `kth_neighbour`.
-    """
-    check_features(real, drawn)
-    real, drawn = real.double(), drawn.double()
-    return {
-        "precision": rate(_in_balls(real, drawn, neighbours).any(0).tolist()),
-        "recall": rate(_in_balls(drawn, real, neighbours).any(0).tolist()),
-    }
-
-
-def density_coverage(real: Tensor, drawn: Tensor, *, neighbours: int = 5) -> dict[str, Figure]:
-    """Density and coverage (Naeem et al. 2020, section 3.2): like precision and recall, but an outlier counts little.
-
-    Density: how many balls around real pictures hold a drawn one, over k; about 1 where the sets are alike. Coverage:
-    the share of real pictures whose ball holds a drawn one.
-
-    Raises:
-        ValueError: as `precision_recall`.
-    """
-    check_features(real, drawn)
-    inside = _in_balls(real.double(), drawn.double(), neighbours)  # [N, M]
-    return {
-        "density": mean_figure((inside.sum(0).double() / neighbours).tolist()),
-        "coverage": rate(inside.any(1).tolist()),
-    }
-
-
-def _in_balls(centres: Tensor, points: Tensor, neighbours: int) -> Tensor:
-    """Whether point j lies within the k-th neighbour distance of centre i: bool [N, M]."""
-    radii = kth_neighbour(centres, neighbours)
-    parts = zip(centres.split(_ROWS), radii.split(_ROWS), strict=True)
-    return torch.cat([_distances(part, points) <= radius[:, None] for part, radius in parts])

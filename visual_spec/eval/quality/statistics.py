@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from visual_spec.eval.quality import published
+from visual_spec.eval.quality import neighbours, published
 from visual_spec.eval.quality.audio import kernel_figure
 from visual_spec.eval.quality.feature_sets import SampleFiles
-from visual_spec.eval.quality.metrics import precision_recall as precision_and_recall
 from visual_spec.eval.quality.published import Gaussian
 
 Report = Callable[[str], Any]
@@ -84,12 +83,13 @@ def frechet_inception(sets: Sets) -> Figures:
 
 
 def frechet_shapes(sets: Sets) -> Figures:
-    found = precision_and_recall(sets.truth(), sets.features())
-    return frechet(sets) | {f"shapes_{name}": figure for name, figure in found.items()}
+    return frechet(sets) | {f"shapes_{name}": figure for name, figure in precision_recall(sets).items()}
 
 
 def precision_recall(sets: Sets) -> Figures:
-    return dict(precision_and_recall(sets.truth(), sets.features()))
+    """Precision and recall."""
+    found = neighbours.precision_recall(sets.truth(), sets.features(), device=sets.device, report=sets.report)
+    return dict(found)
 
 
 def inception_score(sets: Sets) -> Figures:
