@@ -6,6 +6,7 @@ once in a thousand runs, so 1 is the limit.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from visual_spec.samplers.continuous_drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous_head import HeadSpeculativeSampler
 from visual_spec.samplers.continuous_jacobi import ContinuousJacobiSampler
 from visual_spec.samplers.core.chains import Chains
+from visual_spec.samplers.core.latent_rules import _scaled_distance
 from visual_spec.samplers.core.law import TokenLaw
 
 pytestmark = pytest.mark.usefixtures("keys_in_bulk")
@@ -137,6 +139,51 @@ def test_the_release_does_not_draw_the_target_law():
     assert far_apart(result.tokens[:, 1], reference(target, settings, 12_000)) > 1
     assert not result.trace.lossless and result.trace.at_least
     assert result.trace.divergence == pytest.approx(result.trace.acceptance, abs=0.03)
+
+
+def histogram_distance(found: Tensor, expected: Tensor) -> float:
+    """A lower bound of the total variation distance, but for what finite samples add."""
+    first, second = (torch.histc(part, 60, -3, 3) / len(part) for part in (found, expected))
+    return float((first - second).clamp_min(0).sum())
+
+
+@pytest.mark.parametrize("wide", [0.35, 0.7], ids=["narrow", "wide"])
+def test_the_published_criterion_measures_no_less_than_it_does(wide):
+    """Two tokens, one number each, both laws normal; the drafter's chain is narrower or wider at every level."""
+    law, other = Mixture([1.0], [0.0], [0.5]), Mixture([1.0], [0.3], [wide])
+    settings = dict(head_steps=5, final_noise=0.5)
+    shares = (0.6, 0.3) if wide < 0.5 else (0.3, 0.6)
+    target, draft = pair(law, other, flow=False, shares=shares)
+    sampler = SpeculativeContinuousSampler("cspd", 1, **settings)
+    result = drawn(sampler, target, 20_000, drafter=draft)
+    expected = reference(target, settings, 200_000)
+    noise = histogram_distance(reference(target, settings, 20_000, seed=9), expected)
+    off = histogram_distance(result.tokens[:, 1, 0], expected[:, 0]) - noise
+    assert 0.02 < off < result.trace.divergence < 0.9
+    assert f"at most {result.trace.divergence:.4f}" in result.trace.output_law
+
+
+@pytest.mark.parametrize("factor", [-1.0, -0.1, 0.0, 0.1, 1.0, 30.0])
+@pytest.mark.parametrize("laws", [(0.0, 1.0, 0.3, 0.9), (0.0, 1.0, 1.0, 0.5), (0.0, 0.5, 0.2, 0.4)])
+def test_the_distance_under_a_factor_is_that_of_the_densities(laws, factor):
+    """Acceptance, residual and what comes out written as densities on a fine grid."""
+    x = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
+    width = float(x[1] - x[0])
+    one, other = (
+        torch.distributions.Normal(mean, sigma).log_prob(x).exp()
+        for mean, sigma in zip(laws[::2], laws[1::2], strict=True)
+    )
+    scale = math.exp(factor)
+    kept = torch.minimum(other, scale * one)
+    residual = (one - other / scale).clamp_min(0)
+    result = kept + (1 - float(kept.sum()) * width) * residual / (float(residual.sum()) * width)
+    expected = float((result - one).abs().sum()) * width / 2
+    means_and_widths = [torch.full((400, 1, 1), value, dtype=torch.float64) for value in laws]
+    fresh = torch.randn(400, 1, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    factors = torch.full((400, 1), factor, dtype=torch.float64)
+    found = _scaled_distance(tuple(means_and_widths[:2]), tuple(means_and_widths[2:]), factors, fresh, 4096)
+    assert float(found.mean()) == pytest.approx(expected, abs=0.01)
+    assert factor or found.max() < 1e-12
 
 
 def correlation(tokens: Tensor) -> float:

@@ -119,6 +119,10 @@ class SpeculativeContinuousSampler(LatentSampler):
     def measures_at_least(self) -> bool:
         return self.config.rule == "cspd-release"  # what the missing context does comes on top
 
+    @property
+    def measures_at_most(self) -> bool:  # type: ignore[override]
+        return self.config.rule == "cspd"  # it is measured given the noise that both chains share
+
     def rule(self, model: Any, parts: dict[str, Any], device: torch.device) -> Any:
         return None  # the rules of `visual_spec.samplers.core.acceptance` are for tokens out of a vocabulary
 

@@ -272,6 +272,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Whether the measured divergence is only a lower bound, as that of an unbounded relaxed rule on one draft."""
         return "acceptance" in self.config and not (self.relaxation.lossless or self.relaxation.bounded)
 
+    measures_at_most: ClassVar[bool] | property = False  # whether it is only an upper bound
+
     @property
     def needs_codebook(self) -> bool:
         """Whether a call needs `codebook`, the code of every token as the decoder sees it."""
@@ -530,6 +532,7 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         divergence=divergence,
         moved_mass=moved_mass,
         at_least=sampler.measures_at_least,
+        at_most=sampler.measures_at_most,
         stopped=stopped,
     )
     if "acceptance" in sampler.config:  # it tests drafts, so its calls are wider than those of plain decoding

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.acceptance import accepted_prefix
-from visual_spec.samplers.core.chains import ChainLog, Chains, drawn
+from visual_spec.samplers.core.chains import ChainLog, Chains, Law, drawn
 from visual_spec.samplers.core.coupling import couple, keep_probability, log_density, rejected, rounds_of
 from visual_spec.samplers.core.flow_density import pulled, pushed
 from visual_spec.samplers.core.noise import ACCEPT, CHAIN, DRAFT, PROPOSAL, RESIDUAL, CounterNoise
 
 _AT_ONCE = 4  # chains that a residual proposes at once
+_DRAWS = 128  # from each of two laws, to measure what a rule does to them
+_MEASURED = 1023  # the level of their noise; chains have at most 1000
 
 
 @dataclass
@@ -243,6 +245,9 @@ class CspdRule(Rule):
 
     Conditional on the shared noise the last law is the target's own, so without that factor the test would be exact.
     With it, what is accepted and what replaces the rest are no longer normalised alike.
+
+    `moved` estimates the distance between the committed token's law and the target's, both given the shared noise
+    (`_scaled_distance`). Without that knowledge the laws are mixtures of these, and at most as far apart in the mean.
     """
 
     lossless = False
@@ -266,7 +271,10 @@ class CspdRule(Rule):
         residual = _last_residual(mean, sigma, *draft.law(0), factor)
         own = rejected(own, ~kept & window.tested, residual, noise, window.drafts, 0, self.tries)
         tokens[:, :count] = own
-        moved = ((factor + ratio).exp().clamp_max(1.0) - ratio.exp().clamp_max(1.0)).clamp_min(0.0)
+        fresh = noise.normal(
+            window.drafts, 2 * _DRAWS * mean.shape[-1], RESIDUAL, rounds_of(_MEASURED, None), mean.dtype
+        )
+        moved = _scaled_distance((mean, sigma), draft.law(0), factor, fresh, self.tries)
         return Verdict(tokens, kept, moved=moved)
 
 
@@ -342,6 +350,52 @@ def _last_residual(mean: Tensor, sigma: Tensor, other: Tensor, other_sigma: Tens
         return points, keep_probability(ratio)
 
     return propose
+
+
+def _scaled_distance(target: Law, draft: Law, factor: Tensor, fresh: Tensor, tries: int) -> Tensor:
+    """Total variation between a law t and what the test min(1, e^f t / q) of drafts from q makes of it: [B, N].
+
+    A refused draft is replaced from (t - q e^-f)+, whose mass is Z = 1 - A e^-f if A of the drafts are kept. Where e^f
+    t is below q the committed token has density e^f t, elsewhere q + (1 - A)(t - q e^-f) / Z. The difference to t is
+    integrated by draws from t or q, whichever keep all terms between 0 and 1. Residuals that give up after `tries`
+    leave a point, of which t has no mass.
+
+    Args:
+        target, draft: the laws t and q, (mean, sigma), each [B, N, d].
+        factor: f, [B, N].
+        fresh: normal noise [B, N, 2 K d], for K draws from each law.
+    """
+    noise = fresh.unflatten(-1, (2, -1, target[0].shape[-1])).unbind(2)  # [B, N, K, d] each
+
+    def scaled(law: Law, own: Tensor) -> Tensor:
+        """f + log(t / q) at draws from a law."""
+        points = law[0][:, :, None] + law[1][:, :, None] * own
+        wide = [tuple(part[:, :, None].expand_as(points) for part in both) for both in (target, draft)]
+        return factor[..., None] + log_density(points, *wide[0]) - log_density(points, *wide[1])
+
+    of_target, of_draft = scaled(target, noise[0]), scaled(draft, noise[1])
+    below = factor < 0
+    mass = keep_probability(-of_target).mean(-1)  # Z, by draws of the target
+    kept = of_draft.clamp_max(0.0).exp().mean(-1)  # A, by drafts
+    kept = torch.where(below, factor.clamp_max(0.0).exp() * (1.0 - mass), kept)
+    mass = torch.where(below, mass, 1.0 - kept * (-factor).clamp_max(0.0).exp())
+    by_target = torch.where(
+        of_target < 0,
+        1.0,
+        ((-of_target).clamp_max(0.0).exp() - 1.0 + mass[..., None]).clamp_min(0.0) / _safe(mass),
+    )
+    share = kept[..., None] * (of_draft - factor[..., None]).exp()  # A t / q
+    by_draft = torch.where(
+        of_draft < 0, of_draft.clamp_max(0.0).exp(), (1.0 - share).clamp_min(0.0) / _safe(mass)
+    )
+    apart = keep_probability(-factor.abs()) * torch.where(below, by_target.mean(-1), by_draft.mean(-1))
+    given_up = (1.0 - kept) * (1.0 - mass).clamp(0.0, 1.0) ** tries
+    return (apart + given_up).clamp_max(1.0)
+
+
+def _safe(mass: Tensor) -> Tensor:
+    """A divisor [B, N, 1] that is not 0."""
+    return mass[..., None].clamp_min(torch.finfo(mass.dtype).tiny)
 
 
 def _padded(columns: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class DecodeTrace:
             is "model" and "verify" together.
         peak_memory: most bytes allocated on the CUDA device; None on the CPU.
         divergence: measured distance to the target law per tested slot; None for a lossless sampler.
-        at_least: whether `divergence` is only a lower bound of that distance.
+        at_least, at_most: whether `divergence` is only a lower or an upper bound of that distance.
         stopped: whether a callback ended the decode before it was complete.
         moved_mass: float [B], the same, summed over the slots of each sample. See `DivergenceMeter` for both.
         low_precision: what the model rounds to where that is coarser than float32, such as "bfloat16" or "int8
@@ -57,6 +57,7 @@ class DecodeTrace:
     low_precision: str | None = None
     scales_by_batch: bool = False
     at_least: bool = False
+    at_most: bool = False
     stopped: bool = False
     near_ties: Tensor | None = None
     exact_width: bool | None = None
@@ -101,7 +102,7 @@ class DecodeTrace:
             return "lossless"
         if self.divergence is None:
             return "lossy"
-        bound = "at least " if self.at_least else ""
+        bound = "at least " if self.at_least else "at most " if self.at_most else ""
         return f"lossy, measured divergence {bound}{self.divergence:.4f}"
 
     @property
