@@ -226,7 +226,7 @@ class SpeculativeJacobiSampler(ChainSampler):
                 source = pictured(state.picture, state.tokens, run.model.grid, source)
         else:
             source = Chosen(run, state, window, self.config.coupling == "gumbel", state.steady)
-        draft = redrafted(run, state, slots, carried, self.config.redrafts, source)
+        draft = redrafted(state, slots, carried, self.config.redrafts, source)
         if self.redraws:  # `settle` leaves kept drafts where they are
             state.tokens.scatter_(1, slots, draft.tokens)
         if self.needs_drafter:

@@ -48,12 +48,13 @@ NEEDED_MARGIN = (0.0, 1.4, 2.0)
 Source = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor]]
 
 
-def redrafted(run: Run, state: Any, slots: Tensor, draft: Draft, count: int, source: Source) -> Draft:
+def redrafted(state: Any, slots: Tensor, draft: Draft, count: int, source: Source) -> Draft:
     """Return the draft with other tokens and labels where the source replaces a stale one, in the first `count` slots.
 
     Notes in `state.given` what each slot is about to be fed.
 
     Args:
+        state: has `tokens` and `given`, long [B, S], by slot.
         slots: long [B, N], the slots of the draft.
         draft: the carried drafts; without a label under acceptance "identical".
     """

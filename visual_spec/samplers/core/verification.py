@@ -8,8 +8,8 @@
 
 Every sampler that tests chains of drafts calls `verify`: one chain a sample, several (rows of a picture), or chains of
 columns, whose K tokens stand or fall together. `verify_siblings` tests several drafts of one slot in turn. On a GPU one
-kernel does everything after the model, if the rule allows; samplers need not know. `verify_window` is the same test for
-a serving engine: plain tensors, and no state between calls.
+kernel does everything after the model, if the rule allows; samplers need not know. `served.verify_window` is the same
+test for a serving engine: plain tensors, and no state between calls.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ from visual_spec.samplers.core.acceptance import (
 from visual_spec.samplers.core.block import verify_block
 from visual_spec.samplers.core.checks import CheckedLaw
 from visual_spec.samplers.core.drafts import Draft, rows_of
-from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.core.precision import rounding_of
 from visual_spec.samplers.core.siblings import first_kept, k_seq, moved_mass, sibling_tests
 from visual_spec.samplers.core.trace import DivergenceMeter
-
-_EVERY_SLOT = 2**62  # the grid is unknown, so no slot counts as past it
 
 
 @dataclass(frozen=True)
@@ -226,72 +223,6 @@ def verify_siblings(
 def final_noise(rule: AcceptanceRule, round: int | Tensor) -> tuple[int, int | Tensor]:
     """Return stream and round of the noise that draws the token after the kept drafts."""
     return (TOKEN, 0) if rule.identical else (RESIDUAL, round)
-
-
-# -- serving ---------------------------------------------------------------------------------------------------------
-
-
-def verify_window(
-    logits: Tensor,
-    drafts: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    law: TokenLaw,
-    *,
-    pairs: Tensor | None = None,
-    num_drafts: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Test the drafts of a window and draft the next one; made for the sampler hook of a serving engine.
-
-    It takes and returns plain tensors and keeps nothing between calls: requests may join, leave, and move to other
-    rows. Acceptance is "identical": a draft is kept if it is the token that its slot's own noise draws. So each request
-    gets the tokens of `AutoregressiveSampler` for its key, whatever its drafts were, and drafts need no labels. The
-    drafts are those of `SpeculativeJacobiSampler(initial_draft="last_law", drafts="carried")`.
-
-    A request that has committed n tokens feeds its newest token and its W - 1 drafts, at slots n - 1 to n + W - 2. The
-    logits after them predict slots n to n + W - 1. It then commits the first `num_sampled` of `sampled`, and continues
-    at slot n + num_sampled. The caller must drop tokens past the end of the picture.
-
-    Args:
-        logits: [R, W, V], raw.
-        drafts: long [B, W - 1], for all slots but the last; -1 where there is no draft.
-        keys: int64 [B], one key a request (`draw_keys`).
-        slots: long [B, W], the slots that the logits predict.
-        law: how logits become the distribution a token is drawn from.
-        pairs: long [B, 2], the conditional and the unconditional row of `logits` for each request. None: R = B, row b
-            belongs to request b, and there is no guidance.
-        num_drafts: D, drafts to make for the next call; None: W - 1. The prediction of a prefill is a window of W = 1.
-
-    Returns:
-        sampled: long [B, W], the token that each slot's noise draws. The first `num_sampled` are final.
-        num_sampled: long [B], 1 to W: the kept drafts and one more token.
-        num_rejected: long [B], W - num_sampled: how many of the fed positions the cache must drop.
-        next_drafts: long [B, D], for the following slots: the tokens drawn after the refusal, then draws from the law
-            of the window's last slot. A caller that knows the picture may replace the latter, from index
-            W - num_sampled on, by better drafts (`copied_tokens`).
-
-    Raises:
-        ValueError: the law has guidance but there are no `pairs`, so that unguided logits would be taken for guided
-            ones. The values of logits are not checked, because this would stall the device.
-    """
-    guided = pairs is not None
-    if law.guided and not guided:
-        raise ValueError(
-            f"guidance_scale={law.guidance_scale} needs the conditional and the unconditional row of every request; "
-            "pass pairs [B, 2], or a law with guidance_scale=1."
-        )
-    if guided:
-        logits = logits.index_select(0, pairs.t().flatten())  # [2B, W, V], the conditional rows first
-    batch_size, width = slots.shape
-    count = width - 1 if num_drafts is None else num_drafts
-    noise, checked = CounterNoise(keys, slots.device), CheckedLaw(law, _EVERY_SLOT, deferred=True)
-    sampled = draw_tokens(checked, noise, logits, slots, guided)  # [B, W]
-    kept = accepted_prefix(sampled[:, :-1] == drafts)
-    last = law(logits[:, -1:], guided, slots[:, -1:])  # [B, 1, V]
-    behind = slots[:, -1:] + torch.arange(1, count + 1, device=slots.device)  # [B, D]
-    further = noise.categorical(last.expand(-1, count, -1), behind, TOKEN)
-    at = kept[:, None] + torch.arange(1, count + 1, device=slots.device)  # [B, D], at most W - 1 + D
-    return sampled, kept + 1, width - 1 - kept, torch.cat([sampled, further], 1).gather(1, at)
 
 
 # -- positions -------------------------------------------------------------------------------------------------------
