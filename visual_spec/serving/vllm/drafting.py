@@ -43,7 +43,9 @@ class JacobiProposer:
         """
         runner = sys._getframe(1).f_locals.get("self")
         if not hasattr(runner, "input_batch") or not hasattr(runner, "requests"):
-            raise RuntimeError(f"load_model called by {type(runner).__name__}; only vLLM's first model runner fits.")
+            raise RuntimeError(
+                f"load_model called by {type(runner).__name__}; only vLLM's first model runner fits."
+            )
         self.runner, usual = runner, target.compute_logits
 
         def compute_logits(hidden_states: Tensor, *more: Any, **named: Any) -> Tensor | None:

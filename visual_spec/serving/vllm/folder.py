@@ -75,7 +75,11 @@ def save_for_vllm(pipe: Any, folder: str | os.PathLike) -> Path:
         ValueError: the transformer is no raster-order LlamaGen of one frame, or reads captions of another encoder.
     """
     model, encoder = pipe.transformer, getattr(pipe, "text_encoder", None)
-    if not isinstance(model, LlamaGenTransformer) or model.trained_order != RASTER_ORDER or model.grid.frames > 1:
+    if (
+        not isinstance(model, LlamaGenTransformer)
+        or model.trained_order != RASTER_ORDER
+        or model.grid.frames > 1
+    ):
         order = getattr(model, "trained_order", None)
         raise ValueError(
             f"a {type(model).__name__} of order {order!r}; vLLM serves a raster-order LlamaGen of one frame."

@@ -43,7 +43,9 @@ class ServedLlamaGen(nn.Module):
                 f"tensor_parallel_size={vllm_config.parallel_config.tensor_parallel_size}; this model is not split. Pass 1."
             )
         if not vllm_config.model_config.enforce_eager:
-            raise ValueError("enforce_eager=False; captions are read between the calls. Pass enforce_eager=True.")
+            raise ValueError(
+                "enforce_eager=False; captions are read between the calls. Pass enforce_eager=True."
+            )
         config: Any = vllm_config.model_config.hf_config
         parts = config.visual_spec
         self.transformer = LlamaGenTransformer(**parts["transformer"])

@@ -82,7 +82,9 @@ def check_start(vllm_config: Any, served: Served) -> None:
     from vllm import __version__
 
     if __version__ not in FITS:
-        raise ValueError(f"vLLM {__version__}; visual_spec serves with {', '.join(FITS)}. Install one of these.")
+        raise ValueError(
+            f"vLLM {__version__}; visual_spec serves with {', '.join(FITS)}. Install one of these."
+        )
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     if cache.enable_prefix_caching:
@@ -91,7 +93,9 @@ def check_start(vllm_config: Any, served: Served) -> None:
             "enable_prefix_caching=False."
         )
     if scheduler.max_num_seqs % 2:
-        raise ValueError(f"max_num_seqs={scheduler.max_num_seqs}; pairs take two places. Pass an even number.")
+        raise ValueError(
+            f"max_num_seqs={scheduler.max_num_seqs}; pairs take two places. Pass an even number."
+        )
     longest = served.prompt_tokens or max(1, vllm_config.model_config.max_model_len - served.grid.num_tokens)
     needed = scheduler.max_num_seqs * max(num_drafts_of(vllm_config) + 1, longest)
     if scheduler.max_num_batched_tokens < needed:

@@ -59,7 +59,9 @@ class OwnNoiseSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.usual, name)
 
-    def __call__(self, logits: Tensor, batch: Any, draft_logits: Any = None, invalid_drafts: Any = None) -> Any:
+    def __call__(
+        self, logits: Tensor, batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
+    ) -> Any:
         places, fed = batch.positions[batch.logits_indices], batch.input_ids[batch.logits_indices]
         drawn, _ = self.usual.sample(
             logits,
@@ -88,7 +90,9 @@ class OwnNoiseSampler:
             if 0 <= slot < self.windows.served.grid.num_tokens:
                 slots = slot + torch.arange(stop - first, device=drawn.device)[None]
                 ids = (own - self.windows.served.first).long()[None]
-                self.windows.settle([Rows(handle, first, slot, drafts.tolist())], slots, ids, count[row, None].long())
+                self.windows.settle(
+                    [Rows(handle, first, slot, drafts.tolist())], slots, ids, count[row, None].long()
+                )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             count,
             batch.seq_lens,

@@ -1,0 +1,157 @@
+"""The pictures in an engine, without an engine: the tokens of the sampler, whatever the batches are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.tabular import TabularModel
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.serving.request import PictureRequest, settings_of
+from visual_spec.serving.windows import Rows, Served, Windows
+
+MODEL = TabularModel(TokenGrid(6, 6), 12, order=2, conditions=3, dependence=0.3)
+LENGTH, FIRST = 36, 5  # the ids of the engine are those of the model + 5
+SERVED = Served(MODEL.grid, FIRST, FIRST + 12, end=20)
+LAWS = [TokenLaw(guidance_scale=2.0, top_k=6), TokenLaw(temperature=0.8), TokenLaw(guidance_scale=1.5)]
+
+
+class Engine:
+    """Greedy verification of any batch of requests, as an engine does it. Each picture has a model state of its own."""
+
+    def __init__(self, windows: Windows, window: int) -> None:
+        self.windows, self.window = windows, window
+        self.tokens: dict[str, list[int]] = {}
+        self.states: dict[str, tuple[Any, int]] = {}
+        self.calls: dict[str, int] = {}
+
+    def enter(self, name: str, label: int, law: TokenLaw, seed: int) -> None:
+        state = MODEL.prefill(torch.tensor([label]), batch_size=1, guided=law.guided, window=self.window)
+        for member, settings in enumerate(settings_of(law, seed, name)):
+            handle = f"{name}/{member}"
+            self.windows.join(handle, PictureRequest.of(settings))
+            self.tokens[handle], self.states[handle], self.calls[handle] = [], (state, member), 0
+
+    def step(self, order: list[str]) -> None:
+        """One call for the requests in this order."""
+        batch, logits = [], []
+        for handle in order:
+            fed = self.windows.next_drafts(handle) if self.tokens[handle] else []
+            batch.append(Rows(handle, sum(len(part) for part in logits), len(self.tokens[handle]), fed))
+            logits.append(self._logits(handle, fed))
+        drawn = self.windows.force(torch.cat(logits), batch).argmax(-1).tolist()
+        for rows in batch:
+            own = drawn[rows.first : rows.first + rows.count]
+            kept = 0
+            while kept < len(rows.fed) and rows.fed[kept] == own[kept]:
+                kept += 1
+            self.tokens[str(rows.handle)] += own[: kept + 1]
+            self.calls[str(rows.handle)] += 1
+
+    def _logits(self, handle: str, fed: list[int]) -> Tensor:
+        state, member = self.states[handle]
+        if not self.tokens[handle]:
+            out = state.logits[member, None]
+        else:
+            inputs = torch.tensor([[self.tokens[handle][-1], *fed]]) - FIRST
+            slots = len(self.tokens[handle]) - 1 + torch.arange(inputs.shape[1])[None]
+            out = MODEL(state, inputs, slots)[member]
+        wide = torch.full((len(out), 21), -torch.inf, dtype=out.dtype)
+        wide[:, FIRST : FIRST + 12] = out
+        return wide
+
+
+def by_sampler(label: int, law: TokenLaw, seed: int, window: int) -> tuple[list[int], int]:
+    given = dict(law=law, generator=torch.Generator().manual_seed(seed), batch_size=1)
+    drawn = SpeculativeJacobiSampler(window)(MODEL, torch.tensor([label]), **given)  # type: ignore[arg-type]
+    return (drawn.tokens[0] + FIRST).tolist(), int(drawn.trace.target_calls)
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_pictures_of_changing_batches_are_those_of_the_sampler(window):
+    """Pictures enter at different times and leave when they are complete; tokens and calls are those of the sampler."""
+    windows = Windows(SERVED, window - 1)
+    engine = Engine(windows, window)
+    waiting = [(f"p{index}", index % 3, LAWS[index % 3], 40 + index) for index in range(6)]
+    everyone, turn, steps = list(waiting), torch.Generator().manual_seed(0), 0
+    while waiting or any(len(tokens) < LENGTH for tokens in engine.tokens.values()):
+        if waiting and steps % 3 == 0:
+            engine.enter(*waiting.pop(0))
+        going = [handle for handle, tokens in engine.tokens.items() if len(tokens) < LENGTH]
+        engine.step([going[index] for index in torch.randperm(len(going), generator=turn)])
+        steps += 1
+    assert windows.calls == steps
+    for name, label, law, seed in everyone:
+        tokens, calls = by_sampler(label, law, seed, window)
+        for handle in [handle for handle in engine.tokens if handle.startswith(f"{name}/")]:
+            assert engine.tokens[handle][:LENGTH] == tokens
+            assert engine.calls[handle] == calls
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_picture_without_its_other_member_ends(missing, caplog):
+    """Nothing is guessed; the pictures beside it go on."""
+    engine = Engine(Windows(SERVED, 7), 8)
+    engine.enter("apart", 0, LAWS[0], 1)
+    engine.enter("beside", 1, LAWS[0], 2)
+    both = ["apart/0", "apart/1", "beside/0", "beside/1"]
+    engine.step(both)
+    engine.step([handle for handle in both if handle != f"apart/{missing}"])
+    left = engine.tokens[f"apart/{1 - missing}"]
+    assert left[1:] and set(left[1:]) == {SERVED.end}
+    assert "pair 'apart'" in caplog.text and ("unconditional" in caplog.text) == (missing == 0)
+    while len(engine.tokens["beside/0"]) < LENGTH:
+        engine.step(["beside/1", "beside/0"])
+    assert engine.tokens["beside/0"][:LENGTH] == by_sampler(1, LAWS[0], 2, 8)[0]
+
+
+def test_strange_requests_are_left_as_they_are():
+    windows = Windows(SERVED, 3)
+    windows.join("text", PictureRequest.of({"other plug-in": 1}))
+    logits = torch.randn(3, 21)
+    kept = logits.clone()
+    assert torch.equal(windows.force(logits, [Rows("text", 0, 0, [4, 4])]), kept)
+    assert windows.next_drafts("text") == []
+
+
+def test_a_request_past_its_picture_ends():
+    windows = Windows(SERVED, 0)
+    windows.join("long", PictureRequest.of({"seed": 0}))
+    assert windows.force(torch.zeros(1, 21), [Rows("long", 0, LENGTH, [])]).argmax(-1).tolist() == [
+        SERVED.end
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**64}, "seed=18446744073709551616"),
+        ({"seed": "7"}, "seed='7'"),
+        ({"seed": True}, "seed=True"),
+        ({"seed": 1, "guidance": 3}, "guidance given"),
+        ({"seed": 1, "role": "both"}, "role='both'"),
+        ({"seed": 1, "guidance_scale": 2.0}, "pair=None with guidance_scale=2.0"),
+        ({"seed": 1, "pair": "a"}, "pair='a' with guidance_scale=1.0"),
+        ({"seed": 1, "pair": 3, "guidance_scale": 2.0}, "pair=3"),
+        ({"seed": 1, "top_p": 0.0}, "top_p=0.0"),
+    ],
+)
+def test_bad_requests_are_named(settings, named):
+    with pytest.raises(ValueError, match=named):
+        PictureRequest.of(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [({"grid": [6, 6]}, 20), ({"grid": [0, 6], "image_ids": [0, 4]}, 20), ({"grid": 6, "image_ids": [0, 4]}, 20),
+     ({"grid": [6, 6], "image_ids": [0, 30]}, 20), ({"grid": [6, 6], "image_ids": [0, 4]}, None)],
+)  # fmt: skip
+def test_models_that_say_too_little_are_refused(settings, end):
+    with pytest.raises(ValueError, match="grid|eos_token_id"):
+        Served.of(settings, end)

@@ -1,0 +1,111 @@
+"""An engine for pictures: the settings that vLLM is started with, and pictures as its requests."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.serving.request import settings_of
+from visual_spec.serving.vllm.folder import PromptIds
+from visual_spec.serving.vllm.plugin import PROPOSER
+
+
+def engine_arguments(
+    folder: str | os.PathLike, *, window: int = 32, requests: int = 16, second: bool = False, **more: Any
+) -> dict[str, Any]:
+    """Return arguments of `vllm.LLM` or `EngineArgs` for a folder of `save_for_vllm`.
+
+    Args:
+        window: W, slots that a call scores for each request; 1: no window.
+        requests: the most requests in the engine; a guided picture is two.
+        second: for vLLM's second model runner (a GPU), else the first.
+        more: other arguments, which take precedence.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text())
+    height, width = config["visual_spec"]["grid"]
+    prompt = config["visual_spec"]["prompt_tokens"]
+    length = prompt + height * width + 2 * window + 2  # where less room is left, vLLM drafts for nobody
+    drafts: dict[str, Any] = {"num_speculative_tokens": window - 1}
+    drafts |= {"method": "ngram"} if second else {"method": "custom_class", "model": PROPOSER}
+    if second:
+        drafts |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}  # vLLM asks for them; nobody looks up
+    return {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_model_len": length,
+        "max_num_seqs": requests,
+        "max_num_batched_tokens": max(length, requests * max(window, prompt)),
+        **({"speculative_config": drafts} if window > 1 else {}),
+        **more,
+    }
+
+
+def requests_of(
+    ids: PromptIds, prompt: str | int, seed: int, law: TokenLaw, length: int, pair: str
+) -> list[tuple[dict[str, Any], Any]]:
+    """Return the requests of a picture: prompt and `SamplingParams` each, two of them with guidance.
+
+    Args:
+        length: tokens of a picture.
+        pair: a name that no other picture in the engine has.
+
+    Raises:
+        ValueError: see `PromptIds.of` and `PictureRequest.of`.
+    """
+    from vllm import SamplingParams
+
+    settings = settings_of(law, seed, pair)
+    return [
+        (
+            {"prompt_token_ids": own},
+            SamplingParams(temperature=0, max_tokens=length, detokenize=False, extra_args=extra),
+        )
+        for own, extra in zip(ids.of(prompt), settings, strict=False)
+    ]
+
+
+def check_whole(tokens: Sequence[int], length: int) -> None:
+    """Refuse a picture that the engine ended early.
+
+    Raises:
+        RuntimeError: it did; says at which slot.
+    """
+    if len(tokens) != length:
+        raise RuntimeError(
+            f"the engine ended the picture at slot {len(tokens) - 1} of {length}: the two requests of a guided picture "
+            "were not in the same call. The engine's log says why. Send it again with its seed: the same picture comes."
+        )
+
+
+def draw_tokens(
+    engine: Any,
+    ids: PromptIds,
+    prompts: Sequence[str | int],
+    seeds: Sequence[int],
+    law: TokenLaw,
+    length: int,
+) -> Tensor:
+    """Draw pictures by a `vllm.LLM`, all at once: long [B, L], the tokens of a pipeline for the same seeds.
+
+    Raises:
+        ValueError, RuntimeError: as `requests_of` and `check_whole`.
+    """
+    pairs = [
+        requests_of(ids, prompt, seed, law, length, f"{index}")
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    prompt_ids, params = zip(*(request for pair in pairs for request in pair), strict=True)
+    outputs = engine.generate(list(prompt_ids), list(params), use_tqdm=False)
+    drawn = [list(output.outputs[0].token_ids) for output in outputs]
+    for tokens in drawn:
+        check_whole(tokens, length)
+    return torch.tensor(drawn).view(len(pairs), -1, length)[:, 0]
