@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for editors; what is offered is `_HOME`
     from visual_spec.pipelines.masked_image import MaskedImagePipeline
     from visual_spec.pipelines.maskgct import MaskgctPipeline
     from visual_spec.pipelines.scale_image import ScaleImagePipeline
+    from visual_spec.pipelines.transformers_generate import custom_generate, save_custom_generate
     from visual_spec.pipelines.video import VideoPipeline
     from visual_spec.samplers.any_order import AnyOrderSampler
     from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler
@@ -79,8 +80,10 @@ _HOME = {entry.class_name: entry.module for entry in SAMPLERS} | {
     "VideoPipeline": "visual_spec.pipelines.video",
     "accelerate": "visual_spec.pipelines.accelerate",
     "code_stages": "visual_spec.samplers.scales",
+    "custom_generate": "visual_spec.pipelines.transformers_generate",
     "fuse_projections": "visual_spec.models.core.projections",
     "restore": "visual_spec.pipelines.accelerate",
+    "save_custom_generate": "visual_spec.pipelines.transformers_generate",
     "summary": "visual_spec.pipelines.accelerate",
 }
 

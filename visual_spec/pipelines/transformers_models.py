@@ -210,6 +210,7 @@ def generate_images(
     callback: Callable[[int, Tensor], None] | None = None,
     drafter: Any = None,
     streamer: Any = None,
+    sampler: Any = None,
     **inputs: Any,
 ) -> Any:
     """Draw pictures with an accelerated model.
@@ -224,6 +225,7 @@ def generate_images(
         drafter: for samplers that need one: a smaller model of the same class; None is that of `accelerate`.
         streamer: of transformers; gets the prompt and then the tokens, when all are drawn
             (`visual_spec.pipelines.generate_arguments.stream`).
+        sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
         inputs: what else the processor makes (`image_sizes`, `image_grid_thw`, `images_per_sample`, `pixel_values`),
             `layout` for Lumina-mGPT, and settings of `generate`: do_sample, temperature, top_k, top_p,
             guidance_scale, num_return_sequences, return_dict_in_generate. The picture decides about the length. What
@@ -256,7 +258,7 @@ def generate_images(
     check_length(request.asked, given=input_ids.shape[1], new=stage.new_tokens)
     count = config.num_return_sequences or 1
     condition = condition.repeat(count)
-    helper, drafter = None, model.drafter if drafter is None else drafter
+    helper, drafter = None, vars(model).get("drafter") if drafter is None else drafter
     _check_drafter(model, drafter)
     if drafter is not None:
         helper = kind.plan(drafter, prompt, guided=law.guided, **given)
@@ -264,7 +266,7 @@ def generate_images(
     traces = []
     while True:
         more = {} if helper is None else {"drafter": helper[0], "drafter_condition": helper[1]}
-        result = model.sampler(
+        result = (model.sampler if sampler is None else sampler)(
             stage,
             condition,
             law=law,

@@ -117,6 +117,7 @@ def generate_audio(
     callback: Callable[[int, Tensor], None] | None = None,
     drafter: Any = None,
     streamer: Any = None,
+    sampler: Any = None,
     **settings: Any,
 ) -> Any:
     """Play with an accelerated model.
@@ -135,6 +136,7 @@ def generate_audio(
             reads the same text features. None is that of `accelerate`.
         streamer: of transformers; gets the codes when all are played, in the order of `generate`: long [B * K, 1] or
             more steps that are known, then [B * K] a step, with the special id where a codebook waits.
+        sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
         settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, max_new_tokens or max_length (in
             steps: a clip of T frames takes T + lag of them, and one for the empty step in front), num_return_sequences,
             return_dict_in_generate. Without a length, as many steps as `generate` takes. What it takes beside these has
@@ -177,13 +179,13 @@ def generate_audio(
         melody=None if input_features is None else input_features.repeat_interleave(count, 0),
     )
     columns = MusicgenColumnModel(model, frames, prompt_frames=codes.shape[-1])
-    drafts, drafter = {}, model.drafter if drafter is None else drafter
+    drafts, drafter = {}, vars(model).get("drafter") if drafter is None else drafter
     if drafter is not None:
         eagle = isinstance(drafter, ColumnEagleDrafter)
         drafts["drafter"] = (
             drafter if eagle else MusicgenColumnModel(drafter, frames, prompt_frames=codes.shape[-1])
         )
-    result = model.sampler(
+    result = (model.sampler if sampler is None else sampler)(
         columns,
         condition,
         law=law,

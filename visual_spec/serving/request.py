@@ -55,8 +55,8 @@ class PictureRequest:
         law = TokenLaw(**{name: settings[name] for name in _LAW if name in settings})
         if (pair is not None) != law.guided or (pair is not None and not isinstance(pair, str)):
             raise ValueError(
-                f"pair={pair!r} with guidance_scale={law.guidance_scale}; above 1 two requests draw a picture, and both "
-                "name the pair by one string. At 1 or below there is no pair."
+                f"pair={pair!r} with guidance_scale={law.guidance_scale}; above 1 two requests draw a picture, and "
+                "both name the pair by one string. At 1 or below there is no pair."
             )
         return cls(int(draw_keys([torch.Generator().manual_seed(seed)], 1)), law, role, pair)
 

@@ -1,7 +1,7 @@
 """The law and the noise as a logits processor of vLLM: of the second model runner, and of the first without a window.
 
-One class has both interfaces, because both runners read the entry point `vllm.logits_processors` and refuse a class that
-is not theirs. The first runner takes no logits processor beside drafts; there `JacobiProposer` calls the same code.
+One class has both interfaces: both runners read the entry point `vllm.logits_processors`, and refuse a class that is
+not theirs. The first runner takes no logits processor beside drafts; there `JacobiProposer` calls the same code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from visual_spec.serving.windows import Rows
 class PictureLaw(FirstInterface, SecondInterface):
     """Gives each row of a picture the token that guidance, filters, temperature and the slot's own noise draw.
 
-    Requests say seed, law and pair in `SamplingParams.extra_args` (`PictureRequest.of`), and ask vLLM for temperature 0:
-    then vLLM keeps a draft exactly if it is this token. Requests without a seed there are left as they are.
+    Requests say seed, law and pair in `SamplingParams.extra_args` (`PictureRequest.of`), and ask vLLM for temperature
+    0: then vLLM keeps a draft exactly if it is this token. Requests without a seed there are left as they are.
     """
 
     def __init__(self, vllm_config: Any, *more: Any) -> None:
@@ -37,7 +37,11 @@ class PictureLaw(FirstInterface, SecondInterface):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuse a request, before it enters. Raises ValueError as `PictureRequest.of`, or for what vLLM would change."""
+        """Refuse a request, before it enters.
+
+        Raises:
+            ValueError: as `PictureRequest.of`; or a setting of vLLM would change the law.
+        """
         if PictureRequest.of(sampling_params.extra_args) is None:
             return
         params = sampling_params

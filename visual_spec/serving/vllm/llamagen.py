@@ -39,9 +39,8 @@ class ServedLlamaGen(nn.Module):
         super().__init__()
         windows_of(vllm_config)  # refuses settings
         if vllm_config.parallel_config.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size={vllm_config.parallel_config.tensor_parallel_size}; this model is not split. Pass 1."
-            )
+            size = vllm_config.parallel_config.tensor_parallel_size
+            raise ValueError(f"tensor_parallel_size={size}; this model is not split. Pass 1.")
         if not vllm_config.model_config.enforce_eager:
             raise ValueError(
                 "enforce_eager=False; captions are read between the calls. Pass enforce_eager=True."

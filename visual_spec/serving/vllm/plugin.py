@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def settings_of(vllm_config: Any) -> dict[str, Any] | None:
-    """Return what the model, or else `--additional-config`, says under `visual_spec`; None: it does not serve pictures."""
+    """Return `visual_spec` of `--additional-config`, or else of the model; None: it does not serve pictures."""
     given = vllm_config.additional_config
     given = given.get("visual_spec") if isinstance(given, dict) else None
     return given or getattr(vllm_config.model_config.hf_config, "visual_spec", None)
@@ -100,13 +100,13 @@ def check_start(vllm_config: Any, served: Served) -> None:
     needed = scheduler.max_num_seqs * max(num_drafts_of(vllm_config) + 1, longest)
     if scheduler.max_num_batched_tokens < needed:
         raise ValueError(
-            f"max_num_batched_tokens={scheduler.max_num_batched_tokens}; {scheduler.max_num_seqs} requests need {needed} "
-            "to be in every call. Pass that, or a smaller max_num_seqs."
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens}; {scheduler.max_num_seqs} requests need "
+            f"{needed} to be in every call. Pass that, or a smaller max_num_seqs."
         )
     if 0 < scheduler.long_prefill_token_threshold < longest:
         raise ValueError(
-            f"long_prefill_token_threshold={scheduler.long_prefill_token_threshold} splits prompts of {longest} tokens; "
-            "leave it out."
+            f"long_prefill_token_threshold={scheduler.long_prefill_token_threshold} splits prompts of {longest} "
+            "tokens; leave it out."
         )
     if parallel.pipeline_parallel_size > 1:
         raise ValueError(
@@ -143,8 +143,8 @@ def check_cache(vllm_config: Any) -> None:
     needed = most * -(-length // cache.block_size) * cache.block_size
     if held < needed:
         raise ValueError(
-            f"the cache holds {held} tokens; {most} requests of {length} need {needed}, or one could be preempted. Pass a "
-            "smaller max_num_seqs or max_model_len, or more memory."
+            f"the cache holds {held} tokens; {most} requests of {length} need {needed}, or one could be preempted. "
+            "Pass a smaller max_num_seqs or max_model_len, or more memory."
         )
 
 

@@ -45,7 +45,7 @@ class JacobiSpeculator(BaseSpeculator):
 
 
 class OwnNoiseSampler:
-    """Keeps a draft exactly if vLLM's own sampler draws it in that row: a seed gives vLLM's plain tokens in fewer calls.
+    """Keeps a draft exactly if vLLM's own sampler draws it in that row: vLLM's plain tokens of a seed, in fewer calls.
 
     No guidance: vLLM has none. Requests give `seed` and `temperature` to vLLM, and no seed in `extra_args`.
 

@@ -1,0 +1,186 @@
+"""`generate` of transformers decoding with our samplers, by its own hook `custom_generate`. The model is not changed.
+
+    ids = model.generate(**inputs, custom_generate=visual_spec.custom_generate, window=32)     # a callable
+    ids = model.generate(**inputs, custom_generate=folder, trust_remote_code=True, window=32)  # a folder
+
+The folder is written by `save_custom_generate`. Lying in a model's own folder, it replaces `generate` of the model that
+`from_pretrained(folder, trust_remote_code=True)` loads. That is the way for MusicGen, whose `generate` has no hook.
+
+Models and settings are those of `visual_spec.accelerate`, and the tokens are equal to its. After a call,
+`model.last_trace` says what it cost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import visual_spec
+from visual_spec.pipelines import transformers_models, transformers_music
+from visual_spec.pipelines.base import check_sampler
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
+
+# What transformers prepares for its own loops and ours do not read: they have a cache, positions and a length of their
+# own.
+_PREPARED = (
+    "assistant_model",
+    "assistant_tokenizer",
+    "cache_position",
+    "custom_generate",
+    "inputs_embeds",
+    "logits_to_keep",
+    "mm_encoder_outputs",
+    "past_key_values",
+    "position_ids",
+    "stopping_criteria",
+    "synced_gpus",
+    "tokenizer",
+    "trust_remote_code",
+    "use_cache",
+    "use_model_defaults",
+)
+# Logits processors that the generation config asks for; `law_of` reads them there.
+_KNOWN = (
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+)
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor | None = None,
+    *,
+    window: int | str | None = None,
+    sampler: Any = None,
+    image_guidance_scale: float | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    callback: Callable[[int, Tensor], None] | None = None,
+    drafter: Any = None,
+    layout: str | None = None,
+    image_sizes: Any = None,
+    **given: Any,
+) -> Any:
+    """Decode for `model.generate(**inputs, custom_generate=visual_spec.custom_generate)`.
+
+    Args:
+        model: a Janus, Emu3, Chameleon or GLM-Image of transformers.
+        input_ids: long [B, T]; one row for each sequence to return, as `generate` hands them on.
+        window: W of the sampler: slots that one call scores. None: the sampler's own.
+        sampler: a sampler, or its text, in place of the fast one of `accelerate`.
+        image_guidance_scale: in place of `guidance_scale`; for Janus, whose `generate` drops that on the way here.
+        generator, callback, drafter, layout, image_sizes: as in `transformers_models.generate_images`.
+        given: what `generate` hands on: the mask, the generation config, and what else the processor made.
+
+    Returns:
+        What `generate_images` of an accelerated model returns.
+
+    Raises:
+        TypeError: a model that is not supported, or a logits processor, streamer or input that no sampler here knows.
+        ValueError: both a window and a sampler; or as `generate_images`.
+    """
+    _check_processors(given.pop("logits_processor", ()))
+    given = {name: value for name, value in given.items() if name not in _PREPARED}
+    config = given.get("generation_config")
+    if config is not None and (config.num_return_sequences or 1) > 1:  # `generate` has repeated the rows
+        given["num_return_sequences"] = 1
+    own = dict(
+        generator=generator, callback=callback, drafter=drafter, layout=layout, image_sizes=image_sizes
+    )
+    own |= dict(window=window, sampler=sampler, image_guidance_scale=image_guidance_scale)
+    return generate(input_ids, model=model, **own, **given)
+
+
+def generate(
+    inputs: Tensor | None = None,
+    generation_config: Any = None,
+    *,
+    model: Any,
+    window: int | str | None = None,
+    sampler: Any = None,
+    image_guidance_scale: float | None = None,
+    **given: Any,
+) -> Any:
+    """Decode in place of `model.generate`: what `custom_generate/generate.py` of a folder holds.
+
+    Args:
+        inputs, generation_config: as of `generate`; the `input_ids`.
+        model: as in `custom_generate`, or a MusicGen or MusicGen Melody.
+        given: the other arguments of `generate`. None counts as left out.
+
+    Returns:
+        As `custom_generate`; or what `generate_audio` of an accelerated MusicGen returns.
+
+    Raises:
+        TypeError, ValueError: as `custom_generate`, and as `generate_audio` of an accelerated MusicGen.
+    """
+    model = transformers_models.unwrapped(model)
+    given = {name: value for name, value in given.items() if value is not None}
+    if inputs is not None:
+        given["input_ids"] = inputs
+    if image_guidance_scale is not None:
+        given["guidance_scale"] = image_guidance_scale
+    music = transformers_music.is_music_model(model)
+    adapter: Any = transformers_music if music else transformers_models
+    if not music and transformers_models.image_model_class(model) is None:
+        raise TypeError(
+            f"cannot decode a {type(model).__name__}; pass one of {', '.join(transformers_models.TAKES)} or a "
+            "MusicgenForConditionalGeneration."
+        )
+    chosen = _sampler(
+        window, sampler, adapter.FAST_SAMPLER, "column-jacobi" if music else "speculative-jacobi"
+    )
+    check_sampler(chosen, adapter.CALLS)
+    decode = adapter.generate_audio if music else adapter.generate_images
+    return decode(model, generation_config=generation_config, sampler=chosen, **given)
+
+
+def save_custom_generate(folder: str | os.PathLike) -> Path:
+    """Write `custom_generate/generate.py` and `requirements.txt` into a folder, such as that of a saved model.
+
+    Returns:
+        The folder, to be passed as `custom_generate=` or to `from_pretrained`, with `trust_remote_code=True`.
+    """
+    path = Path(folder) / "custom_generate"
+    path.mkdir(parents=True, exist_ok=True)
+    lines = [
+        '"""Decodes with visual_spec; see visual_spec.pipelines.transformers_generate."""',
+        "",
+        f"from {generate.__module__} import generate  # noqa: F401",
+        "",
+    ]
+    (path / "generate.py").write_text("\n".join(lines))
+    (path / "requirements.txt").write_text(f"visual-spec>={visual_spec.__version__}\n")
+    return Path(folder)
+
+
+def _sampler(window: int | str | None, sampler: Any, usual: str, windowed: str) -> Any:
+    if window is not None and sampler is not None:
+        raise ValueError(f"window={window!r} and sampler={sampler!r} given; pass one of them.")
+    if isinstance(sampler, str):
+        name, settings = parse_sampler(sampler)
+        return make_sampler(name, **settings)
+    if sampler is not None:
+        return sampler
+    return make_sampler(usual) if window is None else make_sampler(windowed, window=window)
+
+
+def _check_processors(processors: Sequence[Any]) -> None:
+    """Refuse logits processors that are not of the generation config.
+
+    Raises:
+        TypeError: names them.
+    """
+    strange = [type(part).__name__ for part in processors if type(part).__name__ not in _KNOWN]
+    if strange:
+        raise TypeError(
+            f"logits processors {', '.join(strange)} given; the law of a token is guidance_scale, temperature, top_k "
+            "and top_p of the generation config. Leave them out."
+        )
