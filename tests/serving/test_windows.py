@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.tabular import TabularModel
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.core.tabular import TabularModel
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.serving.request import PictureRequest, settings_of
