@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from visual_spec.eval.intervals import mean_figure, rate, ratio_figure, ratio_with_error, wilson_interval
+from visual_spec.eval.intervals import (
+    mean_figure,
+    rate,
+    ratio_figure,
+    ratio_with_error,
+    share_figure,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(("hits", "total"), [(0, 10), (1, 10), (81, 200), (160, 200), (10, 10), (1, 1)])
@@ -41,6 +48,24 @@ def test_a_mean_by_hand():
     assert mean_figure([5.0]) == {"value": 5.0, "low": 5.0, "high": 5.0}
     with pytest.raises(ValueError, match="no values"):
         mean_figure([])
+
+
+def test_the_mean_of_shares_stays_a_share():
+    inside = [0.5, 0.75, 0.25, 0.5]
+    assert share_figure(inside) == mean_figure(inside)
+    # Six of seven right in one sample of eight: the normal law ends at 1.014.
+    values = [6 / 7] + 7 * [1.0]
+    assert mean_figure(values)["high"] > 1
+    figure = share_figure(values)
+    assert figure["value"] == mean_figure(values)["value"] and figure["value"] < figure["high"] < 1
+    low, high = wilson_interval(8, 8)
+    assert low < figure["low"]  # shares vary less than rates do
+    # Where all are alike the interval is that of a rate, and not without width.
+    assert share_figure([1.0] * 8) == {"value": 1.0, "low": low, "high": high}
+    assert share_figure([0.0] * 8)["high"] == pytest.approx(1 - low)
+    assert share_figure([0.5] * 8)["low"] == pytest.approx(wilson_interval(4, 8)[0])
+    with pytest.raises(ValueError, match=r"to 1\.5"):
+        share_figure([0, 1.5])
 
 
 def test_tokens_over_calls_agree_with_the_benchmark():

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ClapConfig, ClapFeatureExtractor, ClapModel, PreTrainedTokenizerFast
 
-from visual_spec.eval.quality import audio
+from visual_spec.eval.quality import audio, discrepancy
 from visual_spec.eval.quality import metrics as quality
 from visual_spec.eval.quality.audio import (
     ClapScorer,
@@ -55,7 +55,7 @@ def test_the_kernel_distance_by_hand():
 
 @pytest.mark.parametrize("rows", [1024, 7])
 def test_the_kernel_distance_against_loops(rows, monkeypatch):
-    monkeypatch.setattr(audio, "_ROWS", rows)
+    monkeypatch.setattr(discrepancy, "_ROWS", rows)
     reference, drawn = sample(20, 4, seed=1), 1.3 * sample(17, 4, seed=2) + 1.0
     drawn[3] = reference[5]
     gaps = sorted(math.dist(a, b) for i, a in enumerate(reference.tolist()) for b in reference.tolist()[:i])

@@ -110,16 +110,29 @@ def test_the_interval_of_the_kernel_distance_leaves_one_prompt_out_at_a_time():
     width = torch.pdist(reference.double()).median().item()
     found = kernel_figure(reference, drawn)
     assert found["value"] == pytest.approx(kernel_audio_distance(reference, drawn), abs=1e-9)
-    left = []
-    for out in range(9):
-        others = [place for place in range(9) if place != out]
-        left.append(kernel_audio_distance(reference[others], drawn[others], bandwidth=width))
+
+    def others(count, out):
+        return [place for place in range(count) if place != out]
+
+    left = [
+        kernel_audio_distance(reference[others(9, out)], drawn[others(9, out)], bandwidth=width)
+        for out in range(9)
+    ]
     error = math.sqrt(8 / 9 * sum((one - np.mean(left)) ** 2 for one in left))
     assert found["high"] - found["value"] == pytest.approx(Z_95 * error)
     assert found["value"] - found["low"] == pytest.approx(Z_95 * error)
-    with pytest.raises(ValueError, match="9 and 8 clips given; pass paired sets of one size"):
-        kernel_figure(reference, drawn[:8])
-    with pytest.raises(ValueError, match="at least 3 clips"):
+    # Sets of different size: the variance is the sum of what the samples of either set do.
+    apart = kernel_figure(reference, drawn[:8])
+    wide = [
+        [kernel_audio_distance(reference[others(9, out)], drawn[:8], bandwidth=width) for out in range(9)]
+    ]
+    wide += [[kernel_audio_distance(reference, drawn[others(8, out)], bandwidth=width) for out in range(8)]]
+    variance = sum((len(one) - 1) * np.var(one) for one in wide)
+    assert apart["value"] == pytest.approx(kernel_audio_distance(reference, drawn[:8]), abs=1e-9)
+    assert apart["high"] - apart["value"] == pytest.approx(Z_95 * math.sqrt(variance))
+    with pytest.raises(ValueError, match="9 and 8 clips given; pass at least 3 of each, and pairs"):
+        kernel_figure(reference, drawn[:8], paired=True)
+    with pytest.raises(ValueError, match="2 and 2 clips"):
         kernel_figure(reference[:2], drawn[:2])
 
 

@@ -221,7 +221,7 @@ def test_kernel_distance_and_inception_score_are_what_their_papers_define():
         within = sum(k.sum() - k.trace() for k in (kernel(one, one), kernel(other, other))) / (40 * 39)
         values.append(float(within - 2 * kernel(one, other).mean()))
     assert found["value"] == pytest.approx(np.mean(values), rel=1e-4)
-    assert found["high"] - found["value"] == pytest.approx(1.96 * np.std(values), rel=1e-3)
+    assert found["subset_spread"] == pytest.approx(np.std(values), rel=1e-3)
     sure = torch.full((40, 4), -50.0)
     sure[torch.arange(40), torch.arange(40) % 4] = (
         50.0  # four classes, each as often as the others, and no doubt
@@ -231,6 +231,56 @@ def test_kernel_distance_and_inception_score_are_what_their_papers_define():
     assert published.inception_score(torch.zeros(100, 4))["value"] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="9 samples given"):
         published.inception_score(sure[:9])
+
+
+def discrepancy(one, other):
+    """KID's estimate by its formula."""
+
+    def kernel(a, b):
+        return (a.double() @ b.double().T / WIDTH + 1) ** 3
+
+    within = sum(
+        (k.sum() - k.trace()) / (len(k) * (len(k) - 1)) for k in (kernel(one, one), kernel(other, other))
+    )
+    return float(within - 2 * kernel(one, other).mean())
+
+
+def test_the_interval_of_a_kernel_distance_leaves_every_sample_out():
+    pytest.importorskip("torch_fidelity")
+    drawn, true = normal(20, 30).float(), normal(25, 31, mean=0.5).float()
+    ones = [discrepancy(drawn[torch.arange(20) != place], true) for place in range(20)]
+    others = [discrepancy(drawn, true[torch.arange(25) != place]) for place in range(25)]
+    variance = 19 * np.var(ones) + 24 * np.var(others)
+    found = published.kernel_inception_distance(drawn, true)
+    reach = 1.96 * math.hypot(variance**0.5, found["subset_spread"] / 10)
+    assert found["high"] - found["value"] == pytest.approx(reach, rel=1e-3)
+    same = published.kernel_inception_distance(drawn, true[:20])
+    assert same["value"] == pytest.approx(discrepancy(drawn, true[:20]), rel=1e-3)
+    assert same["subset_spread"] < 1e-4 < 0.1 < same["high"] - same["low"]
+
+
+@pytest.mark.slow
+def test_intervals_of_kernel_distances_hold_what_they_say():
+    pytest.importorskip("torch_fidelity")
+    figures = [
+        published.kernel_inception_distance(
+            normal(150, 2 * seed).float(), normal(150, 2 * seed + 1, mean=0.3).float()
+        )
+        for seed in range(300, 400)
+    ]
+    mean = np.mean([figure["value"] for figure in figures])
+    assert 88 <= sum(figure["low"] <= mean <= figure["high"] for figure in figures) <= 100
+
+
+@pytest.mark.slow
+def test_intervals_of_the_inception_score_hold_what_they_say():
+    pytest.importorskip("torch_fidelity")
+    figures = [
+        published.inception_score(2 * torch.randn(400, 8, generator=torch.Generator().manual_seed(seed)))
+        for seed in range(300)
+    ]
+    mean = np.mean([figure["value"] for figure in figures])
+    assert 0.92 <= np.mean([figure["low"] <= mean <= figure["high"] for figure in figures]) <= 0.985
 
 
 def test_precision_and_recall_are_torch_fidelitys():

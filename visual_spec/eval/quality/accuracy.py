@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from visual_spec.eval.intervals import mean_figure, rate
+from visual_spec.eval.intervals import rate, share_figure
 from visual_spec.eval.tables import markdown
 
 
@@ -25,7 +25,7 @@ def summarise(hits: Sequence[dict[str, bool]]) -> dict[str, Any]:
     names = dict.fromkeys(name for found in hits for name in found)
     return {
         "all_correct": rate([all(found.values()) for found in hits]),
-        "mean_attribute": mean_figure([sum(found.values()) / len(found) for found in hits]),
+        "mean_attribute": share_figure([sum(found.values()) / len(found) for found in hits]),
         "attributes": {name: rate([f[name] for f in hits if name in f]) for name in names},
     }
 

@@ -1,8 +1,8 @@
 """How far apart two sets of clips are by given embeddings, how close a clip is to its original, and to a text.
 
-The Frechet audio distance (Kilgour et al. 2019) is `frechet_distance` of embeddings of clips; its interval is
-`visual_spec.eval.quality.metrics.frechet_figure`. Distances under different embeddings, or of sets of different
-size, do not compare (Gui et al. 2024): say the extractor, the sizes and the reference with every figure.
+The Frechet audio distance (Kilgour et al. 2019) is `frechet_distance` of VGGish embeddings. Distances under different
+embeddings, or of sets of different size, do not compare (Gui et al. 2024): say the extractor, the sizes and the
+reference with every figure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.waves import si_sdr, spectral_distance
-from visual_spec.eval.intervals import Z_95, Figure
+from visual_spec.eval.intervals import Figure
+from visual_spec.eval.quality.discrepancy import Sums, gaussian_kernel
 from visual_spec.eval.quality.metrics import check_features, frechet_distance
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "spectral_distance",
 ]
 
-_ROWS = 1024  # rows of a kernel matrix held at once
 _MEDIAN_ROWS = 4096  # embeddings whose pairs give the bandwidth: 8.4 million distances
 _KAD_SCALE = 100.0  # as the distance is published
 _CLAP_RATE = 48_000
@@ -49,52 +49,37 @@ def kernel_audio_distance(reference: Tensor, drawn: Tensor, *, bandwidth: float 
     Raises:
         ValueError: as `frechet_distance`, or a bandwidth that is not above 0, given or found.
     """
-    check_features(reference, drawn)
-    reference, drawn = reference.double(), drawn.double()
-    bandwidth = _bandwidth(reference, bandwidth)
-    # A point is exactly like itself, so the sum over i != j is the whole sum less the N ones of the diagonal.
-    within = [
-        (_kernel_sums(points, points, bandwidth)[0].sum().item() - len(points))
-        / (len(points) * (len(points) - 1))
-        for points in (reference, drawn)
-    ]
-    across = _kernel_sums(reference, drawn, bandwidth)[0].sum().item() / (len(reference) * len(drawn))
-    return _KAD_SCALE * (sum(within) - 2 * across)
+    return _sums(reference, drawn, bandwidth, paired=False).value() * _KAD_SCALE
 
 
-def kernel_figure(reference: Tensor, drawn: Tensor, *, bandwidth: float | None = None) -> Figure:
-    """`kernel_audio_distance` of paired sets and its interval, value +- 1.96 jackknife standard errors.
+def kernel_figure(
+    reference: Tensor, drawn: Tensor, *, bandwidth: float | None = None, paired: bool | None = None
+) -> Figure:
+    """`kernel_audio_distance` and its interval, value +- 1.96 jackknife standard errors; the bandwidth stays.
 
-    Clip i of both sets has the same prompt, and both are left out together (Efron and Stein 1981); the bandwidth stays.
     Not a bootstrap: a clip drawn twice is exactly like itself, which the unbiased estimate would count as likeness.
 
     Args:
-        reference, drawn, bandwidth: as of `kernel_audio_distance`; sets of one size.
+        reference, drawn, bandwidth: as of `kernel_audio_distance`.
+        paired: clip i of both sets has the same prompt, and both are left out together; default: sets of one size.
 
     Raises:
-        ValueError: as `kernel_audio_distance`, sets of different size, or fewer than 3 clips.
+        ValueError: as `kernel_audio_distance`, paired sets of different size, or fewer than 3 clips in a set.
     """
     check_features(reference, drawn)
-    count = len(reference)
-    if count != len(drawn) or count < 3:
+    paired = len(reference) == len(drawn) if paired is None else paired
+    if min(len(reference), len(drawn)) < 3 or (paired and len(reference) != len(drawn)):
         raise ValueError(
-            f"{count} and {len(drawn)} clips given; pass paired sets of one size, at least 3 clips"
+            f"{len(reference)} and {len(drawn)} clips given; pass at least 3 of each, and pairs of one number"
         )
+    return _sums(reference, drawn, bandwidth, paired=paired).figure(_KAD_SCALE)
+
+
+def _sums(reference: Tensor, drawn: Tensor, bandwidth: float | None, *, paired: bool) -> Sums:
+    check_features(reference, drawn)
     reference, drawn = reference.double(), drawn.double()
-    bandwidth = _bandwidth(reference, bandwidth)
-    first, second = (_kernel_sums(points, points, bandwidth)[0] - 1 for points in (reference, drawn))
-    rows, columns = _kernel_sums(reference, drawn, bandwidth)
-    own = torch.exp(-0.5 * ((reference - drawn).norm(dim=1) / bandwidth) ** 2)
-
-    def distance(within: Tensor, across: Tensor, size: int) -> Tensor:
-        return _KAD_SCALE * (within / (size * (size - 1)) - 2 * across / size**2)
-
-    within, across = (first + second).sum(), rows.sum()
-    value = distance(within, across, count).item()
-    # Without clip i its row and its column are gone, the pair of both from either.
-    left = distance(within - 2 * (first + second), across - rows - columns + own, count - 1)
-    error = math.sqrt((count - 1) / count * (left - left.mean()).square().sum().item())
-    return {"value": value, "low": value - Z_95 * error, "high": value + Z_95 * error}
+    kernel = gaussian_kernel(_bandwidth(reference, bandwidth))
+    return Sums.of(reference, drawn, kernel, paired=paired)
 
 
 def _bandwidth(reference: Tensor, bandwidth: float | None) -> float:
@@ -107,18 +92,6 @@ def _bandwidth(reference: Tensor, bandwidth: float | None) -> float:
             f"bandwidth {bandwidth}; a finite one above 0 is needed: pass one, or a reference whose embeddings differ"
         )
     return bandwidth
-
-
-def _kernel_sums(first: Tensor, second: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
-    """Sums of the kernel matrix [N, M] along its rows [N], and along its columns [M]."""
-    rows, columns = [], first.new_zeros(len(second))
-    for part in first.split(_ROWS):
-        # Without the matrix product, which does not give 0 for two equal rows.
-        distances = torch.cdist(part, second, compute_mode="donot_use_mm_for_euclid_dist")
-        kernel = torch.exp(-0.5 * (distances / bandwidth) ** 2)
-        rows.append(kernel.sum(1))
-        columns += kernel.sum(0)
-    return torch.cat(rows), columns
 
 
 class ClapScorer:

@@ -87,7 +87,7 @@ METRICS: dict[str, Metric] = {
         "kernel Inception distance",
         "inception",
         "kernel_inception",
-        "spread of the subsets",
+        "delete-one jackknife, and the choice of subsets",
     ),
     "is": Metric(
         "image",
@@ -95,7 +95,7 @@ METRICS: dict[str, Metric] = {
         "Inception score",
         "inception",
         "inception_score",
-        "standard error over the splits",
+        "standard error over the splits, by Student's law",
         reference=False,
     ),
     "prc": Metric(

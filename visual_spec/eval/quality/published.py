@@ -22,9 +22,15 @@ import torch
 from torch import Tensor
 
 from visual_spec.eval.intervals import Z_95, Figure
+from visual_spec.eval.quality.discrepancy import Sums, cubic_kernel
 from visual_spec.eval.quality.metrics import check_features
 
 GROUPS = 20  # of the jackknife
+_SUBSETS = 100  # of KID, as torch-fidelity takes them
+_SPLITS, _T_95 = (
+    10,
+    2.2621571628,
+)  # of the Inception score, and the 97.5 % point of Student's law of 9 degrees
 
 
 @dataclass(frozen=True)
@@ -206,41 +212,57 @@ def _jackknife(value: float, left_out: list[float]) -> Figure:
     return {"value": value, "low": value - Z_95 * error, "high": value + Z_95 * error}
 
 
-def kernel_inception_distance(drawn: Tensor, reference: Tensor, *, subset_size: int = 1000) -> Figure:
+def kernel_inception_distance(
+    drawn: Tensor, reference: Tensor, *, subset_size: int = 1000, device: str = "cpu"
+) -> Figure:
     """KID (Binkowski et al. 2018): the mean over 100 random subsets of the unbiased estimate, by torch-fidelity.
 
-    The interval is +- 1.96 standard deviations over the subsets, which papers quote: the spread of one subset's figure,
-    wider than the uncertainty of the mean.
+    The interval is +- 1.96 standard errors over other samples of both sets: a delete-one jackknife of the estimate by
+    all samples, and what the choice of 100 subsets adds. Papers quote `subset_spread`, the standard deviation over the
+    subsets, which is the spread of one subset's figure, and 0 where a subset is the whole set.
 
     Args:
         subset_size: at most the size of the smaller set, which it is cut to.
+        device: where the kernel matrices are computed.
 
     Raises:
-        ValueError: as `check_features`.
+        ValueError: as `check_features`, or fewer than 3 samples in a set.
         ImportError: torch-fidelity is missing (extra `eval`).
     """
     check_features(drawn, reference)
     size = min(subset_size, len(drawn), len(reference))
+    if size < 3:
+        raise ValueError(f"{len(drawn)} and {len(reference)} samples given; KID needs at least 3 of each")
     function = _fidelity("metric_kid").kid_features_to_metric
     found = function(drawn.float(), reference.float(), kid_subset_size=size, verbose=False)
     mean, spread = (found[f"kernel_inception_distance_{name}"] for name in ("mean", "std"))
-    return {"value": mean, "low": mean - Z_95 * spread, "high": mean + Z_95 * spread, "subset_size": size}
+    sets = [features.float().to(device) for features in (drawn, reference)]
+    error = Sums.of(sets[0], sets[1], cubic_kernel, paired=False).error()
+    reach = Z_95 * math.hypot(error, spread / math.sqrt(_SUBSETS))
+    return {
+        "value": mean,
+        "low": mean - reach,
+        "high": mean + reach,
+        "subset_size": size,
+        "subset_spread": spread,
+    }
 
 
 def inception_score(logits: Tensor) -> Figure:
     """Inception score (Salimans et al. 2016) of logits [N, C] without bias, over ten splits, by torch-fidelity.
 
-    The interval is the mean +- 1.96 standard errors over the splits.
+    The interval is the mean +- 2.26 standard errors over the splits, by Student's law. It is about the mean score of
+    splits of this size.
 
     Raises:
         ValueError: fewer than ten samples.
         ImportError: torch-fidelity is missing (extra `eval`).
     """
-    if len(logits) < 10:
+    if len(logits) < _SPLITS:
         raise ValueError(f"{len(logits)} samples given; the Inception score splits them into ten parts")
     found = _fidelity("metric_isc").isc_features_to_metric(logits)
     mean, spread = (found[f"inception_score_{name}"] for name in ("mean", "std"))
-    reach = Z_95 * spread / math.sqrt(10 - 1)
+    reach = _T_95 * spread / math.sqrt(_SPLITS - 1)  # the spread is over N, not N - 1
     return {"value": mean, "low": mean - reach, "high": mean + reach}
 
 

@@ -101,7 +101,9 @@ def kernel_inception(sets: Sets) -> Figures:
 
 
 def kernel_audio(sets: Sets) -> Figures:
-    return {sets.figure: kernel_figure(sets.truth(), sets.features())}
+    assert sets.reference is not None
+    paired = sets.drawn.prompts is not None and sets.drawn.prompts == sets.reference.prompts
+    return {sets.figure: kernel_figure(sets.truth(), sets.features(), paired=paired)}
 
 
 def scores(sets: Sets) -> Tensor:
