@@ -336,6 +336,27 @@ def test_a_metric_is_one_entry_of_the_table():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_every_metric_of_inception_features_has_its_figures(tmp_path, monkeypatch):
+    pytest.importorskip("torch_fidelity")
+    drawn, true = make_pictures(tmp_path / "drawn", 12, 0), make_pictures(tmp_path / "true", 14, 1)
+
+    def means(setup):
+        def extract(samples, first, end):
+            rows = torch.from_numpy(samples.pictures(first, end)).float().mean((1, 2)) / 255
+            return {"features": rows, "logits": rows}
+
+        return extract, [], ""
+
+    monkeypatch.setattr(extractors, "inception_features", means)
+    asked = ("fid", "kid", "is", "prc")
+    work = Scoring(SampleFiles.open(drawn), SampleFiles.open(true), None, asked, tmp_path / "s")
+    figures = score(work)["figures"]
+    assert list(figures) == ["fid", "kid", "inception_score", "precision", "recall"]
+    for figure in figures.values():
+        assert figure["low"] <= figure["value"] <= figure["high"] and figure["low"] < figure["high"]
+        assert figure["interval"] and figure["samples"] == 12
+
+
 def test_the_distance_of_few_pictures_says_what_it_is(tmp_path, small_network, capsys):
     drawn, true = make_pictures(tmp_path / "drawn", 8, 0), make_pictures(tmp_path / "true", 9, 1)
     assert main(["score", str(drawn), "--reference", str(true)]) == 0

@@ -97,7 +97,8 @@ def inception_score(sets: Sets) -> Figures:
 
 
 def kernel_inception(sets: Sets) -> Figures:
-    return {sets.figure: published.kernelfrechet_inception(sets.features(), sets.truth())}
+    found = published.kernel_inception_distance(sets.features(), sets.truth(), device=sets.device)
+    return {sets.figure: found}
 
 
 def kernel_audio(sets: Sets) -> Figures:
