@@ -16,12 +16,12 @@ from typing import Any
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from visual_spec.files.names import shortened
 from visual_spec.models.core.saved import (
     SavedModel,
     check_folder,
     check_transformers_folder,
     read_settings,
-    shortened,
 )
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved

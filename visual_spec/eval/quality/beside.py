@@ -6,11 +6,11 @@ decoding with the same law; where the two sets differ in more than the sampler, 
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from visual_spec.eval.intervals import mean_figure, rate
 from visual_spec.eval.quality.feature_sets import SampleFiles
+from visual_spec.eval.quality.set_files import read_run
 from visual_spec.samplers.registry import SAMPLERS
 
 # By what `DecodeTrace.promise` says.
@@ -35,8 +35,11 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
         sampler, against plain decoding with the same law, "not known" where the other set is none; kept: whether a
         promise of the same tokens holds, None where none is made or the batches differ; divergence and moved_mass: of
         a lossy sampler, the measured distance of a tested token and the sum over a sample, else None.
+
+    Raises:
+        ValueError, OSError: as `read_run`; a promise that nobody makes.
     """
-    runs = [_run(one) for one in (drawn, other)]
+    runs = [read_run(one.path) for one in (drawn, other)]
     names = sorted({*runs[0], *runs[1]} - _SAMPLER)
     differing = [name for name in names if runs[0].get(name) != runs[1].get(name)]
     pairs = zip(drawn.lines, other.lines, strict=True)
@@ -45,6 +48,10 @@ def compared(drawn: SampleFiles, other: SampleFiles) -> dict[str, Any]:
     plain = {entry.class_name for entry in SAMPLERS if entry.plain}
     comparable = set(differing) <= {"batch_size"} and runs[1].get("sampler", {}).get("class") in plain
     promise = promises.pop() if comparable and len(promises) == 1 else UNKNOWN
+    if promise not in STATEMENTS:
+        raise ValueError(
+            f"{drawn.path} promises {promise!r}; known are {', '.join(STATEMENTS)}; run sample again"
+        )
     return {
         "beside": str(other.path),
         "same_samples": same,
@@ -71,10 +78,6 @@ def summary(found: dict[str, Any]) -> str:
         moved, sample = found["divergence"], found["moved_mass"]
         text += f" Divergence: {moved['value']:.4f} of a tested token, {sample['value']:.3f} summed over a sample."
     return text
-
-
-def _run(samples: SampleFiles) -> dict[str, Any]:
-    return json.loads((samples.path / "run.json").read_text())
 
 
 def _measured(samples: SampleFiles, name: str) -> dict[str, float] | None:

@@ -25,6 +25,7 @@ from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.words import WORDS
+from visual_spec.files.records import COUNT, LIST, read_object
 from visual_spec.models.core.fingerprint import fingerprint
 
 Report = Callable[[str], Any]
@@ -253,9 +254,9 @@ def _read_timings(path: Path, texts: list[str], rounds: int) -> dict[str, Any] |
     if not path.exists():
         return None
     try:
-        there = json.loads(path.read_text())
+        there = read_object(path, {"settings": LIST, "pictures": COUNT})
         same = (there["settings"], there["pictures"]) == (texts, rounds)
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         warnings.warn(f"{path} is damaged ({error}); times are measured again", stacklevel=2)
         return None
     return there if same else None

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from visual_spec.eval.files import write_atomically
 from visual_spec.eval.quality.media_files import MEDIA, read_clip, read_picture, read_video, resized
 from visual_spec.eval.quality.published import Gaussian
+from visual_spec.eval.quality.set_files import MANIFEST, read_manifest
+from visual_spec.files.names import inside
 from visual_spec.models.core.fingerprint import fingerprint
 
 CHUNK = 1000  # samples whose features are one file
@@ -50,21 +52,16 @@ class SampleFiles:
 
         Raises:
             FileNotFoundError: no such folder or file.
-            ValueError: no samples in it, of two kinds, or a damaged manifest.
+            ValueError: no samples in it, of two kinds, or outside of it; a damaged manifest.
         """
         path = Path(path)
         if path.suffix == ".npz" and path.is_file():
             return cls(path)
         if not path.is_dir():
             raise FileNotFoundError(f"no folder of samples and no .npz file at {path}")
-        if (path / "manifest.jsonl").is_file():
-            try:
-                lines = tuple(json.loads(line) for line in (path / "manifest.jsonl").read_text().splitlines())
-                return cls(path, tuple(line["file"] for line in lines), lines)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path / 'manifest.jsonl'} is damaged ({error}); run sample again"
-                ) from error
+        if (path / MANIFEST).exists() or (path / MANIFEST).is_symlink():
+            lines = read_manifest(path)
+            return cls(path, tuple(line["file"] for line in lines), tuple(lines))
         if (path / "run.json").is_file():
             raise ValueError(f"{path} is not complete: it has no manifest.jsonl yet; run sample to its end")
         endings = tuple(ending for kind in MEDIA.values() for ending in kind)
@@ -73,7 +70,10 @@ class SampleFiles:
         if len(kinds) != 1:
             what = f"files of {' and '.join(kinds)}" if kinds else f"no {', '.join(endings)} files"
             raise ValueError(f"{path} holds {what}; pass a folder of pictures, of clips, or of videos")
-        return cls(path, tuple(map(str, found)))
+        names = [file.as_posix() for file in found]
+        for name in names:
+            inside(path, name, path)
+        return cls(path, tuple(names))
 
     @property
     def medium(self) -> str:
@@ -85,7 +85,7 @@ class SampleFiles:
     @property
     def prompts(self) -> list[str] | None:
         """What each sample was asked for, as the manifest says."""
-        return [str(line["prompt"]) for line in self.lines] if self.lines else None
+        return [line["prompt"] for line in self.lines] if self.lines else None
 
     @cached_property
     def _moments(self) -> Gaussian | None:

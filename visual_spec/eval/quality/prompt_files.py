@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from visual_spec.files.names import read_text
+from visual_spec.files.records import parse
 
 FLAT, GENEVAL, DPG = "flat", "geneval", "dpg"
 CLASSES = ("classes", "imagenet")
@@ -126,19 +130,16 @@ def _checked(found: Prompts, path: Path) -> Prompts:
 
 
 def _lines(path: Path) -> Prompts:
-    lines = (line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
+    lines = (line.strip() for line in read_text(path).splitlines())
     return Prompts(tuple(line for line in lines if line))
 
 
 def _json_lines(path: Path) -> Prompts:
     texts, records, tagged = [], [], True
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is no JSON ({error}).") from error
+        record = parse(line, f"{path}, line {number}")
         texts.append(_prompt_of(record, f"{path}, line {number}"))
         records.append(json.dumps(record))
         tagged = tagged and "tag" in record
@@ -156,11 +157,11 @@ def _prompt_of(record: Any, where: str) -> str:
 
 
 def _table(path: Path) -> Prompts:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            rows = list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
-        except csv.Error as error:
-            raise ValueError(f"{path} is no table ({error}).") from error
+    lines = io.StringIO(read_text(path), newline="")
+    try:
+        rows = list(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{path} is no table ({error}).") from error
     columns = {(name or "").strip().lower(): name for name in (rows[0] if rows else {})}
     column = next((columns[name] for name in _COLUMNS if name in columns), None)
     if column is None:
@@ -172,7 +173,7 @@ def _table(path: Path) -> Prompts:
 
 def _coco(path: Path) -> Prompts:
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = parse(read_text(path), str(path))
         notes = content["annotations"]
         rows = sorted((note["image_id"], note["id"], note["caption"]) for note in notes)
     except (ValueError, KeyError, TypeError) as error:
@@ -188,5 +189,5 @@ def _coco(path: Path) -> Prompts:
 
 def _dpg(path: Path) -> Prompts:
     files = sorted(path.glob("*.txt"))
-    texts = [" ".join(file.read_text(encoding="utf-8-sig").split()) for file in files]
+    texts = [" ".join(read_text(file).split()) for file in files]
     return _checked(Prompts(tuple(texts), DPG, names=tuple(file.stem for file in files)), path)

@@ -19,6 +19,7 @@ import io
 import json
 import os
 import platform
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -33,16 +34,19 @@ from PIL import Image
 from visual_spec.eval import draws
 from visual_spec.eval.files import ready_folder, write_atomically
 from visual_spec.eval.media import show
+from visual_spec.eval.quality.media_files import read_picture
 from visual_spec.eval.quality.prompt_files import DPG, FLAT, GENEVAL, Prompts
 from visual_spec.eval.quality.samples import settle, stored_name
+from visual_spec.eval.quality.set_files import MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
+from visual_spec.files.names import inside, read_regular, refuse_link
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
 
 Report = Callable[[str], Any]
 _ENDINGS = {"image": "png", "audio": "wav", "video": "npy"}  # all exact, but for the 16 bits of sound
-MANIFEST, SECONDS, RUN, BATCHES = "manifest.jsonl", "seconds.jsonl", "run.json", "batches"
+BATCHES = "batches"
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ class SampleSet:
             )
         check_samplers(self.pipe, [self.setting])
         ready_folder(self.folder)
+        for name in (RUN, TIMES, MANIFEST, BATCHES):
+            self._place(name)
         self.folder.mkdir(parents=True, exist_ok=True)
         settle(self.folder / RUN, self.facts())
 
@@ -115,7 +121,7 @@ class SampleSet:
         lines = []
         for index in (index for index in indices if index < self.num):
             content, name = self._content(shown[index - first]), self.file_of(index)
-            write_atomically(self.folder / name, content, overwrite=True)
+            write_atomically(self._place(name), content, overwrite=True)
             lines.append(
                 {
                     "index": index,
@@ -134,23 +140,27 @@ class SampleSet:
         seconds = json.dumps(
             {"first": first, "samples": self.batch_size, "seconds": float(arrays["seconds"])}
         )
-        write_atomically(self._batch(first, "seconds"), seconds + "\n", overwrite=True)
+        write_atomically(self._place(self._batch(first, "seconds")), seconds + "\n", overwrite=True)
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_atomically(self._batch(first, "jsonl"), text, overwrite=True)
+        write_atomically(self._place(self._batch(first, "jsonl")), text, overwrite=True)
 
     def done(self, first: int) -> list[dict[str, Any]] | None:
         """The lines of a batch, if all its files are there and whole; else None."""
         try:
-            lines = [json.loads(line) for line in self._batch(first, "jsonl").read_text().splitlines()]
+            lines = read_manifest(self.folder, self._batch(first, "jsonl"), whole=True)
             whole = len(lines) >= min(self.batch_size, self.num - first) and all(map(self._whole, lines))
-            json.loads(self._batch(first, "seconds").read_text())
-        except (OSError, ValueError, KeyError, TypeError):
+            read_times(self.folder, self._batch(first, "seconds"))
+        except (OSError, ValueError):
             return None
         return lines if whole else None
 
     def _whole(self, line: dict[str, Any]) -> bool:
-        content = (self.folder / line["file"]).read_bytes()
+        content = read_regular(self.folder / line["file"])
         return len(content) == line["bytes"] and zlib.crc32(content) == line["crc32"]
+
+    def _place(self, name: str) -> Path:
+        """Where a file of the set is written: in its folder, through no link."""
+        return inside(self.folder, name, self.folder)
 
     def file_of(self, index: int) -> str:
         """The file of a sample, below the folder."""
@@ -168,8 +178,8 @@ class SampleSet:
             return buffer.getvalue()
         return audio_bytes(sample, self.pipe.sampling_rate)
 
-    def _batch(self, first: int, kind: str) -> Path:
-        return self.folder / BATCHES / f"{first:06d}.{kind}"
+    def _batch(self, first: int, kind: str) -> str:
+        return f"{BATCHES}/{first:06d}.{kind}"
 
     # -- all of them --------------------------------------------------------------------------------------------------
 
@@ -184,9 +194,11 @@ class SampleSet:
         found = found[: self.num]
         if self.prompts.layout != FLAT:
             self._write_layout()
-        times = [json.loads(self._batch(first, "seconds").read_text()) for first in self.batches]
+        times = [
+            time for first in self.batches for time in read_times(self.folder, self._batch(first, "seconds"))
+        ]
         write_atomically(
-            self.folder / SECONDS, "".join(json.dumps(time) + "\n" for time in times), overwrite=True
+            self.folder / TIMES, "".join(json.dumps(time) + "\n" for time in times), overwrite=True
         )
         text = "".join(json.dumps(line) + "\n" for line in found)
         write_atomically(self.folder / MANIFEST, text, overwrite=True)
@@ -204,12 +216,12 @@ class SampleSet:
             prompt = self.prompts.of(turn * self.prompts.per_prompt)
             if self.prompts.layout == GENEVAL:
                 record = self.prompts.records[prompt] + "\n"
-                write_atomically(self.folder / f"{turn:05d}" / "metadata.jsonl", record, overwrite=True)
+                write_atomically(self._place(f"{turn:05d}/metadata.jsonl"), record, overwrite=True)
             elif turn < len(self.prompts.texts):
                 four = [self.folder / self.file_of(turn * 4 + place) for place in range(4)]
-                grid = png_bytes(_grid([Image.open(path) for path in four]))
+                grid = png_bytes(_grid([Image.fromarray(read_picture(path)) for path in four]))
                 name = self.prompts.names[prompt]
-                write_atomically(self.folder / "grids" / f"{name}.png", grid, overwrite=True)
+                write_atomically(self._place(f"grids/{name}.png"), grid, overwrite=True)
         assert self.prompts.layout in (GENEVAL, DPG)
 
 
@@ -248,8 +260,18 @@ def held(path: Path) -> Iterator[None]:
 
     Raises:
         OSError: another process holds it; says which.
+        ValueError: there is a link, a pipe or a file with other names in its place.
     """
-    with path.open("a+") as file:
+    descriptor = os.open(
+        refuse_link(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+    )
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
+        os.close(descriptor)
+        raise ValueError(
+            f"{path} is no file of its own, but a pipe, a device or another name of a file; remove it"
+        )
+    with os.fdopen(descriptor, "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -258,6 +280,7 @@ def held(path: Path) -> Iterator[None]:
                 f"{path.parent} is at work already, by {file.read().strip() or 'another process'}; wait for it, choose "
                 "another folder, or share the work with --rank and --shards"
             ) from error
+        file.seek(0)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()

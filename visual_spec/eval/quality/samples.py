@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from visual_spec.eval.files import ready_folder, write_atomically
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.features import features_of
+from visual_spec.files.records import read_object
 from visual_spec.models.core.fingerprint import fingerprint
 
 _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
@@ -259,7 +260,7 @@ def settle(path: Path, settings: dict[str, Any]) -> None:
         write_atomically(path, text, overwrite=True)
         return
     try:
-        there = json.loads(path.read_text())
+        there = read_object(path)
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged ({error}), so nothing tells what the samples beside it are; pass another folder"

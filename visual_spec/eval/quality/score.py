@@ -6,7 +6,6 @@ The metrics stand in `visual_spec.eval.quality.metric_table.METRICS`, what they 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import FeatureFolder, SampleFiles
 from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS, Metric, names_of
 from visual_spec.eval.quality.statistics import Report, Sets
+from visual_spec.eval.quality.set_files import RUN, read_run
 
 _SAMPLES = {"image": "pictures", "audio": "clips", "video": "videos"}
 
@@ -193,11 +193,11 @@ def score(
         )
     if lacking:
         return None
-    run = work.drawn.path / "run.json"
+    run = work.drawn.path / RUN
     return {
         "kind": "scores",
         "folder": str(work.drawn.path),
-        "run": json.loads(run.read_text()) if run.is_file() else None,
+        "run": read_run(work.drawn.path) if run.is_file() else None,
         "samples": len(work.drawn),
         "reference": None if work.reference is None else str(work.reference.path),
         "resize": "none"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,9 @@ from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.media_files import read_video
 from visual_spec.eval.quality.metric_table import DISTANCES
 from visual_spec.eval.quality.score import key
+from visual_spec.eval.quality.set_files import read_manifest, read_run, read_scores, read_times
 from visual_spec.eval.report.chart import points_svg
+from visual_spec.files.names import read_regular
 from visual_spec.pipelines.video_files import video_bytes
 
 _KINDS = {".png": "image/png", ".gif": "image/gif", ".npy": "image/gif", ".wav": "audio/wav"}
@@ -43,25 +45,22 @@ class ScoredSet:
         """Read a folder.
 
         Raises:
-            ValueError, FileNotFoundError: no complete set of `visual-spec sample`, or damaged scores.
+            ValueError, OSError: no complete set of `visual-spec sample`, or damaged scores.
         """
-        samples = SampleFiles.open(path)
-        if not samples.lines:
+        if not SampleFiles.open(path).lines:
             raise ValueError(f"{path} has no manifest.jsonl; pass folders that visual-spec sample wrote")
-        scores = path / "scores" / "scores.json"
-        try:
-            run = json.loads((path / "run.json").read_text())
-            found = json.loads(scores.read_text()) if scores.is_file() else None
-            times = [json.loads(line) for line in (path / "seconds.jsonl").read_text().splitlines()]
-            seconds = sum(time["seconds"] for time in times) / sum(time["samples"] for time in times)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); run sample and score again") from error
-        return cls(path.name, samples, run, found, seconds)
+        lines = read_manifest(path, whole=True)
+        samples, times = (
+            SampleFiles(path, tuple(line["file"] for line in lines), tuple(lines)),
+            read_times(path),
+        )
+        seconds = sum(time["seconds"] for time in times) / sum(time["samples"] for time in times)
+        return cls(path.name, samples, read_run(path), read_scores(path), seconds)
 
     @property
     def sampler(self) -> str:
         """The sampler as it was asked for."""
-        return str(self.samples.lines[0]["sampler"])
+        return self.samples.lines[0]["sampler"]
 
     @property
     def calls(self) -> float:
@@ -114,7 +113,11 @@ def write_sets_page(
 
 
 def _common_distance(sets: Sequence[ScoredSet]) -> str | None:
-    known = [name for name in DISTANCES if all(one.figure(name) for one in sets)]
+    known = [
+        name
+        for name in DISTANCES
+        if all((found := one.figure(name)) and math.isfinite(found["value"]) for one in sets)
+    ]
     return known[0] if known and len(sets) > 1 else None
 
 
@@ -135,7 +138,7 @@ def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
     for one, line in zip(sets, lines, strict=True):
         path = one.samples.path / line["file"]
         npy = path.suffix == ".npy"
-        content = video_bytes(read_video(path), _FRAME_RATE, "gif") if npy else path.read_bytes()
+        content = video_bytes(read_video(path), _FRAME_RATE, "gif") if npy else read_regular(path)
         kind = _KINDS[path.suffix]
         cells.append(
             {

@@ -64,7 +64,8 @@ def points_svg(points: Sequence[Point], across: str, up: str) -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """About five round numbers around low and high."""
-    span = (high - low) or abs(high) or 1.0
+    size = max(abs(low), abs(high))
+    span = high - low if high - low > 1e-9 * size else size or 1.0
     rough = span / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)

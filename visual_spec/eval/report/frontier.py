@@ -20,6 +20,7 @@ from typing import Any
 
 from visual_spec.eval.files import ready_folder, refuse_existing, render_page, write_atomically
 from visual_spec.eval.words import words_of
+from visual_spec.files.records import read_object
 
 Row = dict[str, Any]
 _Point = tuple[float, float, str, str]  # x, y, number, colour
@@ -314,12 +315,10 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         try:
-            document = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path} is not JSON ({error}); pass results.json of visual-spec eval"
-            ) from error
-        if not isinstance(document, dict) or document.get("kind") != "quality":
+            document = read_object(path, most=2**30)
+        except ValueError as error:
+            raise ValueError(f"{error}; pass results.json of visual-spec eval") from error
+        if document.get("kind") != "quality":
             raise ValueError(f"{path} holds no evaluation; pass results.json of visual-spec eval")
         _check_complete(document, path)
         document["sheet"] = _sheet(path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,8 @@ from diffusers.models.modeling_utils import ModelMixin
 from safetensors import safe_open
 from torch import Tensor
 
+from visual_spec.files.names import shortened
+from visual_spec.files.records import read_object
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite
 from visual_spec.models.core.whole_folders import written_whole
@@ -43,7 +44,6 @@ _Method = TypeVar("_Method", bound=Callable)
 
 # Settings that count parts of a model; each part has weights.
 _COUNTS = ("num_layers", "num_blocks", "blocks_per_level")
-_MOST_BYTES = 2**26  # of a file of settings
 
 
 def _wraps(wrapped: Callable) -> Callable[[_Method], _Method]:
@@ -170,12 +170,6 @@ def _check_kinds(folder: Path, config: Mapping[str, Any], model: type[SavedModel
             )
 
 
-def shortened(value: Any) -> str:
-    """The `repr` of a value, in at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def check_transformers_folder(folder: Path, model: Any, variant: str | None = None) -> None:
     """Refuse a folder whose weights are not those of the model of transformers that its config.json describes.
 
@@ -297,19 +291,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no such file, or it is no regular one, too large, no JSON, or no object; names it.
     """
-    if not path.is_file():
-        what = "is no regular file" if path.exists() else "is missing"
-        raise ValueError(f"{path} {what}; copy or download it again.")
-    if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, too many for settings; copy it again.")
+    if not path.exists():
+        raise ValueError(f"{path} is missing; copy or download it again.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"{path} is no JSON ({reason}); copy or download it again.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, not settings; copy or download it again.")
-    return config
+        return read_object(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}; copy or download it again.") from error
 
 
 def _is_quantised(folder: Path, config: Mapping[str, Any]) -> bool:

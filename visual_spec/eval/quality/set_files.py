@@ -1,0 +1,104 @@
+"""What stands beside the samples of a set: manifest.jsonl, run.json, seconds.jsonl and scores.json, each read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from visual_spec.files.names import inside
+from visual_spec.files.records import (
+    COUNT,
+    FLOAT,
+    NULL,
+    NUMBER,
+    OBJECT,
+    POSITIVE,
+    SECONDS,
+    TEXT,
+    checked,
+    read_object,
+    read_objects,
+)
+
+MANIFEST, TIMES, RUN, SCORES = "manifest.jsonl", "seconds.jsonl", "run.json", "scores/scores.json"
+_AGAIN = "; run sample again"
+_LINE = {
+    "index": COUNT,
+    "prompt": TEXT,
+    "seed": COUNT,
+    "sampler": TEXT,
+    "law": OBJECT,
+    "calls": POSITIVE,
+    "promise": TEXT,
+    "moved_mass": NUMBER,
+    "divergence": NUMBER,
+    "bytes": COUNT,
+    "crc32": COUNT,
+}
+_WRITTEN = ("index", "prompt", "seed", "sampler", "calls", "bytes", "crc32")  # by visual-spec sample, always
+_TIME = {"first": COUNT, "samples": POSITIVE, "seconds": SECONDS}
+_FIGURE = {"value": FLOAT, "low": FLOAT, "high": FLOAT, "extractor": TEXT, "weights": TEXT}
+
+
+def read_manifest(folder: Path, name: str = MANIFEST, *, whole: bool = False) -> list[dict[str, Any]]:
+    """The lines of a manifest, or of a batch that will be part of one. Every file lies in the folder, and is no link.
+
+    Args:
+        whole: every line has all that `visual-spec sample` writes.
+
+    Raises:
+        ValueError: a damaged line, or the name of a file outside of the folder.
+        OSError: it cannot be read.
+    """
+    needed = {"file": TEXT} | ({entry: _LINE[entry] for entry in _WRITTEN} if whole else {})
+    lines = _refused_again(read_objects, inside(folder, name, folder), needed, _LINE)
+    for line in lines:
+        inside(folder, line["file"], folder / name)
+    if not lines:
+        raise ValueError(f"{folder / name} is empty{_AGAIN}")
+    return lines
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What fixed the samples of a set.
+
+    Raises:
+        ValueError, OSError: as `read_object`.
+    """
+    kinds = {"model": TEXT, "weights": TEXT, "sampler": OBJECT}
+    return _refused_again(read_object, inside(folder, RUN, folder), {}, kinds)
+
+
+def read_times(folder: Path, name: str = TIMES) -> list[dict[str, Any]]:
+    """The seconds of every batch.
+
+    Raises:
+        ValueError, OSError: as `read_objects`; no batch.
+    """
+    found = _refused_again(read_objects, inside(folder, name, folder), _TIME)
+    if not found:
+        raise ValueError(f"{folder / name} is empty{_AGAIN}")
+    return found
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """What `visual-spec score` wrote into the folder of a set; None where it wrote nothing.
+
+    Raises:
+        ValueError, OSError: as `read_object`.
+    """
+    path = inside(folder, SCORES, folder)
+    if not path.exists():
+        return None
+    found = read_object(path, {"figures": OBJECT}, {"reference": TEXT | NULL})
+    for name, figure in found["figures"].items():
+        checked(figure, f"{path}: {name}", _FIGURE)
+    return {"reference": None, **found}
+
+
+def _refused_again(read: Any, path: Path, *kinds: Any) -> Any:
+    """What `read` returns; its refusals say what to do."""
+    try:
+        return read(path, *kinds)
+    except ValueError as error:
+        raise ValueError(f"{error}{_AGAIN}") from error

@@ -1,0 +1,130 @@
+"""Records of JSON: read from regular files of bounded size and depth, their entries of the kinds that a table states.
+
+Whoever reads a kind of file writes down its entries once, as {name: kind}, and reads it by `read_object` or
+`read_objects`. What comes back then needs no further check.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from visual_spec.files.names import read_text, shortened
+
+MOST_BYTES = 2**26  # of a file that is one object
+_MOST_LINES = 2**30  # bytes of a file of many
+_DEPTH = 64
+
+
+class Kind(NamedTuple):
+    """What an entry may be: its name in errors, and the test."""
+
+    name: str
+    fits: Callable[[Any], bool]
+
+    def __or__(self, other: Kind) -> Kind:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Kind(f"{self.name} or {other.name}", lambda value: self.fits(value) or other.fits(value))
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    if isinstance(value, float):
+        return True
+    return _whole(value) and abs(value) < 2**64
+
+
+NULL = Kind("null", lambda value: value is None)
+TEXT = Kind("text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+COUNT = Kind("a whole number from 0", lambda value: _whole(value) and 0 <= value < 2**64)
+POSITIVE = Kind("a whole number from 1", lambda value: _whole(value) and 0 < value < 2**64)
+FLOAT = Kind("a number", _number)  # also nan, of an interval that has no end
+NUMBER = Kind("a finite number", lambda value: _number(value) and math.isfinite(value))
+SECONDS = Kind("seconds from 0", lambda value: _number(value) and 0 <= value < 1e12)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+
+
+def parse(text: str, where: str) -> Any:
+    """What a text of JSON says.
+
+    Raises:
+        ValueError: no JSON, or too many parts within each other; names `where`.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON ({' '.join(str(error).split())[:160]})") from error
+    level = [value]
+    for _ in range(_DEPTH):
+        level = [part for one in level for part in _parts(one) if isinstance(part, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"{where} has more than {_DEPTH} levels of parts within each other")
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def read_object(
+    path: str | os.PathLike,
+    needed: Mapping[str, Kind] | None = None,
+    optional: Mapping[str, Kind] | None = None,
+    *,
+    most: int = MOST_BYTES,
+) -> dict[str, Any]:
+    """The object in a file of JSON.
+
+    Args:
+        needed, optional: kinds of its entries; others may be anything.
+        most: bytes of the file.
+
+    Raises:
+        ValueError: no regular file, no JSON, no object, an entry that is missing or of another kind; names it.
+        OSError: it cannot be read.
+    """
+    return checked(parse(read_text(path, most), str(path)), str(path), needed, optional)
+
+
+def read_objects(
+    path: str | os.PathLike,
+    needed: Mapping[str, Kind] | None = None,
+    optional: Mapping[str, Kind] | None = None,
+) -> list[dict[str, Any]]:
+    """The objects in a file with one on each line; arguments and errors as `read_object`."""
+    lines = read_text(path, _MOST_LINES).splitlines()
+    where = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
+    return [
+        checked(parse(line, place), place, needed, optional) for line, place in zip(lines, where, strict=True)
+    ]
+
+
+def checked(
+    value: Any,
+    where: str,
+    needed: Mapping[str, Kind] | None = None,
+    optional: Mapping[str, Kind] | None = None,
+) -> dict[str, Any]:
+    """An object with entries of these kinds.
+
+    Raises:
+        ValueError: it is none; names `where` and the entry.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} holds a {type(value).__name__}, not an object")
+    for name, kind in {**(needed or {}), **(optional or {})}.items():
+        if name not in value and name in (needed or {}):
+            raise ValueError(f"{where} has no {name}; it should be {kind.name}")
+        if name in value and not kind.fits(value[name]):
+            raise ValueError(f"{where} says {name}={shortened(value[name])}; it should be {kind.name}")
+    return value
