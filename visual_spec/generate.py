@@ -396,14 +396,9 @@ def _control(args: argparse.Namespace, pipe: Any) -> dict[str, Any]:
     if "control" not in inspect.signature(pipe.check_inputs).parameters:
         raise ValueError(f"--control is for a ControlAR, and {args.model} is none; leave it out.")
     if args.control is not None:
-        from PIL import Image, UnidentifiedImageError
+        from visual_spec.files.pictures import read_picture_file
 
-        try:
-            given["control"] = Image.open(args.control).convert("RGB")
-        except UnidentifiedImageError as error:
-            raise ValueError(
-                f"--control {args.control} is no picture; pass a file such as edges.png."
-            ) from error
+        given["control"] = read_picture_file(args.control)
     return given
 
 

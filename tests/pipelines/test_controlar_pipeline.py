@@ -207,7 +207,7 @@ def test_the_command_draws_along_a_picture(files, tmp_path, capsys):
     assert np.array_equal(np.asarray(Image.open(drawn)), np.asarray(expected))
     for more, message in [
         ((), "draws along a control picture; pass control"),
-        (("--control", str(other)), "odd.png is no picture; pass a file such as edges.png"),
+        (("--control", str(other)), "odd.png is no picture; pass a PNG"),
         (("--control", str(tmp_path / "none.png")), "none.png"),
     ]:
         assert run("two", *more) == 2 and re.search(message, capsys.readouterr().err)

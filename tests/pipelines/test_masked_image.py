@@ -75,13 +75,14 @@ def test_inpainting_keeps_what_the_mask_does_not_touch_bit_for_bit():
     assert (found.trace.entry_call[:, ~hidden.flatten()] == -1).all()
 
 
-@pytest.mark.parametrize("form", ["array", "floats", "tensor", "lists"])
+@pytest.mark.parametrize("form", ["array", "ones", "floats", "tensor", "lists"])
 def test_pictures_and_masks_come_in_any_form(form):
     pipe, image, mask = tiny_masked_pipeline(), picture(), mask_of((0, 0, 8, 4))
     wanted = pipe([PROMPT, "a blue square"], image=image, mask=mask, generator=seeded(0, 1)).tokens
     pixels, white = np.array(image), np.array(mask)
     given: tuple[Any, Any] = {
         "array": (pixels, white > 0),
+        "ones": (pixels, (white > 0).astype(np.uint8)),
         "floats": (pixels / 255, white / 255),
         "tensor": (torch.from_numpy(pixels).permute(2, 0, 1), torch.from_numpy(white)),
         "lists": ([image, image], [mask, white]),
@@ -119,6 +120,8 @@ def test_pictures_that_cannot_be_drawn_into_are_refused_before_any_compute(monke
         (dict(image=[image] * 3, mask=mask), ValueError, "3 pictures as image for 1 prompts or classes"),
         (dict(image="circle.png", mask=mask), TypeError, "image is a str; pass a PIL picture"),
         (dict(image=np.zeros((8, 8)), mask=mask), ValueError, r"image has the shape \(8, 8\)"),
+        (dict(image=2.0 * np.array(image), mask=mask), ValueError, "image has values from .* to"),
+        (dict(image=image, mask=np.array(mask).astype(float)), ValueError, "mask has values from 0 to 255"),
     )
     for settings, kind, message in refused:
         with pytest.raises(kind, match=message):

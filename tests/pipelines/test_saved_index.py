@@ -57,9 +57,9 @@ def refused(folder: Path, file: str, message: str) -> None:
 TEXTS = {
     "nothing": (b"", "is no JSON"),
     "half": (b'{"_class_name": "Ima', "is no JSON"),
-    "bytes": (b"\xff\xfe\x00", "is no JSON"),
+    "bytes": (b"\xff\xfe\x00", "is not UTF-8"),
     "deep": (b"[" * 100_000, "is no JSON"),
-    "list": (b"[]", "holds a list, not settings"),
+    "list": (b"[]", "holds a list"),
     "null": (b"null", "holds a NoneType"),
     "string": (b'"ImagePipeline"', "holds a str"),
     "number": (b"3", "holds a int"),

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from visual_spec.files.pictures import unit_pixels
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.drafters.mulo import MultiscaleDrafter
@@ -23,7 +24,7 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.repaint import Pictures, listed, pixels_of
+from visual_spec.pipelines.repaint import Pictures, listed
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.texts import Texts, warn_unknown
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official, own_sampler
@@ -193,7 +194,7 @@ class ImagePipeline(TokenImagePipeline):
         pictures = listed(control)
         if len(pictures) not in (1, count):
             raise ValueError(f"{len(pictures)} control pictures for {count} prompts; pass 1 or {count}.")
-        sizes = {tuple(pixels_of(picture, "control").shape[-2:]) for picture in pictures}
+        sizes = {tuple(unit_pixels(picture, "control").shape[-2:]) for picture in pictures}
         if len(sizes) > 1:
             raise ValueError(f"control pictures of several sizes, {sorted(sizes)}; resize them to one.")
         (own,) = sizes
@@ -208,7 +209,7 @@ class ImagePipeline(TokenImagePipeline):
         self, condition: TextCondition, control: Pictures, strength: float
     ) -> ControlledCondition:
         """The condition with the control pictures of its rows."""
-        pictures = torch.stack([pixels_of(picture, "control") for picture in listed(control)])
+        pictures = torch.stack([unit_pixels(picture, "control") for picture in listed(control)])
         rows = len(condition.features)
         each = rows if len(pictures) == 1 else rows // len(pictures)
         return ControlledCondition(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from visual_spec.files.pictures import unit_pixels
 from visual_spec.models.core.offload import at_hand
 from visual_spec.samplers.core.noise import CHOICE, CounterNoise, draw_keys
 
@@ -57,7 +58,7 @@ def check_repainting(
                 f"{len(found)} pictures as {name} for {count} prompts or classes; pass 1 or {count}."
             )
         for picture in found:
-            own = pixels_of(picture, name).shape[-2:]
+            own = unit_pixels(picture, name, mask=name == "mask").shape[-2:]
             if tuple(own) != size:
                 raise ValueError(
                     f"{name} of {own[0]} x {own[1]} pixels, but this model draws {size[0]} x {size[1]}; resize it, or "
@@ -81,8 +82,8 @@ def known_tokens(
         pipe: a `TokenImagePipeline` of a masked model.
         image: one picture, or one for each prompt: PIL, numpy [H, W, 3] (uint8, or floats in [0, 1]), or a tensor
             [3, H, W] in [0, 1].
-        mask: white, 1 or True where it is painted anew: PIL, numpy or tensor [H, W]. A token is drawn if the mask
-            touches its patch. None: everywhere.
+        mask: white, 1 or True where it is painted anew: PIL, numpy or tensor [H, W], see `unit_pixels`. A token is
+            drawn if the mask touches its patch. None: everywhere.
         strength: the share of these tokens that is drawn, chosen at random; None: all.
         count, each: prompts or classes, and the pictures of each.
         generator: of the draws; chooses the tokens too.
@@ -91,11 +92,13 @@ def known_tokens(
     device = pipe.transformer.device
     with at_hand(vq_model):
         weights = next(vq_model.parameters())
-        pictures = torch.stack([pixels_of(picture, "image") for picture in listed(image)])
+        pictures = torch.stack([unit_pixels(picture, "image") for picture in listed(image)])
         tokens = vq_model.encode_tokens((2 * pictures - 1).to(weights.device, weights.dtype)).to(device)
     drawn = torch.ones(1, grid.num_tokens, dtype=torch.bool)
     if mask is not None:
-        white = torch.stack([pixels_of(picture, "mask") for picture in listed(mask)])  # [M, 1, H, W]
+        white = torch.stack(
+            [unit_pixels(picture, "mask", mask=True) for picture in listed(mask)]
+        )  # [M, 1, H, W]
         drawn = (F.max_pool2d(white, vq_model.patch_size) > 0.5).flatten(1)  # [M, L]
     tokens, drawn = (part.to(device).expand(count, -1).repeat_interleave(each, 0) for part in (tokens, drawn))
     if strength is not None:
@@ -110,22 +113,3 @@ def known_tokens(
 def listed(pictures: Pictures) -> list[Picture]:
     """One picture or several as a list."""
     return list(pictures) if isinstance(pictures, list | tuple) else [pictures]  # pyright: ignore
-
-
-def pixels_of(picture: Any, name: str) -> Tensor:
-    """A picture as float [3, H, W] in [0, 1], or a mask as [1, H, W]."""
-    masks = name == "mask"
-    if isinstance(picture, Image.Image):
-        picture = np.asarray(picture.convert("L" if masks else "RGB"))
-    if isinstance(picture, np.ndarray):
-        picture = torch.tensor(picture)
-        if picture.ndim == 3 and not masks:
-            picture = picture.permute(2, 0, 1)
-    if not isinstance(picture, Tensor):
-        raise TypeError(f"{name} is a {type(picture).__name__}; pass a PIL picture, an array or a tensor.")
-    if masks and picture.ndim == 2:
-        picture = picture[None]
-    if picture.ndim != 3 or picture.shape[0] != (1 if masks else 3):
-        wanted = "[H, W]" if masks else "[H, W, 3] as an array, [3, H, W] as a tensor"
-        raise ValueError(f"{name} has the shape {tuple(picture.shape)}; pass {wanted}.")
-    return picture.float() / (255 if picture.dtype == torch.uint8 else 1)

@@ -25,6 +25,8 @@ def pixels_of(clip: Any) -> np.ndarray:
     if isinstance(clip, np.ndarray) and clip.dtype == np.uint8:
         return clip
     if isinstance(clip, np.ndarray):
+        if not np.isfinite(clip).all():
+            raise ValueError("the clip holds nan or infinity; look at what made it.")
         return np.rint(clip.clip(0, 1) * 255).astype(np.uint8)
     return np.stack([np.asarray(frame.convert("RGB")) for frame in clip])
 

@@ -214,7 +214,7 @@ def test_results_of_one_setting_are_joined(document, tmp_path):
 
 def test_bad_input_is_refused(document, tmp_path):
     (tmp_path / "no.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is no JSON"):
         frontier.main([str(tmp_path / "no.json")])
     document["kind"] = "bench"
     with pytest.raises(ValueError, match="holds no evaluation; pass results.json of visual-spec eval"):

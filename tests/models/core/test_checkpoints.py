@@ -266,3 +266,14 @@ def test_a_model_is_filled_whole_or_not_at_all():
     filled = fill(model, {**weights, "zero": torch.zeros(4)}, "file", constants={"zero": torch.zeros(4)})
     assert torch.equal(filled(torch.ones(1, 3)), torch.full((1, 2), 4.0)) and not filled.training
     assert fill(model, weights, "file", dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+
+
+def test_weights_that_repeat_their_numbers_are_refused_before_they_are_copied(tmp_path):
+    """A file of 1 KB that says 1e10 numbers."""
+    torch.save({"model": {"a": torch.ones(1).expand(10**10), "b": torch.ones(2)}}, tmp_path / "bomb.pt")
+    assert (tmp_path / "bomb.pt").stat().st_size < 10_000
+    with pytest.raises(ValueError, match=r"a \[10000000000\] repeats"):
+        read_checkpoint(tmp_path / "bomb.pt")
+    large = torch.ones(3, 5)
+    torch.save({"model": {"a": large, "tied": large, "row": large[0]}}, tmp_path / "tied.pt")
+    assert torch.equal(read_checkpoint(tmp_path / "tied.pt").weights["tied"], large)

@@ -87,7 +87,7 @@ def test_a_number_of_layers_that_is_not_that_of_the_weights_is_refused(tmp_path,
 CONFIGURATIONS = {
     "broken": ("{", "config.json is no JSON"),
     "deep": ("[" * 100_000, "config.json is no JSON"),
-    "a list": ("[]", "config.json holds a list, not settings"),
+    "a list": ("[]", "config.json holds a list"),
     "null": ("null", "config.json holds a NoneType"),
     "absurd": ('{"base_channels": 1000000000000}', "makes no VQModel|does not hold"),
     "a word": ('{"base_channels": "wide"}', "config.json says base_channels='wide'; it should be int"),

@@ -22,9 +22,9 @@ from visual_spec.eval.quality.features import (
     INCEPTION_FILE,
     FrameStatistics,
     MelStatistics,
-    check_tensors_only,
     features_of,
     find_inception,
+    load_inception,
     load_shapes_features,
 )
 from visual_spec.eval.quality.programs import VideoProgram, checksum
@@ -82,14 +82,16 @@ def inception_features(setup: Setup) -> Extractor:
             f"no Inception weights{'' if path is None else f' at {path}'}; download {INCEPTION_FILE} of "
             "torch-fidelity and pass it as --feature-weights"
         )
-    check_tensors_only(path)
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as error:
         raise ImportError("Inception features need torch-fidelity: install visual-spec[eval]") from error
     names = ["2048", "logits_unbiased"]
-    network = FeatureExtractorInceptionV3(
-        "inception-v3-compat", names, feature_extractor_weights_path=str(path)
+    network = load_inception(
+        lambda: FeatureExtractorInceptionV3(
+            "inception-v3-compat", names, feature_extractor_weights_path=str(path)
+        ),
+        path,
     )
     network = network.eval().to(setup.device)
 

@@ -25,6 +25,7 @@ from visual_spec.eval.files import write_atomically
 from visual_spec.eval.quality.media_files import MEDIA, read_clip, read_picture, read_video, resized
 from visual_spec.eval.quality.published import Gaussian
 from visual_spec.eval.quality.set_files import MANIFEST, read_manifest
+from visual_spec.files.arrays import read_npz
 from visual_spec.files.names import inside
 from visual_spec.models.core.fingerprint import fingerprint
 
@@ -89,13 +90,16 @@ class SampleFiles:
 
     @cached_property
     def _moments(self) -> Gaussian | None:
-        with _npz(self.path) as file:
-            if "mu" not in file.files or "sigma" not in file.files:
-                return None
-            mean, covariance = (
-                torch.from_numpy(np.asarray(file[name], np.float64)) for name in ("mu", "sigma")
-            )
-        if covariance.shape != (len(mean), len(mean)):
+        found = read_npz(self.path, ("mu", "sigma"))
+        if len(found) < 2:
+            return None
+        for name, array in found.items():
+            if array.dtype.kind != "f" or not np.isfinite(array).all():
+                raise ValueError(
+                    f"{self.path}: {name} is of {array.dtype}, or not finite; it has to be finite floats"
+                )
+        mean, covariance = (torch.from_numpy(found[name].astype(np.float64)) for name in ("mu", "sigma"))
+        if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
             raise ValueError(
                 f"{self.path}: mu {list(mean.shape)} and sigma {list(covariance.shape)} do not fit"
             )
@@ -108,10 +112,9 @@ class SampleFiles:
 
     @cached_property
     def _array(self) -> np.ndarray | None:
-        with _npz(self.path) as file:
-            if _ARRAYS not in file.files:
-                return None
-            array = file[_ARRAYS]
+        array = read_npz(self.path, (_ARRAYS,)).get(_ARRAYS)
+        if array is None:
+            return None
         if array.ndim not in (4, 5) or array.shape[-1] != 3 or array.dtype != np.uint8:
             raise ValueError(
                 f"{self.path}: arr_0 is {array.dtype} {list(array.shape)}; it has to be uint8 [N, H, W, 3], of videos "
@@ -197,13 +200,6 @@ def _medium(ending: str) -> str:
     return next(medium for medium, endings in MEDIA.items() if ending.lower() in endings)
 
 
-def _npz(path: Path) -> Any:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path} is no .npz file ({error})") from error
-
-
 class FeatureFolder:
     """Features of sets, in chunks that processes share.
 
@@ -266,11 +262,13 @@ class FeatureFolder:
     def _read(self, samples: SampleFiles, first: int, end: int) -> dict[str, np.ndarray] | None:
         """A chunk; None where there is none, or a damaged one."""
         try:
-            with np.load(self._file(samples, first), allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError):
+            found = read_npz(self._file(samples, first))
+        except (OSError, ValueError):
             return None
-        return found if all(len(rows) == end - first for rows in found.values()) else None
+        whole = all(
+            rows.ndim and len(rows) == end - first and rows.dtype.kind == "f" for rows in found.values()
+        )
+        return found if found and whole else None
 
     def _file(self, samples: SampleFiles, first: int) -> Path:
         return self.path / f"{self.key}-{samples.fingerprint}-{first:06d}.npz"

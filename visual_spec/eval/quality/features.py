@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.data.waves import levels
+from visual_spec.models.core.checkpoints import check_finite, read_checkpoint
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.pipelines.embedded import embedded_folder, missing_models
 
@@ -45,16 +46,31 @@ def find_inception() -> Path | None:
 
 
 def check_tensors_only(weights: str | Path) -> None:
-    """Refuse a file that holds more than tensors, which torch-fidelity itself would unpickle.
+    """Refuse a file that holds more than tensors, which torch-fidelity itself would unpickle, or that is damaged.
 
     Raises:
         ValueError: it does; names it.
     """
     try:
-        torch.load(weights, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
+        checkpoint = read_checkpoint(weights)
+        check_finite(checkpoint.weights, str(weights))
+    except ValueError as error:
+        raise ValueError(f"{error} The file of this name is {INCEPTION_FILE}") from error
+
+
+def load_inception(make: Callable[[], Any], weights: str | Path) -> Any:
+    """The network that `make` fills with the tensors of a file.
+
+    Raises:
+        ValueError: as `check_tensors_only`; the tensors are those of another network.
+    """
+    check_tensors_only(weights)
+    try:
+        return make()
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
         raise ValueError(
-            f"{weights} holds more than tensors and is not loaded; pass {INCEPTION_FILE}"
+            f"{weights} holds other weights than Inception's ({reason}); pass {INCEPTION_FILE}"
         ) from error
 
 
@@ -79,14 +95,15 @@ class InceptionFeatures(nn.Module):
             raise FileNotFoundError(
                 f"no Inception weights at {weights}; download {INCEPTION_FILE} of torch-fidelity"
             )
-        check_tensors_only(weights)
         try:
             from torchmetrics.image.fid import NoTrainInceptionV3
         except ImportError as error:
             raise ImportError(
                 "Inception features need torchmetrics and torch-fidelity: install visual-spec[eval]"
             ) from error
-        self.network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
+        self.network = load_inception(
+            lambda: NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights)), weights
+        )
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Features [B, 2048] of uint8 pictures [B, 3, H, W]."""

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import struct
+import wave
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
+from visual_spec.files.arrays import read_npy
+from visual_spec.files.names import open_regular
+from visual_spec.files.pictures import read_picture_file
+
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 SOUNDS = (".wav", ".flac", ".ogg")
 VIDEOS = (".npy", ".gif", ".mp4", ".webm", ".mkv", ".mov", ".avi")
+_MOST_RATE = 768_000  # Hz
+_MOST_SAMPLES = 2**28  # of a clip, all channels
+_MOST_VIDEO = 2**29  # pixels of a video, all frames
 MEDIA = {"image": PICTURES, "audio": SOUNDS, "video": VIDEOS}
 
 
@@ -22,10 +34,9 @@ def read_picture(path: Path) -> np.ndarray:
         ValueError: no whole picture.
     """
     try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{path} is no whole picture ({error}); run sample again, or remove it") from error
+        return np.asarray(read_picture_file(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; run sample again, or remove it") from error
 
 
 def resized(picture: np.ndarray, size: int) -> np.ndarray:
@@ -46,27 +57,44 @@ def read_clip(path: Path) -> tuple[Tensor, int]:
         ValueError: no whole clip.
         ImportError: soundfile is missing (extra `audio`), for other files than WAV of 16 bits.
     """
-    import wave
+    with open_regular(path) as file:
+        found = _wave(file) or _by_soundfile(file, path)
+    samples, rate = found
+    if not len(samples) or not 1 <= rate <= _MOST_RATE or not np.isfinite(samples).all():
+        raise ValueError(
+            f"{path} has {len(samples)} samples at {rate} Hz, or nan; run sample again, or remove it"
+        )
+    return torch.from_numpy(samples).mean(1), rate
 
+
+def _wave(file: IO[bytes]) -> tuple[np.ndarray, int] | None:
+    """Samples [N, C] of a WAV file of 16 bits, and its rate; None of any other file."""
     try:
-        with wave.open(str(path)) as file:
-            if file.getsampwidth() != 2:
-                raise wave.Error("not 16 bits")
-            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(
-                -1, file.getnchannels()
+        with wave.open(file) as clip:
+            length = clip.getnframes() * clip.getnchannels()
+            if clip.getsampwidth() != 2 or 2 * length > os.fstat(file.fileno()).st_size:
+                return None
+            samples = np.frombuffer(clip.readframes(clip.getnframes()), "<i2").reshape(
+                -1, clip.getnchannels()
             )
-            return torch.from_numpy(samples.astype(np.float32) / 32768).mean(1), file.getframerate()
-    except (wave.Error, EOFError):
-        pass
+            return samples.astype(np.float32) / 32768, clip.getframerate()
+    except (wave.Error, EOFError, ValueError, struct.error):
+        return None
+
+
+def _by_soundfile(file: IO[bytes], path: Path) -> tuple[np.ndarray, int]:
     try:
         import soundfile  # pyright: ignore[reportMissingImports]
-
-        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
     except ImportError as error:
         raise ImportError(f"{path} needs soundfile to be read: install visual-spec[audio]") from error
-    except RuntimeError as error:
+    file.seek(0)
+    try:
+        with soundfile.SoundFile(file) as clip:
+            if clip.frames * clip.channels > _MOST_SAMPLES:
+                raise ValueError(f"{clip.frames} samples are more than {_MOST_SAMPLES}")
+            return clip.read(dtype="float32", always_2d=True), int(clip.samplerate)
+    except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is no whole clip ({error}); run sample again, or remove it") from error
-    return torch.from_numpy(samples).mean(1), int(rate)
 
 
 def read_video(path: Path) -> np.ndarray:
@@ -80,18 +108,38 @@ def read_video(path: Path) -> np.ndarray:
     """
     try:
         if path.suffix.lower() == ".npy":
-            return _checked(np.load(path, allow_pickle=False))
-        if path.suffix.lower() == ".gif":
-            with Image.open(path) as video:
-                return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)])
-        try:
-            import av  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(f"{path} needs PyAV to be read: install visual-spec[video]") from error
-        with av.open(str(path)) as video:
-            return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
-    except (OSError, EOFError, SyntaxError, ValueError, IndexError) as error:
-        raise ValueError(f"{path} is no whole video ({error}); draw it again, or remove it") from error
+            return _checked(read_npy(path))
+        with open_regular(path) as file:
+            if path.suffix.lower() == ".gif":
+                with Image.open(file, formats=("GIF",)) as video:
+                    return _stacked(
+                        np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)
+                    )
+            try:
+                import av  # pyright: ignore[reportMissingImports]
+            except ImportError as error:
+                raise ImportError(f"{path} needs PyAV to be read: install visual-spec[video]") from error
+            with av.open(file) as video:
+                return _stacked(frame.to_ndarray(format="rgb24") for frame in video.decode(video=0))
+    except ImportError:
+        raise
+    except Exception as error:  # decoders raise anything
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ValueError(f"{path} is no whole video ({reason}); draw it again, or remove it") from error
+
+
+def _stacked(frames: Iterator[np.ndarray]) -> np.ndarray:
+    """Frames of one size, uint8 [T, H, W, 3].
+
+    Raises:
+        ValueError: no frames, of several sizes, or too many pixels in all.
+    """
+    found: list[np.ndarray] = []
+    for frame in frames:
+        found.append(frame)
+        if len(found) * frame.shape[0] * frame.shape[1] > _MOST_VIDEO:
+            raise ValueError(f"more than {_MOST_VIDEO} pixels in all")
+    return _checked(np.stack(found))
 
 
 def _checked(frames: np.ndarray) -> np.ndarray:

@@ -14,8 +14,6 @@ import io
 import json
 import re
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +27,8 @@ from torch import Tensor, nn
 from visual_spec.eval.files import ready_folder, write_atomically
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.features import features_of
-from visual_spec.files.records import read_object
+from visual_spec.files.arrays import read_npz
+from visual_spec.files.records import parse, read_object
 from visual_spec.models.core.fingerprint import fingerprint
 
 _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")
@@ -40,7 +39,7 @@ _HELD = {
     "judged": ("hits", "judge"),
 }
 # What reading a damaged file raises, NumPy's and Python's own.
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, NotImplementedError)
+_DAMAGED = (KeyError, TypeError, ValueError)
 
 
 @dataclass
@@ -176,8 +175,7 @@ class SampleFolder:
         path = self._file(kind, first, end)
         if not path.exists():
             return None
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files if only in (None, name)}
+        return read_npz(path, None if only is None else (only,))
 
     def _file(self, kind: str, first: int, end: int) -> Path:
         return self.path / f"{kind}-{first:06d}-{end:06d}.npz"
@@ -224,16 +222,15 @@ def _check_file(path: Path, kind: str, count: int) -> None:
     Raises:
         One of `_DAMAGED`: it is no such file.
     """
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: file[name] for name in file.files}
+    arrays = read_npz(path)
     if lacking := [name for name in _HELD[kind] if name not in arrays]:
         raise ValueError(f"it lacks {', '.join(lacking)}")
     if kind == "draws":
         rows = [arrays[stored_name(arrays)], arrays["calls"], arrays["moved_mass"]]
-        texts = json.loads(str(arrays["prompts"]))
+        texts = parse(str(arrays["prompts"]), "prompts")
     else:
         rows = [array for name, array in arrays.items() if name not in _HELD[kind]]
-        texts = json.loads(str(arrays["hits"]))
+        texts = parse(str(arrays["hits"]), "hits")
     if any(len(array) != count for array in [*rows, texts]):
         raise ValueError(f"it does not hold {count} samples")
 

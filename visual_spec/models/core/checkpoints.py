@@ -41,6 +41,9 @@ _CONTAINERS = (
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+# A file may say a number several times (tied weights), but not this often.
+_MOST_SAID, _FREE_BYTES = 8, 2**26
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -268,6 +271,7 @@ def plain_weights(tensors: Mapping[Any, Tensor], name: str) -> dict[str, Tensor]
         if bare in found:
             raise ValueError(f"{name} has {bare} twice, once as {key}; pass a file with one set of weights.")
         found[bare] = tensor.detach()
+    _refuse_expanded(found, name)
     return _untied(found)
 
 
@@ -277,6 +281,20 @@ def _strange_layout(tensor: Tensor) -> str:
     if tensor.layout != torch.strided:
         return f"sparse ({tensor.layout})"
     return ""
+
+
+def _refuse_expanded(weights: Mapping[str, Tensor], name: str) -> None:
+    """Refuse tensors that say far more numbers than are stored, before any of them is copied."""
+    stored = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in weights.values()
+    }
+    said = sum(tensor.numel() * tensor.itemsize for tensor in weights.values() if not tensor.is_meta)
+    if said > _MOST_SAID * sum(stored.values()) + _FREE_BYTES:
+        key = max(weights, key=lambda key: weights[key].numel())
+        raise ValueError(
+            f"{name} stores {sum(stored.values())} bytes for weights of {said}: {key} {list(weights[key].shape)} "
+            "repeats its numbers; save dense weights, each stored in full."
+        )
 
 
 def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,135 @@
+"""Pictures, masks and control pictures as numbers: from files of bounded size, and from PIL, arrays and tensors.
+
+What a picture's numbers mean is told by its kind: 8 bits count from 0 to 255, floats from 0 to 1, and no other numbers
+are pictures. Values in another range are refused, not cut off: they are of another scale.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from visual_spec.files.names import open_regular
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+MOST_PIXELS = 2**27  # of a picture: 11,585 x 11,585
+_MODES = (
+    "1",
+    "L",
+    "P",
+    "LA",
+    "PA",
+    "La",
+    "RGB",
+    "RGBA",
+    "RGBa",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "LAB",
+)  # of 8 bits
+_SLACK = 1e-3  # of floats outside of [0, 1]: roundings of a resizing, which are cut off
+
+
+def read_picture_file(path: str | os.PathLike, formats: tuple[str, ...] = FORMATS) -> Image.Image:
+    """The picture in a file, RGB.
+
+    Raises:
+        ValueError: no regular file, no whole picture of these formats, one of more than 8 bits, or too large a one.
+        OSError: no such file.
+    """
+    with open_regular(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            picture = Image.open(file, formats=formats)
+            check_size(picture, os.fspath(path))
+            return picture.convert("RGB")
+        except UnidentifiedImageError as error:
+            raise ValueError(f"{os.fspath(path)} is no picture; pass a {', '.join(formats)} file") from error
+        except _Unfit:
+            raise
+        except Exception as error:  # decoders raise anything
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
+            raise ValueError(f"{os.fspath(path)} is no whole picture ({reason})") from error
+
+
+class _Unfit(ValueError):
+    """A picture that is whole and is refused."""
+
+
+def check_size(picture: Image.Image, name: str) -> None:
+    """Refuse a picture before its pixels are read.
+
+    Raises:
+        ValueError: more pixels than `MOST_PIXELS`, or more than 8 bits.
+    """
+    width, height = picture.size
+    if width * height > MOST_PIXELS:
+        raise _Unfit(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS}; make it smaller")
+    if picture.mode not in _MODES:
+        raise _Unfit(
+            f"{name} has pixels of kind {picture.mode}, not of 8 bits; convert it to RGB of 8 bits first"
+        )
+
+
+def unit_pixels(picture: Any, name: str, *, mask: bool = False) -> Tensor:
+    """A picture as float [3, H, W] in [0, 1], or a mask as float [1, H, W].
+
+    Args:
+        picture: PIL of 8 bits; numpy [H, W, 3] or tensor [3, H, W], uint8 (0 to 255) or floats (0 to 1). A mask is
+            [H, W] or [1, H, W], and may also hold True and False, or the whole numbers 0 and 1.
+        name: for errors.
+
+    Raises:
+        TypeError: something else.
+        ValueError: another shape, another type of numbers, or values out of range.
+    """
+    if isinstance(picture, Image.Image):
+        check_size(picture, name)
+        picture = np.asarray(picture.convert("L" if mask else "RGB"))
+    if isinstance(picture, np.ndarray):
+        if picture.dtype.kind not in "buif" or picture.dtype.itemsize > 8:
+            raise ValueError(f"{name} is of {picture.dtype}; {_allowed(mask)}.")
+        picture = torch.tensor(picture.astype(picture.dtype.newbyteorder("="), copy=False))
+        if picture.ndim == 3 and not mask:
+            picture = picture.permute(2, 0, 1)
+    if not isinstance(picture, Tensor):
+        raise TypeError(f"{name} is a {type(picture).__name__}; pass a PIL picture, an array or a tensor.")
+    if mask and picture.ndim == 2:
+        picture = picture[None]
+    if picture.ndim != 3 or picture.shape[0] != (1 if mask else 3) or not picture.numel():
+        wanted = "[H, W]" if mask else "[H, W, 3] as an array, [3, H, W] as a tensor"
+        raise ValueError(f"{name} has the shape {tuple(picture.shape)}; pass {wanted}.")
+    return _scaled(picture, name, mask)
+
+
+def _scaled(picture: Tensor, name: str, mask: bool) -> Tensor:
+    """Numbers of an allowed kind in [0, 1]."""
+    if picture.is_floating_point() and picture.dtype.itemsize > 1:
+        low, high = (float(end) for end in picture.aminmax())
+        if not (-_SLACK <= low and high <= 1 + _SLACK):  # nor if they are nan
+            raise ValueError(f"{name} has values from {low:.6g} to {high:.6g}; {_allowed(mask)}.")
+        return picture.float().clamp(0, 1)
+    if mask and not picture.is_floating_point() and not picture.is_complex():
+        low, high = (
+            (int(end) for end in picture.long().aminmax()) if picture.dtype != torch.uint64 else (0, 2)
+        )
+        if (
+            0 <= low and high <= 1
+        ):  # a picture of 8 bits with no value above 1 is black everywhere, which nobody means
+            return picture.float()
+    if picture.dtype == torch.uint8:
+        return picture.float() / 255
+    raise ValueError(f"{name} is of {str(picture.dtype).removeprefix('torch.')}; {_allowed(mask)}.")
+
+
+def _allowed(mask: bool) -> str:
+    more = "True and False, 0 and 1, " if mask else ""
+    return f"pass {more}8 bits (uint8) from 0 to 255, or floats from 0 to 1"
