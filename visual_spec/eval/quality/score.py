@@ -18,8 +18,8 @@ from visual_spec.eval.quality.beside import compared
 from visual_spec.eval.quality.extractors import Setup
 from visual_spec.eval.quality.feature_sets import FeatureFolder, SampleFiles
 from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS, Metric, names_of
-from visual_spec.eval.quality.statistics import Report, Sets
 from visual_spec.eval.quality.set_files import RUN, read_run
+from visual_spec.eval.quality.statistics import Report, Sets
 
 _SAMPLES = {"image": "pictures", "audio": "clips", "video": "videos"}
 
