@@ -133,12 +133,6 @@ class LatentImagePipeline(ClassImagePipeline):
         """Side of a token in pixels."""
         return 2 ** (len(self.vae.config["block_out_channels"]) - 1)
 
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width of the pictures in pixels."""
-        grid = self.transformer.grid
-        return grid.height * self._patch, grid.width * self._patch
-
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: a drafter."""
         return {"drafter": self.drafter} if getattr(self.sampler, "needs_drafter", False) else {}

@@ -86,10 +86,15 @@ class TokenImagePipeline(VisualPipeline):
         )
 
     @property
+    def _patch(self) -> int:
+        """Side of a token in pixels."""
+        return self.vq_model.patch_size
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the pictures in pixels."""
-        grid, patch = self.transformer.grid, self.vq_model.patch_size
-        return grid.height * patch, grid.width * patch
+        grid = self.transformer.grid
+        return grid.height * self._patch, grid.width * self._patch
 
     def _check_drawing(
         self,
@@ -122,7 +127,7 @@ class TokenImagePipeline(VisualPipeline):
         Raises:
             ValueError: the model does not draw this size.
         """
-        own, patch, grid = self.image_size, self.vq_model.patch_size, self.transformer.grid
+        own, patch, grid = self.image_size, self._patch, self.transformer.grid
         size = (own[0] if height is None else height, own[1] if width is None else width)
         if size == own:
             return self.transformer
