@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import visual_spec
 from visual_spec.eval.settings import sampler_settings
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import MARTransformer
@@ -127,6 +128,24 @@ def test_what_does_not_fit_is_refused_by_name():
     pipe.sampler = make_sampler("speculative-continuous", rule="chain", final_noise=0.1)
     with pytest.raises(ValueError, match="drafter"):
         pipe("red circle")
+
+
+@pytest.mark.parametrize("kind", ["mar", "causal"])
+def test_accelerate_neither_slows_nor_changes_pictures(kind):
+    """Head speculation took 1.7 to 2.5 times as long, and drew others."""
+    pipe = tiny_pipeline(kind)
+    before = pipe.sampler
+    with pytest.warns(
+        UserWarning, match="keeps its ContinuousSampler.*accelerate\\(pipe, 'continuous:head_steps=25'"
+    ):
+        assert visual_spec.accelerate(pipe) is pipe
+    assert pipe.sampler is before and visual_spec.restore(pipe).sampler is before
+    assert visual_spec.accelerate(pipe, "continuous:head_steps=3").sampler.config["head_steps"] == 3
+    assert visual_spec.restore(pipe).sampler is before
+    pipe = tiny_pipeline(kind, sampler="head-speculation", levels=4)  # chosen by the user
+    chosen = pipe.sampler
+    with pytest.warns(UserWarning, match="keeps its HeadSpeculativeSampler"):
+        assert visual_spec.accelerate(pipe).sampler is chosen
 
 
 def test_levels_of_a_chain_are_scored_side_by_side():

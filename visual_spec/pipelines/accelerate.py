@@ -5,6 +5,7 @@ Samplers are components, so all this does is to swap one and to remember the oth
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from visual_spec.models.core.calls import CHUNKS
@@ -27,9 +28,10 @@ def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
             `visual_spec.pipelines.transformers_models`, `transformers_music`, `transformers_speech` and
             `diffusers_video` for what those get.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
-            "speculative-jacobi" or, of music, "columns", plain decoding: no sampler of the same codes has been faster
-            there. A pipeline that has a sampler of this class keeps it. Speech takes none. A Wan takes a policy of its
-            cache in its place (`visual_spec.models.video.frame_cache`), or its text; None: "full".
+            "speculative-jacobi". A pipeline that has a sampler of this class keeps it. So does one of music or of
+            continuous tokens: there no sampler has been faster without changing what is drawn, as a warning says.
+            Speech takes none. A Wan takes a policy of its cache in its place
+            (`visual_spec.models.video.frame_cache`), or its text; None: "full".
         drafter: of an image generator or a MusicGen of transformers, for samplers that draft with a second model. A
             pipeline of this package has its own, `pipe.drafter`.
 
@@ -51,6 +53,15 @@ def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
             f"{type(pipe).__name__} has no sampler to swap; name the policy of its cache in the call, as "
             "pipe(prompt, policy='sliding:window=8')."
         )
+    if sampler is None and adapter is None and _is_plain(pipe):
+        other = pipe.facts.shorter_sampler
+        choice = f" Name one that does: accelerate(pipe, {other!r})." if other else ""
+        warnings.warn(
+            f"{type(pipe).__name__} keeps its {type(pipe.sampler).__name__}: no sampler has been faster without "
+            f"changing what is drawn.{choice}",
+            stacklevel=2,
+        )
+        return pipe
     if sampler is None:
         sampler = _fast_sampler(pipe) if adapter is None else adapter.FAST_SAMPLER
     if isinstance(sampler, str):
@@ -128,6 +139,11 @@ def _refuse_others(thing: Any) -> None:
 def _read_sampler(text: str) -> Any:
     name, settings = parse_sampler(text)
     return make_sampler(name, **settings)
+
+
+def _is_plain(pipe: VisualPipeline) -> bool:
+    """Whether plain decoding is the fastest, beside which the pipeline has another choice of samplers."""
+    return pipe.facts.comparable and pipe.fast_sampler == pipe.plain_sampler
 
 
 def _fast_sampler(pipe: VisualPipeline) -> Any:

@@ -22,6 +22,7 @@ class PipelineFacts:
         plain_sampler: its plain decoding, as on the command line.
         fast_sampler: what `visual_spec.accelerate` sets when no sampler is named; the plain one where no other has been
             faster by the clock.
+        shorter_sampler: where the fast sampler is the plain one, one that takes less time and has a law of its own.
         default_settings: the law's settings where none are given.
         comparable: whether an accelerated decoding is compared with the plain one. Masked models and Infinity have one
             way to decode.
@@ -36,3 +37,4 @@ class PipelineFacts:
     default_settings: Mapping[str, Any]
     comparable: bool = True
     stored_as: str = "ids"
+    shorter_sampler: str | None = None

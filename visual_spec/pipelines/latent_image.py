@@ -123,7 +123,8 @@ class LatentImagePipeline(ClassImagePipeline):
             unit="tokens",
             calls=(CONTINUOUS,),
             plain_sampler="continuous",
-            fast_sampler="head-speculation",
+            fast_sampler="continuous",
+            shorter_sampler="continuous:head_steps=25",
             default_settings=cls._saved_law(settings),
             stored_as="canvas",
         )
