@@ -13,11 +13,12 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import visual_spec
+from visual_spec.eval.arguments import add_threads, at_least
 from visual_spec.eval.tables import plain_table
 from visual_spec.samplers.registry import names
 
@@ -72,22 +73,20 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("--out", type=Path, default=Path("visual-spec-out"), metavar="DIR")
     generate.add_argument("--overwrite", action="store_true", help="replace files that are already there")
     generate.add_argument(
-        "--num-images", type=_at_least(1), default=1, metavar="N", help="pictures per prompt"
+        "--num-images", type=at_least(1), default=1, metavar="N", help="pictures per prompt"
     )
     generate.add_argument(
-        "--batch-size", type=_at_least(1), default=8, metavar="N", help="pictures decoded together"
+        "--batch-size", type=at_least(1), default=8, metavar="N", help="pictures decoded together"
     )
     generate.add_argument(
         "--seed",
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         help="of the first picture; the next ones have seed + 1, seed + 2 ...",
     )
     generate.add_argument("--device", help="default: cuda where there is one, else cpu")
     generate.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as they were saved)")
-    generate.add_argument(
-        "--threads", type=_at_least(1), metavar="N", help="processor threads (default: PyTorch's choice)"
-    )
+    add_threads(generate)
     generate.add_argument(
         "--compare", action="store_true", help="decode plainly too, check equality, draw a sheet and a page"
     )
@@ -125,7 +124,7 @@ def _add_media(generate: argparse.ArgumentParser) -> None:
 
     video = generate.add_argument_group("video")
     video.add_argument("--video", action="store_true", help="as --model motion, where no model is named")
-    video.add_argument("--frames", type=_at_least(1), metavar="N", help="frames of a clip (default: all)")
+    video.add_argument("--frames", type=at_least(1), metavar="N", help="frames of a clip (default: all)")
     generate.add_argument(
         "--format",
         choices=("wav", "flac", "ogg", "mp4", "gif", "png"),
@@ -183,7 +182,7 @@ def _add_convert(commands: Any) -> None:
     )
     convert.add_argument(
         "--image-size",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="pixels (default: what the file or its name says)",
     )
@@ -201,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: a claim of equality failed. 2: bad input. 130: interrupted. 141: what reads the output has gone.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
@@ -218,6 +218,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             # One line, whatever a library wrote into its message.
             print(f"visual-spec: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
+
+
+def _open_closed_streams() -> None:
+    """Let what is printed go nowhere where the shell has closed an output (`>&-`).
+
+    Python has None in its place. The null device takes the number of the closed output, which the next file that is
+    written would take otherwise.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _run(arguments: list[str]) -> int:
@@ -358,19 +369,6 @@ def _generate(args: argparse.Namespace) -> int:
     from visual_spec.generate import generate
 
     return generate(args)
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{text} given; pass an integer of at least {minimum}")
-        return value
-
-    return parse
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

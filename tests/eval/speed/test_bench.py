@@ -377,7 +377,6 @@ def test_a_copy_outside_of_its_checkout_names_no_commit(tmp_path, monkeypatch):
         (["--prompts", "0"], "--prompts 0 given"),
         (["--warmup", "-1"], "--warmup -1 given"),
         (["--batch-sizes", "0"], "at least 1 sample"),
-        (["--threads", "0"], "--threads 0 given"),
         (["--samplers", "speculative-jacobi:coupling=maximal"], "acceptance='identical' compares"),
         (
             ["--samplers", "jacobi"],

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from visual_spec.eval.arguments import add_threads
+
 if TYPE_CHECKING:
     from visual_spec.eval.defaults import ModelSettings
     from visual_spec.eval.settings import Setting
@@ -91,9 +93,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
-    )
+    add_threads(parser)
 
 
 def _add_law(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visual_spec.eval.arguments import add_threads
+
 if TYPE_CHECKING:
     from visual_spec.eval.quality.prompt_files import Prompts
     from visual_spec.eval.quality.sample_set import SampleSet
@@ -69,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16", "float64"])
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
-    )
+    add_threads(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON document as the last line")
 
 

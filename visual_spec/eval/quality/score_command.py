@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from visual_spec.eval.arguments import add_threads
+
 _DEFAULT = {"image": "shapes", "audio": "mel", "video": "frames"}
 
 
@@ -82,9 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--shards", type=int, metavar="N", help="processes (default: torchrun's, or 1)")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
-    )
+    add_threads(parser)
     parser.add_argument("--json", action="store_true", help="print the document as the last line")
 
 

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from visual_spec.eval.arguments import add_threads
+
 _RUNS = "visual_spec.eval.speed"
 # What measures a model, by what a call of it commits.
 _HOME = {
@@ -131,9 +133,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of next-token models: projections of one input as one matrix product, in all rows",
     )
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="processor threads (default: PyTorch's choice)"
-    )
+    add_threads(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a JSON document here")
     parser.add_argument("--json", action="store_true", help="print the JSON document as the last line")
     parser.add_argument(
@@ -214,8 +214,6 @@ def _check_numbers(args: argparse.Namespace) -> None:
     for name, least in (("prompts", 1), ("runs", 5), ("warmup", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)} given; pass at least {least}")
-    if args.threads is not None and args.threads < 1:
-        raise ValueError(f"--threads {args.threads} given; pass at least 1")
     if args.slots < 2:
         raise ValueError(f"--slots {args.slots} given; pass at least 2")
     if not 0 <= args.accept_probability <= 1:

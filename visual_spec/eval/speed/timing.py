@@ -79,8 +79,9 @@ def time_rounds(
             found.peak[index] = max(found.peak[index], measure.peak_memory(device))
         for index in order:
             one, plain = drawn[index].tokens, drawn[0].tokens
-            # Clips of another model may have another length.
-            found.identical[index] += int((one == plain).all(1).sum()) if one.shape == plain.shape else 0
+            # Clips of another model may have another length; tokens may be vectors.
+            same = (one == plain).flatten(1).all(1) if one.shape == plain.shape else torch.zeros(0)
+            found.identical[index] += int(same.sum())
         report(f"round {number + 1} of {runs}")
     return found
 

@@ -36,6 +36,7 @@ from visual_spec.eval.speed.timing import (
     summarise_row,
     time_rounds,
 )
+from visual_spec.models.core.calls import CONTINUOUS, OWN_ORDER, RASTER
 from visual_spec.pipelines.sampler_text import parse_sampler
 from visual_spec.samplers.core.graph import can_record
 from visual_spec.samplers.core.law import TokenLaw
@@ -103,13 +104,14 @@ def prompts_of(pipe: Any, count: int) -> list[str]:
 def machine_facts(pipe: Any) -> dict[str, float]:
     """`copy_bandwidth` in bytes per second, `matmul_flops` in operations per second, and `picture_ms`, milliseconds
     from tokens to pixels of one image or clip."""
-    # A clip is decoded frame by frame.
-    decode = (
-        partial(pipe.decode_tokens, output_type="pt")
-        if pipe.medium == "video"
-        else pipe.vq_model.decode_tokens
-    )
-    tokens = torch.zeros(1, pipe.transformer.grid.num_tokens, dtype=torch.long, device=pipe.device)
+    shape = (1, pipe.transformer.grid.num_tokens)
+    tokens = torch.zeros(shape, dtype=torch.long, device=pipe.device)
+    if CONTINUOUS in pipe.calls:
+        tokens = torch.zeros(*shape, pipe.transformer.token_dim, device=pipe.device)
+    # What turns tokens into pixels; of a tokenizer without what makes files of them. A clip is decoded frame by frame.
+    decode = getattr(getattr(pipe, "vq_model", None), "decode_tokens", None)
+    if pipe.medium == "video" or decode is None:
+        decode = partial(pipe.decode_tokens, output_type="pt")
     with torch.no_grad():
         seconds = [measure.timed(lambda: decode(tokens), pipe.device)[1] for _ in range(4)]
     return {
@@ -156,24 +158,25 @@ def time_settings(
     Args:
         pipe: its transformer, text encoder and drafter are used; its sampler is put back.
         prompts: round r takes the next `batch_size` of them, from the start again at the end.
-        no_cache: also time one plain decoding without a cache.
+        no_cache: also time one plain decoding without a cache, of a model of raster order.
 
     Returns:
         One dict per setting, on CUDA two (see `with_graphs`): `facts_of`; what `summarise_row` gives, with speed-ups
         over the fastest plain one; `phase_ms_per_call` and `gap_ms_per_call`, see `measure.phase_figures`; what
         `call_costs` gives; `identical_samples`: how many of `samples` have the tokens of plain decoding, None where not
-        promised; `peak_memory_bytes`. A model that a straight loop decodes has one row more, at the end: plain decoding
+        promised; `peak_memory_bytes`. One that a straight loop decodes has one row more, at the end: plain decoding
         by that loop, without phases.
     """
     plain_class = type(settings[0].sampler)
-    with torch.no_grad():
-        state = pipe.transformer.prefill(
-            pipe.encode_prompt([prompts[0]]), batch_size=1, guided=False, window=1
-        )
-    settings = with_graphs(settings, pipe.device, recordable=can_record(state))
+    in_raster = RASTER in pipe.calls
+    if pipe.device.type == "cuda" and (in_raster or OWN_ORDER in pipe.calls):
+        with torch.no_grad():
+            condition = pipe.encode_prompt([prompts[0]])
+            state = pipe.transformer.prefill(condition, batch_size=1, guided=False, window=1)
+        settings = with_graphs(settings, pipe.device, recordable=can_record(state))
     decoder = _Decoder(pipe, prompts, batch_size)
     where = f"batch {batch_size}, guidance {settings[0].law.guidance_scale:g}"
-    straight = fits(pipe.transformer)
+    straight = in_raster and fits(pipe.transformer)
 
     def decode(index: int, condition: Any, first: int) -> tuple[Decoded, float]:
         if index == len(settings):
@@ -193,7 +196,7 @@ def time_settings(
     plain = [
         seconds
         for seconds, one in zip(rounds.seconds, settings, strict=False)  # behind them the straight loop
-        if type(one.sampler) is plain_class and promises_plain(one, settings[0])
+        if one is settings[0] or (type(one.sampler) is plain_class and promises_plain(one, settings[0]))
     ]
     best = min(plain, key=lambda seconds: quantiles(seconds)["p50"])
     rows = [
@@ -201,7 +204,7 @@ def time_settings(
     ]
     if straight:
         rows.append(_straight_row(decoder, settings[0], rounds, best))
-    if no_cache:
+    if no_cache and in_raster:
         rows.insert(1, decoder.without_cache(settings[0]))
         report(f"{where}: decoded once without a cache")
     return rows
