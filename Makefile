@@ -1,7 +1,10 @@
-# make demo | test | test-all | lint | bench.   PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
+# make demo | test | test-bitwise | test-all | lint | bench.
+# PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Parameter sets of each test in `make test-bitwise`; 0 for all.
+SETS ?= 3
 # One process a core with one thread each: the tests' tensors are small.
 PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
@@ -20,7 +23,7 @@ DEMO_CLIPS = "a small red star moves right quickly and bounces on a plain sky ba
 DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
              "a fast happy guitar melody in D major, arching in dotted rhythm over a bass line"
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all test-bitwise lint bench clean
 
 $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
@@ -40,6 +43,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) -m ''
+
+# Tests that compare bits. With MKL_CBWR=AVX2 or COMPATIBLE products round as on other processors.
+test-bitwise: $(STAMP)
+	$(PYTEST) -m 'bitwise and not slow' --parameter-sets $(SETS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,6 +1,13 @@
-"""Set up for all tests: no network, and uninitialised memory that shows."""
+"""Set up for all tests: no network, uninitialised memory that shows, and a mark on those that compare bits."""
 
+import functools
+import inspect
 import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from types import FunctionType
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of huggingface_hub, which reads it once
 
@@ -32,3 +39,46 @@ def poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+_COMPARES_BITS = re.compile(r"torch\.equal|array_equal|\.equal\(|\.tobytes\(\)")
+
+
+@functools.cache
+def _compares_bits(test: Callable) -> bool:
+    """Whether the text of a test, or of a function of ours that it names, compares arrays bit by bit."""
+    named = (test.__globals__.get(name) for name in test.__code__.co_names)
+    helpers = [one for one in named if isinstance(one, FunctionType) and one.__module__.startswith("tests.")]
+    return any(_COMPARES_BITS.search(inspect.getsource(one)) for one in (test, *helpers))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "of each test run at most N parameter sets: the first, the last, and others evenly between them"
+    parser.addoption("--parameter-sets", type=int, metavar="N", help=what)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, Any, Any]:
+    """Mark tests that compare bits before marks select, and thin out parameter sets after it."""
+    for item in items:
+        test = inspect.unwrap(getattr(item, "function", None) or len)
+        if isinstance(test, FunctionType) and _compares_bits(test):
+            item.add_marker("bitwise")
+    result = yield
+    most = config.getoption("parameter_sets")
+    if most:
+        sets: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            sets[item.nodeid.partition("[")[0]].append(item)
+        kept = {id(one) for group in sets.values() for one in _spread(group, most)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
+    return result
+
+
+def _spread(group: list[pytest.Item], most: int) -> list[pytest.Item]:
+    if len(group) <= most:
+        return group
+    return [group[round(place * (len(group) - 1) / max(most - 1, 1))] for place in range(most)]
