@@ -3,7 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Parameter sets of each test in `make test-bitwise`; 0 for all.
+# What `make test-bitwise` looks through, and how many parameter sets of each test it takes (0 for all). Other pipelines'
+# tests run the same samplers on larger models: `make test-bitwise BITWISE=tests SETS=0` takes them too.
+BITWISE ?= tests/exactness tests/models tests/samplers tests/pipelines/test_two_loads.py
 SETS ?= 3
 # One process a core with one thread each: the tests' tensors are small.
 PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
@@ -46,7 +48,7 @@ test-all: $(STAMP)
 
 # Tests that compare bits. With MKL_CBWR=AVX2 or COMPATIBLE products round as on other processors.
 test-bitwise: $(STAMP)
-	$(PYTEST) -m 'bitwise and not slow' --parameter-sets $(SETS)
+	$(PYTEST) -m 'bitwise and not slow' --parameter-sets $(SETS) $(BITWISE)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
