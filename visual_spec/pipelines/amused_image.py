@@ -166,7 +166,8 @@ class AmusedImagePipeline(TokenImagePipeline):
             part.repeat_interleave(num_images_per_prompt, 0) for part in (told.pooled, told.states)
         )
         own = (pooled, states, told.null_pooled, told.null_states)
-        return ClipCondition(*(part.to(self.transformer.device, self.transformer.dtype) for part in own))
+        reader = self.text_encoder if self.transformer is None else self.transformer
+        return ClipCondition(*(part.to(self._execution_device, reader.dtype) for part in own))
 
     @torch.no_grad()
     def __call__(

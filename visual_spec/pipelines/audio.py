@@ -205,7 +205,7 @@ class AudioPipeline(AudioParts):
             ValueError, TypeError: names what was given, what is allowed, and what to do.
             ImportError: a clip at another rate, and torchaudio is missing.
         """
-        self.check_complete("transformer", "sampler")
+        self.check_complete("transformer", "sampler", *([] if self._codec is not None else ["codec"]))
         self.check_sampler()
         each = num_waveforms_per_prompt
         check_count("num_waveforms_per_prompt", each)

@@ -124,6 +124,8 @@ class ChunkVideoPipeline(VisualPipeline):
             frame_rate=frame_rate,
         )
         self.image_processor = ShownPictures()
+        if self.transformer is None:
+            return  # it encodes prompts
         channels = self.transformer.config["in_channels"]
         if channels != 3:
             raise ValueError(
@@ -173,8 +175,9 @@ class ChunkVideoPipeline(VisualPipeline):
 
     def check_inputs(
         self,
-        prompt: str | list[str],
+        prompt: str | list[str] | None,
         *,
+        prompt_embeds: Tensor | None = None,
         num_frames: int,
         policy: CachePolicy | HeadBudgets,
         schedule: ChunkSchedule,
@@ -187,6 +190,7 @@ class ChunkVideoPipeline(VisualPipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
+        self.check_complete("transformer", *(["text_encoder"] if prompt_embeds is None else []))
         check_count("num_videos_per_prompt", num_videos_per_prompt)
         check_count("num_frames", num_frames)
         if num_frames % schedule.chunk:
@@ -196,8 +200,9 @@ class ChunkVideoPipeline(VisualPipeline):
             )
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
-        told = Texts(prompt)
-        check_own_words(self.text_encoder, told.prompts)
+        told = Texts(prompt, prompt_embeds)
+        if prompt_embeds is None:
+            check_own_words(self.text_encoder, told.prompts)
         check_generator(generator, told.count * num_videos_per_prompt)
         check_policy(policy)
         CausalWan.check_model(self.transformer, policy)
@@ -205,8 +210,9 @@ class ChunkVideoPipeline(VisualPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        prompt: str | list[str],
+        prompt: str | list[str] | None = None,
         *,
+        prompt_embeds: Tensor | None = None,
         num_frames: int | None = None,
         policy: str | CachePolicy | HeadBudgets | None = None,
         steps: int | tuple[float, ...] | None = None,
@@ -220,6 +226,7 @@ class ChunkVideoPipeline(VisualPipeline):
 
         Args:
             prompt: one prompt or a list.
+            prompt_embeds: features [prompts, T, C] in place of `prompt`, as `encode_prompt` gives them.
             num_frames: a multiple of the chunk, as many as one likes. None: as many as the model was trained on.
             policy: which frames the model remembers: one of `visual_spec.models.video.frame_cache`, or its text, such
                 as "sliding:window=8". None: what the model was saved with.
@@ -243,6 +250,7 @@ class ChunkVideoPipeline(VisualPipeline):
         schedule = self.make_schedule(steps, shift)
         self.check_inputs(
             prompt,
+            prompt_embeds=prompt_embeds,
             num_frames=num_frames,
             policy=chosen,
             schedule=schedule,
@@ -250,7 +258,7 @@ class ChunkVideoPipeline(VisualPipeline):
             generator=generator,
             output_type=output_type,
         )
-        embeds = self.encode_prompt(prompt, num_videos_per_prompt)
+        embeds = self.encode_prompt(prompt, num_videos_per_prompt, prompt_embeds)
         side = config["frame_size"]
         causal = CausalWan(self.transformer, chosen)
         try:
@@ -273,7 +281,12 @@ class ChunkVideoPipeline(VisualPipeline):
         result = frames, latents, trace, self.frame_rate
         return ChunkVideoPipelineOutput(*result) if return_dict else result  # type: ignore[return-value]
 
-    def encode_prompt(self, prompt: str | list[str], num_videos_per_prompt: int = 1) -> Tensor:
+    def encode_prompt(
+        self,
+        prompt: str | list[str] | None,
+        num_videos_per_prompt: int = 1,
+        prompt_embeds: Tensor | None = None,
+    ) -> Tensor:
         """Features of the prompts, each repeated for its clips, [prompts * num_videos_per_prompt, T, C].
 
         Words the text encoder was not trained on, and the end of a prompt that is too long, are named in a warning.
@@ -283,10 +296,9 @@ class ChunkVideoPipeline(VisualPipeline):
             warn_unknown(self.text_encoder, prompts, "the clip will not show it")
             return self.text_encoder(prompts)
 
-        told = Texts(prompt).condition(
-            encode, num_videos_per_prompt, self._execution_device, self.transformer.dtype
-        )
-        return told.features
+        reader = self.text_encoder if self.transformer is None else self.transformer
+        texts = Texts(prompt, prompt_embeds)
+        return texts.condition(encode, num_videos_per_prompt, self._execution_device, reader.dtype).features
 
     def decode_latents(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Clips of latents [B, 3, T, h, w] in the form `output_type` asks for (see `ChunkVideoPipelineOutput`)."""

@@ -11,13 +11,13 @@ from visual_spec.models.drafters.mulo import MultiscaleDrafter
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.labels import ClassNames, Labels, one_of
+from visual_spec.pipelines.labels import DrawsClasses, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.token_image import TokenImagePipeline, load_official, own_sampler
 
 
-class ClassImagePipeline(TokenImagePipeline):
+class ClassImagePipeline(DrawsClasses, TokenImagePipeline):
     """Draws pictures of classes, such as the 1000 of ImageNet.
 
     Args:
@@ -57,9 +57,7 @@ class ClassImagePipeline(TokenImagePipeline):
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, drafter=drafter)
         self.register_to_config(id2label=None if id2label is None else list(id2label))
         self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        if self.transformer.config.get("num_classes") is None:
-            raise ValueError("the transformer draws from captions; use ImagePipeline.")
-        self._names = ClassNames(self.num_classes, id2label)
+        self.check_names("ImagePipeline")
 
     @classmethod
     def from_official(
@@ -90,19 +88,6 @@ class ClassImagePipeline(TokenImagePipeline):
             transformer, vq_model, image_size=image_size, dtype=dtype, text=False
         )
         return cls(model, tokenizer, sampler or own_sampler(model), id2label, **defaults)
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes, labelled 0 to num_classes - 1."""
-        return self.transformer.config["num_classes"]
-
-    def label_ids(self, labels: Labels) -> list[int]:
-        """Class numbers of labels: numbers, their digits, or names where the pipeline has `id2label`.
-
-        Raises:
-            TypeError, ValueError: a label that is none of these; names those that are close.
-        """
-        return self._names.ids(labels)
 
     def check_inputs(
         self,

@@ -19,7 +19,6 @@ from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
-from visual_spec.pipelines.labels import ClassNames
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.token_image import TokenImagePipeline
@@ -165,9 +164,7 @@ class DistilledImagePipeline(StudentPipeline, ClassImagePipeline):
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
         self.register_to_config(id2label=None if id2label is None else list(id2label))
         self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        if self.transformer.config["num_classes"] is None:
-            raise ValueError("the student draws from captions; use DistilledTextImagePipeline.")
-        self._names = ClassNames(self.num_classes, id2label)
+        self.check_names("DistilledTextImagePipeline")
 
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -254,7 +251,7 @@ class DistilledTextImagePipeline(StudentPipeline, ImagePipeline):
             teacher=teacher,
         )
         self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        if self.transformer.config["num_classes"] is not None:
+        if self.transformer is not None and self.transformer.config["num_classes"] is not None:
             raise ValueError("the student draws from class labels; use DistilledImagePipeline.")
 
     @classmethod

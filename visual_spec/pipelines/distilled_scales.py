@@ -15,7 +15,6 @@ from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.distilled_image import StudentPipeline
-from visual_spec.pipelines.labels import ClassNames
 from visual_spec.pipelines.sampler_text import make_sampler
 
 
@@ -61,7 +60,7 @@ class DistilledScalePipeline(StudentPipeline, ClassImagePipeline):
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler, teacher=teacher)
         self.register_to_config(id2label=None if id2label is None else list(id2label))
         self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        self._names = ClassNames(self.num_classes, id2label)
+        self.check_names()
 
     @classmethod
     def from_official(  # pyright: ignore[reportIncompatibleMethodOverride]

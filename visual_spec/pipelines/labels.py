@@ -14,7 +14,7 @@ class ClassNames:
     """What the classes of a model are called.
 
     Args:
-        num_classes: classes, numbered from 0.
+        num_classes: classes, numbered from 0; None: not known, any number passes.
         id2label: the name of every class, in order, several names of one class separated by commas; None: they have
             numbers only.
 
@@ -22,8 +22,8 @@ class ClassNames:
         ValueError: a number of names other than that of classes.
     """
 
-    def __init__(self, num_classes: int, id2label: Sequence[str] | None = None):
-        if id2label is not None and len(id2label) != num_classes:
+    def __init__(self, num_classes: int | None, id2label: Sequence[str] | None = None):
+        if id2label is not None and num_classes is not None and len(id2label) != num_classes:
             raise ValueError(f"{len(id2label)} names for {num_classes} classes; pass one name per class.")
         self.num_classes = num_classes
         named = ((name.strip(), i) for i, text in enumerate(id2label or ()) for name in text.split(","))
@@ -59,16 +59,57 @@ class ClassNames:
                     else "see pipe.config['id2label']"
                 )
             else:
-                advice = f"this pipeline knows no names, pass numbers from 0 to {self.num_classes - 1}"
+                advice = f"this pipeline knows no names, pass {self._numbers}"
             raise ValueError(f"unknown class {label!r}; {advice}.")
         if isinstance(label, str):
             label = self._ids[label] if label in self._ids else int(label)
         if isinstance(label, bool) or not isinstance(label, Integral):
             raise TypeError(f"label {label!r} is a {type(label).__name__}; pass a class number or name.")
         number = int(label)
-        if not 0 <= number < self.num_classes:
-            raise ValueError(f"class {number} given; allowed are 0 to {self.num_classes - 1}.")
+        if number < 0 or (self.num_classes is not None and number >= self.num_classes):
+            raise ValueError(f"class {number} given; allowed are {self._numbers}.")
         return number
+
+    @property
+    def _numbers(self) -> str:
+        return "numbers from 0" if self.num_classes is None else f"0 to {self.num_classes - 1}"
+
+
+class DrawsClasses:
+    """What pipelines share whose pictures are of classes: a part of `VisualPipeline`."""
+
+    transformer: Any
+    config: Any
+
+    @property
+    def num_classes(self) -> Any:
+        """Number of classes, labelled 0 to num_classes - 1; None while the pipeline has no transformer."""
+        return None if self.transformer is None else self.transformer.config["num_classes"]
+
+    def check_names(self, other: str = "") -> None:
+        """Refuse a transformer that draws no classes, or other names than one of each class.
+
+        Args:
+            other: the pipeline for captions.
+
+        Raises:
+            ValueError: says so.
+        """
+        if other and self.transformer is not None and self.transformer.config.get("num_classes") is None:
+            raise ValueError(f"the transformer draws from captions; use {other}.")
+        self.class_names()
+
+    def class_names(self) -> ClassNames:
+        """What the classes are called."""
+        return ClassNames(self.num_classes, self.config["id2label"])
+
+    def label_ids(self, labels: Labels) -> list[int]:
+        """Class numbers of labels: numbers, their digits, or names where the pipeline has `id2label`.
+
+        Raises:
+            TypeError, ValueError: a label that is none of these; names those that are close.
+        """
+        return self.class_names().ids(list(labels) if isinstance(labels, range) else labels)
 
 
 def one_of(**given: Any) -> Any:

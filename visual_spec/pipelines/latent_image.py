@@ -20,7 +20,6 @@ from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.labels import ClassNames
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.shown import ShownPictures
 
@@ -70,10 +69,10 @@ class LatentImagePipeline(ClassImagePipeline):
             default_guidance_scale=default_guidance_scale,
         )
         self.image_processor = ShownPictures()
-        if self.transformer is None:
+        self.check_names()
+        if self.transformer is None or self.vae is None:
             return
-        self._names = ClassNames(self.num_classes, id2label)
-        if self.vae is not None and self.vae.config["latent_channels"] != self.transformer.token_dim:
+        if self.vae.config["latent_channels"] != self.transformer.token_dim:
             raise ValueError(
                 f"the transformer draws tokens of {self.transformer.token_dim} numbers, but the autoencoder decodes "
                 f"{self.vae.config['latent_channels']}; load both from the same model."

@@ -14,7 +14,7 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
 from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.labels import ClassNames, Labels, one_of
+from visual_spec.pipelines.labels import Labels, one_of
 from visual_spec.pipelines.masked_image import default_sampler, given_parts, masked_facts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting
@@ -55,9 +55,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         self.register_modules(transformer=transformer, vq_model=vq_model, sampler=sampler)
         self.register_to_config(id2label=None if id2label is None else list(id2label))
         self._finish_init(default_guidance_scale=default_guidance_scale, default_top_k=default_top_k)
-        if self.transformer.config.get("num_classes") is None:
-            raise ValueError("the transformer draws from captions; use MaskedImagePipeline.")
-        self._names = ClassNames(self.num_classes, id2label)
+        self.check_names("MaskedImagePipeline")
 
     @classmethod
     def from_official(

@@ -18,7 +18,7 @@ from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.labels import ClassNames, Labels, one_of
+from visual_spec.pipelines.labels import DrawsClasses, Labels, one_of
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import write_sampler
 from visual_spec.pipelines.scale_plan import ScalePlan
@@ -39,7 +39,7 @@ from visual_spec.samplers.scales import (
 )
 
 
-class ScaleImagePipeline(VisualPipeline):
+class ScaleImagePipeline(DrawsClasses, VisualPipeline):
     """Draws pictures of classes by next-scale prediction: with one model, or with two (CoDe).
 
     Args:
@@ -118,15 +118,17 @@ class ScaleImagePipeline(VisualPipeline):
             raise ValueError(f"num_warm_scales={num_warm_scales!r}; pass an integer of at least 0.")
         self.refiner_law(self.make_law())  # refuses a guidance scale that is none
         self.image_processor = ShownPictures()
-        self._names = ClassNames(self.num_classes, id2label)
+        self.check_names()
         self._check_models()
-        first, last = refiner_first_scale, len(transformer.scales) - 1
-        if first is not None and not (type(first) is int and 1 <= first <= last):
+        first, last = refiner_first_scale, 1 if transformer is None else len(transformer.scales) - 1
+        if transformer is None:
+            pass  # it reads labels, or decodes tokens
+        elif first is not None and not (type(first) is int and 1 <= first <= last):
             raise ValueError(
                 f"refiner_first_scale={first!r}; pass an integer from 1 to {last}, the last scale, or None for a "
                 "refiner that knows all."
             )
-        if num_draft_scales is not None:
+        if num_draft_scales is not None and transformer is not None:
             self._check_split(num_draft_scales)
         self.compress(budget, refiner_budget)
 
@@ -190,11 +192,6 @@ class ScaleImagePipeline(VisualPipeline):
         )
 
     @property
-    def num_classes(self) -> int:
-        """Number of classes, labelled 0 to num_classes - 1."""
-        return self.transformer.config["num_classes"]
-
-    @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of the pictures in pixels."""
         return (self.vq_model.image_size, self.vq_model.image_size)
@@ -227,11 +224,11 @@ class ScaleImagePipeline(VisualPipeline):
             ("refiner_budget", refiner_budget, self.refiner),
         ]:
             read = _read_budget(given)
-            if read is not None and model is None:
+            if read is not None and model is None and self.transformer is not None:
                 raise ValueError(
                     "refiner_budget given, but this pipeline has no refiner; set pipe.refiner first."
                 )
-            if read is not None:
+            if read is not None and model is not None:
                 check_budget(read, model.scales, model.config["num_layers"])
             saved[name] = None if read is None else read.to_dict()
         self.register_to_config(**saved)
@@ -284,14 +281,6 @@ class ScaleImagePipeline(VisualPipeline):
         self.maybe_free_model_hooks()
         return found[0], found[1] if len(found) > 1 else None
 
-    def label_ids(self, labels: Labels) -> list[int]:
-        """Class numbers of labels: numbers, their digits, or names where the pipeline has `id2label`.
-
-        Raises:
-            TypeError, ValueError: a label that is none of these; names those that are close.
-        """
-        return self._names.ids(list(labels) if isinstance(labels, range) else labels)
-
     def encode_prompt(self, labels: Labels, *, num_images_per_prompt: int = 1) -> torch.Tensor:
         """The condition of labels: class numbers, long [labels * num_images_per_prompt], on the pipeline's device."""
         ids = torch.tensor(self.label_ids(labels), device=self._execution_device)
@@ -308,6 +297,8 @@ class ScaleImagePipeline(VisualPipeline):
 
     def _check_models(self) -> None:
         tokenizer = self.vq_model
+        if self.transformer is None or tokenizer is None:
+            return
         wanted = (tuple(tokenizer.scales), tokenizer.codebook_size, tokenizer.code_dim)
         for name in ("transformer", "refiner"):
             model = getattr(self, name)
@@ -426,6 +417,7 @@ class ScaleImagePipeline(VisualPipeline):
         Raises:
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
+        self.check_complete("transformer", "vq_model", "sampler")
         self.check_sampler()
         self._check_models()
         self.stages(num_draft_scales)
