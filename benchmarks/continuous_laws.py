@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.exactness import mixtures
 from tests.exactness.mixtures import MaskedMixtureModel, Mixture, MixtureModel, directions
-from visual_spec.eval.files import write_atomically
+from visual_spec.files.whole import write_atomically
 from visual_spec.samplers.continuous_drafted import SpeculativeContinuousSampler
 from visual_spec.samplers.continuous_head import HeadSpeculativeSampler
 from visual_spec.samplers.core.law import TokenLaw

@@ -17,8 +17,8 @@ import torch
 
 from visual_spec.data.shapes import held_out_prompts
 from visual_spec.data.shapes_parser import score
-from visual_spec.eval.files import write_atomically
 from visual_spec.eval.quality.accuracy import accuracy_table, summarise
+from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.image import ImagePipeline
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from visual_spec.data.shapes import held_out_prompts
-from visual_spec.eval.files import write_atomically
+from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler

@@ -30,8 +30,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the counts and every failure as JSON")
     arguments = parser.parse_args()
 
-    from visual_spec.eval.files import write_atomically
     from visual_spec.eval.tables import plain_table
+    from visual_spec.files.whole import write_atomically
 
     started, table, failures = time.monotonic(), {}, []
     with tempfile.TemporaryDirectory() as folder:

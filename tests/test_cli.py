@@ -16,7 +16,7 @@ import visual_spec
 from tests.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.tiny import tiny_pipeline
 from visual_spec import cli
-from visual_spec.eval.files import ready_folder
+from visual_spec.files.whole import ready_folder
 from visual_spec.pipelines import embedded
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 
@@ -316,7 +316,7 @@ def test_version_is_said(capsys):
 def test_what_a_killed_run_left_is_removed(model, tmp_path):
     code = f"""
 import os, time
-from visual_spec.eval.files import write_atomically
+from visual_spec.files.whole import write_atomically
 os.fsync = lambda _: (print(flush=True), time.sleep(600))
 write_atomically({str(tmp_path / "a.png")!r}, b"half")
 """

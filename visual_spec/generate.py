@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
 from visual_spec.eval.tables import plain_table
+from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 from visual_spec.models.core.calls import CHUNKS, COLUMNS, MASKED
 from visual_spec.pipelines.facts import LAW_SETTINGS
 

@@ -2,7 +2,6 @@
 
 import io
 import os
-import tempfile
 import warnings
 import wave as wave_files
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from visual_spec.files.whole import write_atomically
 
 FORMATS = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS"}
 
@@ -68,12 +69,7 @@ def write_audio(path: str | os.PathLike, audio: Any, sampling_rate: int, *, over
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; choose another name, or pass overwrite=True.")
     content = audio_bytes(audio, sampling_rate, path.suffix.lower().removeprefix("."))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        part = Path(folder) / path.name
-        part.write_bytes(content)
-        part.replace(path)
-    return path
+    return write_atomically(path, content, overwrite=True)
 
 
 def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: int) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.components import PIPELINES, resolved
 
@@ -47,11 +47,11 @@ def write_companions(pipe: Any, folder: Path) -> None:
         return
     script = folder / "pipeline.py"
     if not script.exists() or script.read_text().startswith(_SCRIPT[:30]):
-        _replace(script, _SCRIPT.format(name=name))
+        write_atomically(script, _SCRIPT.format(name=name), overwrite=True)
         saved = resolved(json.loads(index.read_text())) | {"_class_name": ["pipeline", name]}
-        _replace(index, json.dumps(saved, indent=2, sort_keys=True) + "\n")
+        write_atomically(index, json.dumps(saved, indent=2, sort_keys=True) + "\n", overwrite=True)
     if not (folder / "README.md").exists():
-        _replace(folder / "README.md", model_card(pipe))
+        write_atomically(folder / "README.md", model_card(pipe), overwrite=True)
 
 
 def model_card(pipe: Any) -> str:
@@ -112,9 +112,3 @@ def _size(part: Any) -> str:
         return "-"
     count = sum(weight.numel() for weight in part.parameters())
     return f"{count / 1e6:.1f}M" if count >= 100_000 else str(count)
-
-
-def _replace(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text)
-    os.replace(scratch, path)

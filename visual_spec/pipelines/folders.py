@@ -6,11 +6,13 @@ else in it is someone's own.
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from visual_spec.files.names import refuse_link
+from visual_spec.files.records import OBJECT, read_object
+from visual_spec.files.whole import scratch_folder, sweep
 
 MANIFEST = "conversion.json"
 
@@ -26,6 +28,7 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
         FileExistsError: a link, a file, or a folder with something in it that is not to be overwritten, or that
             `write_folder` did not write.
     """
+    sweep(out.absolute().parent)
     if out.is_symlink():
         raise FileExistsError(
             f"{out} is a link to {os.readlink(out)}; name the folder itself, or another one."
@@ -58,9 +61,7 @@ def write_folder(save: Callable[[Path], Any], out: Path) -> None:
 
     What is there stays until the new folder is complete; `check_replaceable` says what may be replaced.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
+    with scratch_folder(out) as scratch:
         new, old = scratch / "new", scratch / "old"
         new.mkdir()
         save(new)
@@ -74,8 +75,6 @@ def write_folder(save: Callable[[Path], Any], out: Path) -> None:
             if old.exists():
                 old.rename(out)
             raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -92,12 +91,9 @@ def _read_manifest(folder: Path) -> dict[str, int] | None:
     """What a conversion lists; None where there is no such list."""
     path = folder / MANIFEST
     try:
-        written = json.loads(path.read_text()) if path.is_file() and not path.is_symlink() else None
-    except ValueError:
+        written = read_object(refuse_link(path), {"files": OBJECT})
+    except (OSError, ValueError):
         return None
-    if not isinstance(written, dict) or written.get("written_by") != "visual-spec convert":
+    if written.get("written_by") != "visual-spec convert":
         return None
-    files = written.get("files")
-    if not isinstance(files, dict):
-        return None
-    return {**files, MANIFEST: path.stat().st_size}
+    return {**written["files"], MANIFEST: path.stat().st_size}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import tempfile
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+
+from visual_spec.files.whole import write_atomically
 
 FORMATS = ("mp4", "gif", "png")
 _LEAST_SIDE = 256  # pixels; smaller clips are enlarged by a whole number, so that players show their pixels
@@ -83,12 +84,7 @@ def write_video(
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; choose another name, or pass overwrite=True.")
     content = video_bytes(frames, frame_rate, path.suffix.lower().removeprefix("."))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        part = Path(folder) / path.name
-        part.write_bytes(content)
-        part.replace(path)
-    return path
+    return write_atomically(path, content, overwrite=True)
 
 
 def _av() -> Any:

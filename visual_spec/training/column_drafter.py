@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor
 from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, held_out_prompts, sample_tunes
+from visual_spec.files.whole import whole_file
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
 from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.core.fingerprint import fingerprint
@@ -136,9 +136,8 @@ def play(
         else:
             played = draw(prompts, seed * 100_003 + start).to("cpu", torch.int16)
             if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save({"codes": played, "owner": owner}, path.with_suffix(".tmp"))
-                os.replace(path.with_suffix(".tmp"), path)
+                with whole_file(path) as temporary:
+                    torch.save({"codes": played, "owner": owner}, temporary)
         words.append(encoder.word_ids(prompts).cpu())
         codes.append(played)
     return torch.cat(words), torch.cat(codes)

@@ -12,7 +12,6 @@ slots is independent. So a picture serves with several noises of each slot, in a
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.shapes import training_prompts
+from visual_spec.files.whole import whole_file
 from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -200,9 +200,8 @@ def drawn_pairs(
             captions = training_prompts(settings.batch_size, (settings.seed, shard))
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + shard)
             pairs = draw_pairs(teacher, encoder, codes, captions, settings, generator)
-            temporary = path.with_suffix(".tmp")
-            torch.save({"owner": owner, **pairs._asdict()}, temporary)
-            os.replace(temporary, path)
+            with whole_file(path) as temporary:
+                torch.save({"owner": owner, **pairs._asdict()}, temporary)
             print(f"pictures {(shard + 1) * settings.batch_size}/{settings.pictures}", flush=True)
         shards.append(_read(path, owner))
     return Pairs(*(torch.cat(parts) for parts in zip(*shards, strict=True)))

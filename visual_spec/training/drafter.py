@@ -9,7 +9,6 @@ The target is not changed.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import held_out_prompts, training_prompts
+from visual_spec.files.whole import whole_file
 from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -102,10 +102,9 @@ def draw_pictures(
     for shard, (texts, scale) in enumerate(zip(prompts, guidance, strict=True)):
         path = folder / f"{shard:05d}.pt"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
             drawn = draw(texts, scale, seed + shard)
-            torch.save({"tokens": drawn.cpu(), "prompts": texts, "guidance": scale}, path.with_suffix(".tmp"))
-            os.replace(path.with_suffix(".tmp"), path)
+            with whole_file(path) as temporary:
+                torch.save({"tokens": drawn.cpu(), "prompts": texts, "guidance": scale}, temporary)
         saved = read_content(path)
         if saved["prompts"] != texts or saved["guidance"] != scale:
             raise ValueError(

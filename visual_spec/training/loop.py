@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from visual_spec.files.whole import whole_file, write_atomically
 from visual_spec.models.core.checkpoints import read_content
 from visual_spec.models.core.fingerprint import fingerprint
 
@@ -31,11 +31,8 @@ def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
 
 
 def write_json(path: Path, document: dict) -> None:
-    """Write a JSON document under a temporary name and rename it, so that no reader sees a partial file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(temporary, path)
+    """Write a JSON document whole."""
+    write_atomically(path, json.dumps(document, indent=1) + "\n", overwrite=True)
 
 
 @torch.no_grad()
@@ -210,12 +207,10 @@ class Checkpoint:
 
     def _save(self, step: int) -> None:
         """Write atomically: an interrupted save leaves the previous file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(self.path.name + ".tmp")
         state = {name: part.state_dict() for name, part in self.parts.items()}
         record = {"settings": self.settings, "curve": self.curve, "seconds": self.seconds, "step": step}
-        torch.save({**state, **record}, temporary)
-        os.replace(temporary, self.path)
+        with whole_file(self.path) as temporary:
+            torch.save({**state, **record}, temporary)
 
     def remove(self) -> None:
         """Remove the file; the run is done."""

@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: bad input; names it.
     """
     from visual_spec.eval.defaults import settings_beside, settings_of_model
-    from visual_spec.eval.files import ready_folder
+    from visual_spec.files.whole import ready_folder
 
     ready_folder(args.out)
     known = settings_of_model(args.model)

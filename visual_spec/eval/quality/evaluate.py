@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.eval import draws
-from visual_spec.eval.files import write_atomically
 from visual_spec.eval.machine import environment
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.figures import figures_of, picture_sheet, thumbnails
@@ -26,6 +25,7 @@ from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.words import WORDS
 from visual_spec.files.records import COUNT, LIST, read_object
+from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 
 Report = Callable[[str], Any]

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from visual_spec.eval.files import write_atomically
 from visual_spec.eval.quality.media_files import MEDIA, read_clip, read_picture, read_video, resized
 from visual_spec.eval.quality.published import Gaussian
 from visual_spec.eval.quality.set_files import MANIFEST, read_manifest
 from visual_spec.files.arrays import read_npz
 from visual_spec.files.names import inside
+from visual_spec.files.whole import whole_file, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 
 CHUNK = 1000  # samples whose features are one file
@@ -180,8 +180,7 @@ class SampleFiles:
     def write_npz(self, path: Path) -> None:
         """Write the pictures as ADM's evaluator takes them, chunk by chunk: `arr_0`, uint8 [N, H, W, 3]."""
         shape = (len(self), *self.pictures(0, 1).shape[1:])
-        part = path.with_name(f".{path.name}.tmp")
-        try:
+        with whole_file(path) as part:
             with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
                 with archive.open(f"{_ARRAYS}.npy", "w", force_zip64=True) as file:
                     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
@@ -191,9 +190,6 @@ class SampleFiles:
                         if pictures.shape[1:] != shape[1:]:
                             raise ValueError(f"{self.path} holds pictures of several sizes; pass --size N")
                         file.write(pictures.tobytes())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def _medium(ending: str) -> str:

@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: bad input; names it.
     """
     from visual_spec.eval.defaults import settings_of_model
-    from visual_spec.eval.files import ready_folder
     from visual_spec.eval.quality.prompt_files import CLASSES, read_prompts
     from visual_spec.eval.settings import parse_setting
+    from visual_spec.files.whole import ready_folder
 
     by_ray = args.engine == "ray"
     if by_ray and not (args.rank is None and args.shards is None):

@@ -32,7 +32,6 @@ import numpy as np
 from PIL import Image
 
 from visual_spec.eval import draws
-from visual_spec.eval.files import ready_folder, write_atomically
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.media_files import read_picture
 from visual_spec.eval.quality.prompt_files import DPG, FLAT, GENEVAL, Prompts
@@ -41,6 +40,7 @@ from visual_spec.eval.quality.set_files import MANIFEST, RUN, TIMES, read_manife
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.files.names import inside, read_regular, refuse_link
+from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
 

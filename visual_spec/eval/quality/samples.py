@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from visual_spec.eval.files import ready_folder, write_atomically
 from visual_spec.eval.media import show
 from visual_spec.eval.quality.features import features_of
 from visual_spec.files.arrays import read_npz
 from visual_spec.files.records import parse, read_object
+from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 
 _RANGE = re.compile(r"draws-(\d+)-(\d+)\.npz")

@@ -105,12 +105,12 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
-    from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
     from visual_spec.eval.machine import choose_device, own_device
     from visual_spec.eval.quality.extractors import Setup
     from visual_spec.eval.quality.feature_sets import SampleFiles
     from visual_spec.eval.quality.metric_table import options
     from visual_spec.eval.quality.score import Scoring, score
+    from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 
     drawn = SampleFiles.open(args.folder)
     if (args.size is not None and args.size < 1) or args.batch_size < 1:

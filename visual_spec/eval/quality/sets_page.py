@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from visual_spec.eval.files import render_page, write_atomically
+from visual_spec.eval.files import render_page
 from visual_spec.eval.quality.beside import compared, summary
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.media_files import read_video
@@ -24,6 +24,7 @@ from visual_spec.eval.quality.score import key
 from visual_spec.eval.quality.set_files import read_manifest, read_run, read_scores, read_times
 from visual_spec.eval.report.chart import points_svg
 from visual_spec.files.names import read_regular
+from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.video_files import video_bytes
 
 _KINDS = {".png": "image/png", ".gif": "image/gif", ".npy": "image/gif", ".wav": "audio/wav"}

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.files import ready_folder, refuse_existing, render_page, write_atomically
+from visual_spec.eval.files import render_page
 from visual_spec.eval.words import words_of
 from visual_spec.files.records import read_object
+from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 
 Row = dict[str, Any]
 _Point = tuple[float, float, str, str]  # x, y, number, colour

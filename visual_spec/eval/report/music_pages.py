@@ -19,10 +19,11 @@ from PIL import Image
 from torch import Tensor
 
 from visual_spec.data.waves import levels
-from visual_spec.eval.files import render_page, write_atomically
+from visual_spec.eval.files import render_page
 from visual_spec.eval.report.drawing import RUN_COLOURS, png_bytes
 from visual_spec.eval.report.maps import entries_svg, runs_svg
 from visual_spec.eval.report.pictures import paid_slots
+from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.audio_files import audio_bytes
 
 # Silence to full scale; each colour is darker or lighter than the one before it.

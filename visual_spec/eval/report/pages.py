@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 
-from visual_spec.eval.files import render_page, write_atomically
+from visual_spec.eval.files import render_page
 from visual_spec.eval.report.drawing import (
     GOOD,
     INK,
@@ -34,6 +34,7 @@ from visual_spec.eval.report.drawing import (
 )
 from visual_spec.eval.report.maps import acceptance_svg, scales_svg
 from visual_spec.eval.report.pictures import acceptance_map, check_commit_call, paid_slots, scale_map
+from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.protocol import TokenGrid
 
 _SHEET_WIDTH = 1000

@@ -15,10 +15,11 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from visual_spec.eval.files import render_page, write_atomically
+from visual_spec.eval.files import render_page
 from visual_spec.eval.report.drawing import RUN_COLOURS, png_bytes
 from visual_spec.eval.report.maps import acceptance_svg
 from visual_spec.eval.report.pictures import check_commit_call, paid_slots
+from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.pipelines.video_files import video_bytes
 

@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         OSError: `--out` cannot be written, or exists and `--overwrite` is not given; before anything is loaded.
     """
     _check_numbers(args)
-    from visual_spec.eval.files import ready_folder, refuse_existing, write_atomically
+    from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 
     for path in (args.out, args.plot):
         if path is not None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visual_spec.eval.files import write_atomically
 from visual_spec.eval.speed.timing import median_ms
+from visual_spec.files.whole import write_atomically
 
 _COLOURS = ("#2160aa", "#c4670e", "#207a42", "#7c3891", "#ba3029", "#0f747a", "#686a72", "#8a5a2b")
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from visual_spec.files.names import shortened
 from visual_spec.files.records import read_object
+from visual_spec.files.whole import written_whole
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.checkpoints import FLOATING, Difference, check_finite
-from visual_spec.models.core.whole_folders import written_whole
 
 # Names of dtypes in safetensors files.
 _FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}

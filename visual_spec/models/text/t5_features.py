@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.next_token.llamagen import TextCondition
@@ -217,7 +217,7 @@ class T5Features(ModelMixin, ConfigMixin):
             out[absent] = self._encode(ids[absent], mask[absent])
             for index in absent:
                 features = out[index, mask[index]].contiguous().cpu()
-                _write_atomically(paths[index], save({"features": features}))
+                write_atomically(paths[index], save({"features": features}), overwrite=True)
         return out
 
     def _path(self, ids: Tensor) -> Path:
@@ -260,16 +260,3 @@ def left_padded(features: Tensor, mask: Tensor) -> TextCondition:
     rotated = features.gather(1, source[..., None].expand_as(features))
     flipped = mask.flip(1)
     return TextCondition(rotated.masked_fill(~flipped[..., None], 0), flipped)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    # Another process may write the same caption: each uses its own file, and the last rename wins.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
