@@ -74,7 +74,8 @@ def test_long_prompts_are_cut_with_a_warning_that_names_the_rest():
         UserWarning, match="at most 9 tokens; 'blue circle' at the end of the prompt 'a red a red"
     ):
         got = features(["a red a red a red a red a blue circle", "a red"])
-    assert got.features[0].equal(features(["a red a red a red a red a"]).features[0])
+    # In a batch of the same size: products of another size may round otherwise.
+    assert got.features.equal(features(["a red a red a red a red a", "a red"]).features)
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
