@@ -20,11 +20,11 @@ import torch
 
 from visual_spec.data.motion import Clip, caption
 from visual_spec.data.motion_long import NAMES, consistency
+from visual_spec.data.motion_small import sample_plain_clips, small_frames
 from visual_spec.eval.intervals import mean_figure
 from visual_spec.files.whole import write_atomically
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.pipelines.video_files import pixels_of
-from visual_spec.training.causal_video import sample_plain_clips, small_frames
 
 POLICIES = {
     "full": "full",

@@ -4,6 +4,8 @@ import fnmatch
 import hashlib
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 import zlib
 from collections import defaultdict
@@ -63,19 +65,23 @@ def test_the_source_distribution_holds_what_it_is_tested_and_trained_with():
         assert files and not missed
 
 
-def test_what_trains_is_in_the_package_and_its_scripts_are_thin():
-    for script in (ROOT / "scripts").glob("train_*.py"):
-        text = script.read_text()
-        if "import visual_spec.eval" in text or "from visual_spec.eval" in text:
-            continue  # it judges what it trained, which no trainer does: `eval` stands above `training`
-        (module,) = re.findall(r"^from visual_spec\.training\.(\w+) import main$", text, re.MULTILINE)
-        assert f"python -m visual_spec.training.{module}" in text and len(text.splitlines()) < 10
-        source = (PACKAGE / "training" / f"{module}.py").read_text()
-        assert "\ndef main() -> None:" in source and 'if __name__ == "__main__":\n    main()' in source
-    for path in packaged():
-        if path.suffix == ".py":  # what a user of a wheel is told to run is there
-            told = [line for line in path.read_text().splitlines() if "scripts/train" in line.split("#")[0]]
-            assert not told, path
+def test_every_trainer_is_a_command_and_messages_name_those_that_are_there():
+    """`python scripts/train NAME` in a checkout, and `python -m visual_spec.training.NAME` of a wheel."""
+    found = subprocess.run(
+        [sys.executable, "scripts/train", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    commands = set(re.findall(r"\w+", found.stdout.split("one of")[1]))
+    assert {"ar", "mar", "codec"} <= commands and not commands & {"codebook", "motion_tokens"}
+    known = {"scripts/train ": commands}
+    known["-m visual_spec.training."] = {path.stem for path in (PACKAGE / "training").glob("[a-z]*.py")}
+    for path in [*packaged(), *(ROOT / "scripts").rglob("*.py"), *(ROOT / "docs").glob("*.md")]:
+        if path.suffix not in (".py", ".md") or path.name == "LOG.md":
+            continue
+        for home, names in known.items():
+            told = set(re.findall(rf"python {re.escape(home)}([a-z]\w+)", path.read_text()))
+            assert told <= names, path
+    for name in ("drafter", "column_drafter", "distilled", "flashar"):
+        assert 'if __name__ == "__main__":\n    main()' in (PACKAGE / "training" / f"{name}.py").read_text()
 
 
 def test_every_lower_bound_is_stated():

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from scripts.train.ar import shapes_vocabulary
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -15,7 +16,6 @@ from visual_spec.pipelines.video import VideoPipeline
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.frames import FrameMaskedSampler
 from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.training.ar import shapes_vocabulary
 
 WORDS = ["a", "blue", "circle", "on", "red", "square"]
 

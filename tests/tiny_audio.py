@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from transformers import EncodecConfig, EncodecModel, MusicgenDecoderConfig, MusicgenForCausalLM
 
+from scripts.train.codec import initialise
 from tests.models.columns.test_musicgen import musicgen
 from tests.models.next_token.tiny_transformers import _ready
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
-from visual_spec.training.codec import initialise
 
 WORDS = ["a", "slow", "sad", "organ", "melody", "in", "minor"]
 RATE, HOP, BOOKS, CODES = 400, 4, 3, 16

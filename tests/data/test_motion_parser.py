@@ -105,10 +105,10 @@ def test_clips_that_are_none_are_refused():
 
 @pytest.mark.slow
 def test_clips_of_the_embedded_tokenizer_are_read_right():
+    from scripts.train.motion import decode
+    from scripts.train.motion_tokens import encode_parts
     from visual_spec.models.next_token.llamagen_vq import VQModel
     from visual_spec.pipelines.embedded import embedded_folder
-    from visual_spec.training.motion import decode
-    from visual_spec.training.motion_tokens import encode_parts
 
     vq_model = VQModel.from_pretrained(
         embedded_folder("shapes") / "vq_model", torch_dtype=torch.float32

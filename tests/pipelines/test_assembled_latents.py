@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts import assemble
 from tests.pipelines.test_latent_image import generators, tiny_model, tiny_vae
 from visual_spec.data.shapes_classes import CLASS_NAMES
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.pipelines.embedded import embedded_folder
 from visual_spec.pipelines.latent_image import LatentImagePipeline
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_latents.py"
 EIGHT_BITS = re.compile(r"(encoder|decoder)\.\w+_blocks?\..*(conv|conv1|conv2|conv_shortcut)\.weight")
 
 
@@ -31,9 +30,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     for name, part in {"vae": tiny_vae(), "transformer": model}.items():
         part.save_pretrained(tmp_path / name)
         (tmp_path / name / "training.json").write_text(json.dumps({"part": name}))
-    given = [word for name in ("vae", "transformer") for word in (f"--{name}", str(tmp_path / name))]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *given, "--out", str(tmp_path / "out")])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    given = [f"{name}={tmp_path / name}" for name in ("vae", "transformer")]
+    monkeypatch.setattr(sys, "argv", ["assemble.py", "shapes_mar", *given, "--out", str(tmp_path / "out")])
+    assemble.main()
     return tmp_path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.assemble import RECIPES, assemble
+from scripts.train.causal_layer import new_layer
+from scripts.train.masked_image import new_model
+from scripts.train.shortcut import new_shortcut
 from tests.tiny import seeded, tiny_masked_pipeline, tiny_pipeline, tiny_readers
 from visual_spec import cli
 from visual_spec.eval.defaults import settings_beside, settings_of_model
@@ -24,13 +27,9 @@ from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
 from visual_spec.samplers.masked import MaskedSampler
 from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler
-from visual_spec.training.causal_layer import new_layer
 from visual_spec.training.loop import round_matrices
-from visual_spec.training.masked_image import new_model
-from visual_spec.training.shortcut import new_shortcut
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_shapes_masked.py"
-SAVED = "masked:steps=3,choice_temperature=1.0"
+RECIPE, SAVED = RECIPES["shapes_masked"], "masked:steps=3,choice_temperature=1.0"
 PROMPT = "a large red circle on a plain sky background"
 
 
@@ -47,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.nn.init.normal_(block.mlp[1].weight, std=0.4)  # pyright: ignore[reportArgumentType]
     model.save_pretrained(home / "trained")
     (home / "trained" / "training.json").write_text("{}\n")
-    assemble = runpy.run_path(str(SCRIPT))["assemble"]
-    assemble(home / "trained", home / "shapes_masked", sampler=SAVED, guidance_scale=2.5)
+    out = home / "shapes_masked"
+    assemble(RECIPE, {"transformer": home / "trained"}, out, sampler=SAVED, default_guidance_scale=2.5)
     return home / "shapes_masked"
 
 
@@ -136,9 +135,8 @@ def test_what_is_trained_beside_the_model_is_kept_and_measured(folder, tmp_path)
     for part, network in made.items():
         round_matrices(network, tmp_path / part)
         (tmp_path / part / "training.json").write_text("{}\n")
-    assemble = runpy.run_path(str(SCRIPT))["assemble"]
-    beside = {part: tmp_path / part for part in made}
-    assemble(folder.parent / "trained", tmp_path / "both", sampler=SAVED, guidance_scale=2.5, **beside)
+    parts = {"transformer": folder.parent / "trained"} | {part: tmp_path / part for part in made}
+    assemble(RECIPE, parts, tmp_path / "both", sampler=SAVED, default_guidance_scale=2.5)
     pipe = load(tmp_path / "both")
     for part, network in made.items():
         assert (tmp_path / "both" / part / "training.json").exists()

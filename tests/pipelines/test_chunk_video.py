@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import visual_spec
+from scripts.train.causal_video import new_model
 from visual_spec import cli
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import Full, Sliding
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, roll_out
-from visual_spec.training.causal_video import new_model
 
 PROMPT = "a small red star moves right quickly and bounces on a plain sky background, camera still"
 

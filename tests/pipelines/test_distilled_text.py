@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.assemble import RECIPES, assemble
 from tests.tiny import seeded, tiny_text_encoder, tiny_transformer, tiny_vq_model
 from tests.tiny_students import SIDE, SIZE, tiny_student, tiny_text_student
 from visual_spec.eval.defaults import settings_of_model
@@ -23,7 +22,6 @@ from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.training.loop import round_matrices
 
 PROMPTS = ["a red circle", "a large blue square"]
-SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_shapes_distilled.py"
 
 
 def tiny_pipeline(teacher: bool = True, **settings: Any) -> Any:
@@ -94,8 +92,7 @@ def test_it_is_saved_with_parts_of_another_pipeline_and_measured(tmp_path, monke
         getattr(pipe, part).save_pretrained(home / "shapes" / owned)
     round_matrices(pipe.transformer, home / "trained")
     (home / "trained" / "training.json").write_text("{}\n")
-    assemble = runpy.run_path(str(SCRIPT))["assemble"]
-    assemble(home / "trained", home / "student", steps=2, guidance_scale=1.5)
+    assemble(RECIPES["shapes_distilled"], {"transformer": home / "trained"}, home / "student")
     folder = home / "student"
     assert json.loads((folder / "shared.json").read_text()) == {
         "vq_model": "shapes",

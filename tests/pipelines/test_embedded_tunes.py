@@ -1,7 +1,5 @@
 """The music models that are part of the package: prompts to audio, plain and accelerated."""
 
-import runpy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,8 @@ from safetensors.torch import load_file
 from transformers import EncodecModel
 
 import visual_spec
+from scripts.assemble import round_weights, share_equal_parts
+from scripts.train.codec import codec_config
 from visual_spec.data.tunes import NUM_SAMPLES, SAMPLE_RATE, held_out_prompts
 from visual_spec.data.tunes_parser import score
 from visual_spec.models.core.saved import check_transformers_model
@@ -19,9 +19,6 @@ from visual_spec.pipelines.embedded import describe, embedded_folder, part_folde
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
-from visual_spec.training.codec import codec_config
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_tunes.py"
 
 
 def load() -> AudioPipeline:
@@ -145,7 +142,7 @@ def test_rounded_codecs_keep_lengths_biases_and_codebooks(tmp_path):
         layer.codebook.embed.normal_()
     codec.half().save_pretrained(tmp_path)
     before = load_file(tmp_path / "model.safetensors")
-    runpy.run_path(str(SCRIPT))["round_weights"](tmp_path)
+    round_weights(tmp_path)
     loaded: Any = EncodecModel.from_pretrained(tmp_path, dtype=torch.float64)
     check_transformers_model(tmp_path, loaded)
     stored, read = load_file(tmp_path / "model.safetensors"), loaded.state_dict()
@@ -167,7 +164,6 @@ def test_rounded_codecs_keep_lengths_biases_and_codebooks(tmp_path):
 
 
 def test_only_equal_parts_are_shared(tmp_path):
-    share_equal_parts = runpy.run_path(str(SCRIPT))["share_equal_parts"]
     for name, codec in [("one", b"same"), ("two", b"same"), ("three", b"other")]:
         for part, content in [("codec", codec), ("text_encoder", name.encode())]:
             (tmp_path / name / part).mkdir(parents=True)

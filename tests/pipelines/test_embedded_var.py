@@ -1,7 +1,6 @@
 """The embedded next-scale model, and the script that puts it together."""
 
 import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from scripts import assemble
 from tests.tiny import seeded
 from tests.tiny_scales import tiny_scale_pipeline, tiny_var
 from visual_spec.data.shapes_classes import CLASS_NAMES, score_class
@@ -17,10 +17,8 @@ from visual_spec.pipelines.embedded import describe, embedded_folder
 from visual_spec.pipelines.loading import load_refiner
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "assemble_shapes_var.py"
 
-
-def assemble(tmp_path, monkeypatch, *arguments: str) -> Path:
+def assembled(tmp_path, monkeypatch, *arguments: str) -> Path:
     """Run the script on tiny models of as many classes as the data has, with training records."""
     source = tiny_scale_pipeline(num_classes=48)
     parts = {
@@ -33,27 +31,26 @@ def assemble(tmp_path, monkeypatch, *arguments: str) -> Path:
         part.save_pretrained(tmp_path / name)
         (tmp_path / name / "training.json").write_text(json.dumps({"part": name}))
     out = tmp_path / "out" / "shapes_var"
-    given = ["--tokenizer", "tokenizer", "--transformer", "large", *arguments]
-    given = [str(tmp_path / word) if (tmp_path / word).is_dir() else word for word in given]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *given, "--out", str(out)])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    monkeypatch.chdir(tmp_path)
+    given = ["shapes_var", "vq_model=tokenizer", "transformer=large", *arguments]
+    monkeypatch.setattr(sys, "argv", ["assemble.py", *given, "--out", str(out)])
+    assemble.main()
     return out
 
 
 def test_parts_become_a_folder(tmp_path, monkeypatch):
     more = [
-        "--refiner",
-        "small",
-        "--tuned-refiner",
-        "tuned",
-        "--num-draft-scales",
-        "3",
-        "--guidance-scale",
-        "1.5",
-        "--refiner-guidance-scale",
-        "1",
+        "refiner=small",
+        "--set",
+        "num_draft_scales=3",
+        "default_guidance_scale=1.5",
+        "refiner_guidance_scale=1.0",
     ]
-    out = assemble(tmp_path, monkeypatch, *more)
+    out = assembled(tmp_path, monkeypatch, *more)
+    monkeypatch.setattr(
+        sys, "argv", ["assemble.py", "shapes_var_refiner", "transformer=tuned", "--out", f"{out}_refiner"]
+    )
+    assemble.main()
     facts = describe(out)
     assert facts["image_size"] == 8 and set(facts["parameters"]) == {"transformer", "vq_model", "refiner"}
     assert facts["bytes"] < 2.5 * sum(facts["parameters"].values()) + 20_000  # half precision
@@ -86,7 +83,7 @@ def test_parts_become_a_folder(tmp_path, monkeypatch):
 
 
 def test_a_model_without_a_refiner(tmp_path, monkeypatch):
-    out = assemble(tmp_path, monkeypatch)
+    out = assembled(tmp_path, monkeypatch)
     pipe: Any = ScaleImagePipeline.from_pretrained(out)
     assert pipe.refiner is None and pipe(5, generator=seeded(1)).trace.model_calls == (4,)
     assert not out.with_name("shapes_var_refiner").exists()

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import visual_spec
+from scripts.train.kl_tokenizer import new_tokenizer
+from scripts.train.mar import initialise
 from visual_spec.eval.settings import sampler_settings
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import MARTransformer
@@ -14,8 +16,6 @@ from visual_spec.pipelines.latent_image import LatentImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.training.kl_tokenizer import new_tokenizer
-from visual_spec.training.mar import initialise
 
 NAMES = ["red circle", "blue square", "green star"]
 

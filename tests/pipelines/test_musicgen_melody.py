@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import visual_spec
+from scripts.train.codec import initialise
 from tests.models.columns.test_musicgen import CODES, FRAMES, IDS, MASK, musicgen, native_codes
 from tests.models.next_token.tiny_transformers import _ready
 from tests.tiny import seeded
@@ -30,7 +31,6 @@ from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
 from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.training.codec import initialise
 
 CHROMA, LENGTH = 6, 5
 STEPS = FRAMES + 3

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.train.causal_video import new_model
 from tests.pipelines import test_distilled_image, test_distilled_scales, test_distilled_text
 from tests.tiny_latents import tiny_latent_pipeline
 from tests.tiny_pipelines import KINDS, Kind, _quiet
 from visual_spec.pipelines.chunk_video import ChunkVideoPipeline
-from visual_spec.training.causal_video import new_model
 
 
 def _chunks() -> Any:

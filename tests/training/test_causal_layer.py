@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.tabular import TabularMaskedModel
-from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
-from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.models.masked.causal_layer import CausalLayer
-from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler
-from visual_spec.training import causal_layer as training
-from visual_spec.training.causal_layer import (
+from scripts.train import causal_layer as training
+from scripts.train.causal_layer import (
     Beginnings,
     CausalLayerTraining,
     chain_logits,
@@ -28,6 +21,13 @@ from visual_spec.training.causal_layer import (
     some_orders,
     train_causal_layer,
 )
+from tests.helpers.tabular import TabularMaskedModel
+from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.masked.causal_layer import CausalLayer
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler
 
 SETTINGS = CausalLayerTraining(steps=60, batch_size=8, begun=4, scenes=16, places=16, learning_rate=1e-2)
 

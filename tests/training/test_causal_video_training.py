@@ -6,18 +6,18 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
-from visual_spec.data.motion import Clip, MovingShape, caption, render
-from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.models.video.causal_wan import CausalWan
-from visual_spec.models.video.frame_cache import Full
-from visual_spec.training import causal_video
-from visual_spec.training.causal_video import (
+from scripts.train import causal_video
+from scripts.train.causal_video import (
     CausalVideoTraining,
     chunk_losses,
     draw_clips,
     place_weights,
     small_frames,
 )
+from visual_spec.data.motion import Clip, MovingShape, caption, render
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.models.video.causal_wan import CausalWan
+from visual_spec.models.video.frame_cache import Full
 
 STAR = Clip((MovingShape("star", "red", "small", 16, 16, "right", "quickly", "bounces"),), "sky", "plain")
 SMALL = CausalVideoTraining(batch_size=2, chunk=2, chunks=3, cut_share=0.5)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import MusicgenForCausalLM
 
+from scripts.train.music import initialise, music_config, tunes_vocabulary
 from tests.training.test_music_training import BOOKS, DIM, SIZE, coding_codec, equal
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, sample_tunes
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
@@ -31,7 +32,7 @@ from visual_spec.training.column_drafter import (
     train_column_drafter,
     true_clips,
 )
-from visual_spec.training.music import initialise, music_config, tokenize_tunes, tunes_vocabulary
+from visual_spec.training.tokens import tokenize_tunes
 
 TINY: dict[str, Any] = dict(
     clips=3,

@@ -16,7 +16,7 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training import distilled
+from visual_spec.training import distilled, loop
 from visual_spec.training.distilled import (
     Batches,
     DistilledTraining,
@@ -155,7 +155,7 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(
     class Interrupted(Exception):
         pass
 
-    after = distilled.Checkpoint.after
+    after = loop.Checkpoint.after
 
     def stop(checkpoint: Any, step: int, total: int, loss: Tensor, **_: Any) -> None:
         after(checkpoint, step, total, loss)
@@ -163,7 +163,7 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(
             raise Interrupted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distilled.Checkpoint, "after", stop)
+        patch.setattr(loop.Checkpoint, "after", stop)
         with pytest.raises(Interrupted):
             train_distilled(student().double(), encoder, vq_model, pairs, SHORT, tmp_path / "part", every=4)
     resumed = student().double()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.train.ar import shapes_vocabulary
 from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -17,7 +18,6 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler
-from visual_spec.training.ar import shapes_vocabulary
 from visual_spec.training.drafter import (
     DrafterTraining,
     DrawnPictures,

@@ -17,7 +17,7 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCond
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.orders import order_of
-from visual_spec.training import ar, flashar
+from visual_spec.training import flashar, loop, tokens
 from visual_spec.training.flashar import FlashTraining, Pass, start_from_raster, train_flashar
 
 SHORT = FlashTraining(
@@ -46,7 +46,9 @@ def readers() -> tuple[CaptionEncoder, VQModel]:
 def small_pictures(monkeypatch):
     """16 tokens a picture, and few held-out ones."""
     monkeypatch.setattr(
-        flashar, "tokenize_dataset", lambda *args, **more: ar.tokenize_dataset(*args, **{"side": 4, **more})
+        flashar,
+        "tokenize_dataset",
+        lambda *args, **more: tokens.tokenize_dataset(*args, **{"side": 4, **more}),
     )
     monkeypatch.setattr(flashar, "held_out_losses", partial(flashar.held_out_losses, count=8))
 
@@ -132,7 +134,7 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
     class Interrupted(Exception):
         pass
 
-    after = flashar.Checkpoint.after
+    after = loop.Checkpoint.after
     for at in (5, 14):  # in each stage
 
         def stop(checkpoint, step, total, loss, at=at, **_):
@@ -141,7 +143,7 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
                 raise Interrupted
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flashar.Checkpoint, "after", stop)
+            patch.setattr(loop.Checkpoint, "after", stop)
             with pytest.raises(Interrupted):
                 train_flashar(tiny(), encoder, vq_model, SHORT, tmp_path / str(at), every=4)
         resumed = tiny()

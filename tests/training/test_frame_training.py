@@ -7,22 +7,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tiny import tiny_vq_model
-from tests.training.interrupted import stopped_at
-from visual_spec.models.masked.frames import FrameMaskedTransformer
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.samplers.frames import FrameMaskedSampler
-from visual_spec.training import frames, motion
-from visual_spec.training.frames import (
+from scripts.train import frames, motion
+from scripts.train.frames import (
     FrameTraining,
     drawn_masks,
     hidden_places,
     start_from_motion,
     train_frames,
 )
-from visual_spec.training.motion import judge
-from visual_spec.training.motion_tokens import MotionTokens
+from scripts.train.motion import judge
+from scripts.train.motion_tokens import MotionTokens
+from tests.tiny import tiny_vq_model
+from tests.training.interrupted import stopped_at
+from visual_spec.models.masked.frames import FrameMaskedTransformer
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.samplers.frames import FrameMaskedSampler
 
 
 @pytest.fixture

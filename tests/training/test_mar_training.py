@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import runpy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +12,8 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
-from tests.models.continuous import straight
-from visual_spec.data.shapes_classes import CLASSES, class_of, object_slots, sample_one_object_scenes
-from visual_spec.models.continuous.causal import CausalLatentTransformer
-from visual_spec.models.continuous.mar import MARTransformer
-from visual_spec.training import kl_tokenizer, mar
-from visual_spec.training.kl_tokenizer import (
+from scripts.train import kl_tokenizer, mar
+from scripts.train.kl_tokenizer import (
     KLTokenizerTraining,
     class_pictures,
     moments_of,
@@ -27,7 +21,7 @@ from visual_spec.training.kl_tokenizer import (
     normalise,
     train_kl_tokenizer,
 )
-from visual_spec.training.mar import (
+from scripts.train.mar import (
     LatentTraining,
     decode,
     draw,
@@ -38,6 +32,10 @@ from visual_spec.training.mar import (
     round_matrices,
     train_latents,
 )
+from tests.models.continuous import straight
+from visual_spec.data.shapes_classes import CLASSES, class_of, object_slots, sample_one_object_scenes
+from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.mar import MARTransformer
 
 SIDE = 32  # pixels; 4 x 4 tokens of 3 numbers
 
@@ -292,11 +290,10 @@ def test_rounded_matrices_are_stored_in_eight_bits(tmp_path):
 
 
 def test_the_scripts_train_a_model(tmp_path, monkeypatch, capsys):
-    root = Path(__file__).parents[2] / "scripts"
     tokenizer = ["--steps", "2", "--scenes", "4", "--channels", "4", "4", "8", "8", "--latent-channels", "3"]
     tokenizer += ["--image-size", str(SIDE), "--crop", "16"]
     monkeypatch.setattr("sys.argv", ["x", "--out", str(tmp_path / "vae"), *tokenizer])
-    runpy.run_path(str(root / "train_kl_tokenizer.py"), run_name="__main__")
+    kl_tokenizer.main()
     common = ["x", "--tokenizer", str(tmp_path / "vae"), "--steps", "2", "--scenes", "4", "--batch-size", "2"]
     for kind in ("mar", "causal"):
         judged = ["--judged-pictures", "2", "--judged-head-steps", "2", "--eight-bits"]
@@ -304,6 +301,6 @@ def test_the_scripts_train_a_model(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(
             "sys.argv", [*common, "--size", "small", "--kind", kind, "--out", str(out), *judged]
         )
-        runpy.run_path(str(root / "train_mar.py"), run_name="__main__")
+        mar.main()
         record = json.loads((out / "training.json").read_text())
         assert record["drawn"]["pictures"] == 2 and "'drawn'" in capsys.readouterr().out

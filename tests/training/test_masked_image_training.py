@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import tiny_readers
-from visual_spec.models.masked.maskgit import MaskedImageTransformer
-from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training import ar, masked_image
-from visual_spec.training.masked_image import (
+from scripts.train import masked_image
+from scripts.train.masked_image import (
     MaskedImageTraining,
     hidden_tokens,
     new_model,
     train_masked_image,
 )
+from tests.tiny import tiny_readers
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+from visual_spec.training import loop, tokens
 
 SHORT = MaskedImageTraining(steps=24, batch_size=8, scenes=16, learning_rate=3e-3)
 
@@ -36,7 +37,7 @@ def readers() -> tuple[CaptionEncoder, VQModel]:
 @pytest.fixture(autouse=True)
 def small_pictures(monkeypatch):
     """16 tokens a picture, and few held-out ones."""
-    monkeypatch.setattr(masked_image, "tokenize_dataset", partial(ar.tokenize_dataset, side=4))
+    monkeypatch.setattr(masked_image, "tokenize_dataset", partial(tokens.tokenize_dataset, side=4))
     monkeypatch.setattr(masked_image, "held_out_loss", partial(masked_image.held_out_loss, count=8))
 
 
@@ -60,9 +61,9 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
         if step == 14:
             raise Interrupted
 
-    after = masked_image.Checkpoint.after
+    after = loop.Checkpoint.after
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masked_image.Checkpoint, "after", stop)
+        patch.setattr(loop.Checkpoint, "after", stop)
         with pytest.raises(Interrupted):
             train_masked_image(tiny(readers), encoder, vq_model, SHORT, tmp_path / "cut", every=10)
     resumed = tiny(readers)
@@ -117,8 +118,8 @@ def test_hidden_shares_follow_the_arccos_law():
 
 def test_several_workers_paint_what_one_paints(readers):
     encoder, vq_model = readers
-    one = ar.tokenize_dataset(vq_model, encoder, 6, 3, side=4)
-    two = ar.tokenize_dataset(vq_model, encoder, 6, 3, side=4, workers=2)
+    one = tokens.tokenize_dataset(vq_model, encoder, 6, 3, side=4)
+    two = tokens.tokenize_dataset(vq_model, encoder, 6, 3, side=4, workers=2)
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 

@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import tiny_vq_model
-from tests.training.interrupted import stopped_at
-from visual_spec.data.motion import Clip, MovingShape, sample_clips
-from visual_spec.data.motion_parser import parse_caption
-from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
-from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training import motion
-from visual_spec.training.motion import (
+from scripts.train import motion
+from scripts.train.motion import (
     MotionTraining,
     judge,
     motion_vocabulary,
@@ -22,7 +15,14 @@ from visual_spec.training.motion import (
     start_from_shapes,
     train_motion,
 )
-from visual_spec.training.motion_tokens import MotionTokens
+from scripts.train.motion_tokens import MotionTokens
+from tests.tiny import tiny_vq_model
+from tests.training.interrupted import stopped_at
+from visual_spec.data.motion import Clip, MovingShape, sample_clips
+from visual_spec.data.motion_parser import parse_caption
+from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.text.caption_encoder import CaptionEncoder
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ def test_a_large_shape_at_the_border_is_cut(parts):
 
 def test_encoded_parts_are_where_the_encoder_sees_them(vq_model):
     """The tokens around a shape are those of a picture that continues the frame beyond its border."""
+    from scripts.train import motion_tokens
     from visual_spec.data.shapes import paint_shape
-    from visual_spec.training import motion_tokens
 
     background = BACKGROUND_COLOURS["mint"]
     with pytest.MonkeyPatch.context() as patch:

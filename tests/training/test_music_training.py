@@ -15,6 +15,31 @@ import torch
 import torch.nn.functional as F
 from transformers import EncodecModel, MusicgenForCausalLM
 
+from scripts.train import codec as codec_module
+from scripts.train import music as music_module
+from scripts.train.codec import (
+    CodecTraining,
+    ResidualCodes,
+    _first_codes,
+    codec_config,
+    forward,
+    mel_filters,
+    mel_spectra,
+    train_codec,
+    tune_waves,
+)
+from scripts.train.music import (
+    MusicTraining,
+    autoregressive_losses,
+    hidden_codes,
+    initialise,
+    masked_losses,
+    music_config,
+    span_counts,
+    span_mask,
+    train_music,
+    tunes_vocabulary,
+)
 from visual_spec.data.tunes import (
     ATTRIBUTES,
     NUM_FORMS,
@@ -29,32 +54,8 @@ from visual_spec.models.columns.encodec import decode_codes, encode_waves
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.caption_encoder import CaptionEncoder, split_words
-from visual_spec.training import codec as codec_module
-from visual_spec.training import music as music_module
-from visual_spec.training.codec import (
-    CodecTraining,
-    ResidualCodes,
-    _first_codes,
-    codec_config,
-    forward,
-    mel_filters,
-    mel_spectra,
-    train_codec,
-    tune_waves,
-)
-from visual_spec.training.music import (
-    MusicTraining,
-    autoregressive_losses,
-    hidden_codes,
-    initialise,
-    masked_losses,
-    music_config,
-    span_counts,
-    span_mask,
-    tokenize_tunes,
-    train_music,
-    tunes_vocabulary,
-)
+from visual_spec.training import tokens
+from visual_spec.training.tokens import tokenize_tunes
 
 BOOKS, SIZE, DIM = 2, 16, 16
 CPU = torch.device("cpu")
@@ -326,9 +327,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(kind, name, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         run_music(tmp_path, kind=kind)
     monkeypatch.setattr(music_module, name, real)
-    monkeypatch.setattr(
-        music_module, "sample_dataset", failing_at(2, music_module.sample_dataset)
-    )  # held-out ones only
+    monkeypatch.setattr(tokens, "sample_tunes", failing_at(2, tokens.sample_tunes))  # held-out ones only
     _, resumed, other = run_music(tmp_path, kind=kind)
     assert equal(resumed, whole) and equal(other, encoder)
 

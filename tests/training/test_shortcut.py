@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
-from visual_spec.models.masked.shortcut import FeatureShortcut
-from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.masked_reuse import full_calls
-from visual_spec.samplers.masked import MaskedSampler
-from visual_spec.training.shortcut import (
+from scripts.train.shortcut import (
     ShortcutTraining,
     new_shortcut,
     record,
     relative_error,
     train_shortcut,
 )
+from tests.tiny import seeded, tiny_masked_pipeline, tiny_masked_transformer
+from visual_spec.models.masked.shortcut import FeatureShortcut
+from visual_spec.pipelines.loading import load_pipeline
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.masked_reuse import full_calls
+from visual_spec.samplers.masked import MaskedSampler
 
 SAMPLER = MaskedSampler(steps=4, choice_temperature=1.0)
 PROMPTS = ["a red circle", "a blue square", "a"]

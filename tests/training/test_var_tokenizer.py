@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scripts.train.var_tokenizer import start_from
 from visual_spec.data.shapes import sample_dataset
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.models.next_token.llamagen_vq import VQModel
-from visual_spec.training.tokenizer import to_signed
-from visual_spec.training.var_tokenizer import start_from
+from visual_spec.training.tokens import to_signed
 
 WIDTHS = {"base_channels": 4, "channel_multipliers": (1, 2, 4, 8), "blocks_per_level": 1, "norm_groups": None}
 

@@ -13,14 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from visual_spec.data.shapes import render, sample_dataset
-from visual_spec.data.shapes_classes import class_of, object_slots, sample_one_object_scenes
-from visual_spec.models.next_scale.var import VARTransformer
-from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
-from visual_spec.training import var, var_tokenizer
-from visual_spec.training.codebook import CodeAverages
-from visual_spec.training.tokenizer import reconstruction_loss, to_signed
-from visual_spec.training.var import (
+from scripts.train import var, var_tokenizer
+from scripts.train.codebook import CodeAverages
+from scripts.train.tokenizer import reconstruction_loss
+from scripts.train.var import (
     VarTraining,
     accuracy_of_draws,
     deepened,
@@ -32,7 +28,12 @@ from visual_spec.training.var import (
     tokenize_classes,
     train_var,
 )
-from visual_spec.training.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
+from scripts.train.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
+from visual_spec.data.shapes import render, sample_dataset
+from visual_spec.data.shapes_classes import class_of, object_slots, sample_one_object_scenes
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.training.tokens import to_signed
 
 SCALES = (1, 2, 4)
 BOUNDS = (0, 1, 5, 21)

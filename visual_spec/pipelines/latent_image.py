@@ -49,7 +49,7 @@ class LatentImagePipeline(ClassImagePipeline):
     model_cpu_offload_seq = "drafter->transformer->vae"
     _optional_components = ["drafter"]
     _tokenizer_part = "vae"
-    _fitting_drafter = "a model trained by `python -m visual_spec.training.mar --size small`"
+    _fitting_drafter = "a model trained by `python scripts/train mar --size small`"
 
     vae: Any
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +34,8 @@ from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.samplers.columns import ColumnAutoregressiveSampler
 from visual_spec.samplers.columns_drafted import DraftedColumnSampler
-from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, write_json
-from visual_spec.training.music import tokenize_tunes
+from visual_spec.training.loop import Descent, Trainer, muon_and_adamw, write_json
+from visual_spec.training.tokens import tokenize_tunes
 
 OBJECTIVES = ("cross-entropy", "refusals")
 
@@ -343,46 +344,39 @@ def train_column_drafter(
     heard = hear(target, encoder, words, codes, taps, settings.bfloat16)
     judged = hear(target, encoder, judged_words, judged_codes, taps)
 
-    drafter.train()
     optimisers = muon_and_adamw(
         drafter.blocks, list(drafter.parameters()), settings.learning_rate, settings.weight_decay
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate, warmup=50)
-    checkpoint = Checkpoint(
-        out / "resume.pt", every, asdict(settings), reads=[model, encoder], drafter=drafter, descend=descend
-    )
     scales = torch.tensor(settings.guidance_scales, device=target.device)
     guidance = scales[torch.arange(settings.batch_size, device=target.device) % len(scales)]
     valid = target.valid.to(target.device)
-    for step in range(checkpoint.resume(), settings.steps):
+
+    def batch(step: int) -> tuple[Any, ...]:
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(codes), size=settings.batch_size))
-        batch = heard.batch(chosen, target.device)
+        return step, *heard.batch(chosen, target.device)
+
+    def loss(step: int, *some: Tensor) -> Tensor:
         with torch.autocast(target.device.type, torch.bfloat16, enabled=settings.bfloat16):
-            wanted, drafted = predictions(drafter, target, *batch, guidance, settings.unroll)
+            wanted, drafted = predictions(drafter, target, *some, guidance, settings.unroll)
         measured = wanted, drafted, valid, settings.temperature, settings.unroll_decay
         if settings.objective == "refusals":
             generator = torch.Generator(target.device).manual_seed(1_000_003 * settings.seed + step)
-            loss = refusal_loss(*measured, generator)
-        else:
-            loss = drafter_loss(*measured)
-        descend(loss, step)
-        checkpoint.after(step, settings.steps, loss, curve_every=20)
-    drafter.eval()
-    record = {
-        "settings": asdict(settings),
-        "parameters": sum(p.numel() for p in drafter.parameters()),
-        "seconds": round(checkpoint.seconds),
-        "acceptance_rates": acceptance_rates(drafter, target, judged, settings, settings.unroll + 2),
-        "loss": checkpoint.curve,
-    }
-    drafter.save_pretrained(out / "drafter")
-    write_json(out / "drafter" / "training.json", record)
-    checkpoint.remove()
-    return record
+            return refusal_loss(*measured, generator)
+        return drafter_loss(*measured)
 
+    folder, depth = out / "drafter", settings.unroll + 2
+    parts = {"drafter": drafter}
+    run = Trainer(drafter, settings, out, descend, every=every, reads=[model, encoder], parts=parts)
+    return run.run(
+        loss,
+        batch,
+        lambda: {"acceptance_rates": acceptance_rates(drafter, target, judged, settings, depth)},
+        lambda: drafter.save_pretrained(folder),
+        folder=folder,
+    )
 
-# -- the command line --------------------------------------------------------------------------------------------------
 
 HELP = """Train an EAGLE drafter of columns for a music model.
 
@@ -417,15 +411,11 @@ def main() -> None:
     parser.add_argument("--start-from", type=Path, help="folder of a drafter to go on with")
     parser.add_argument("--true-clips", dest="drawn", action="store_false", help="of tunes, not of the model")
     parser.add_argument("--objective", choices=OBJECTIVES, default=defaults.objective)
-    parser.add_argument("--clips", type=int, default=defaults.clips)
-    parser.add_argument("--held-out-clips", type=int, default=defaults.held_out_clips)
-    parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
-    parser.add_argument("--unroll", type=int, default=defaults.unroll)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    for name in ("clips", "held_out_clips", "steps", "batch_size", "unroll", "learning_rate", "seed"):
+        value = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=defaults.seed)
     arguments = vars(parser.parse_args())
     model, out, device, blocks, first = (
         arguments.pop(name) for name in ("model", "out", "device", "num_blocks", "start_from")

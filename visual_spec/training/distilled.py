@@ -11,9 +11,8 @@ are, and it tells a near code from a far one.
 
 from __future__ import annotations
 
-import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,15 @@ from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.training.distilled_pairs import PairDrawing, Pairs, drawn_pairs
-from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
+from visual_spec.training.loop import (
+    Descent,
+    Run,
+    Trainer,
+    muon_and_adamw,
+    option,
+    read_options,
+    round_matrices,
+)
 
 
 @dataclass(frozen=True)
@@ -172,42 +179,31 @@ def train_distilled(
     codes = vq_model.quantize.codes.detach().to(device)
     batches = Batches(Pairs(*(part[:learned] for part in pairs)), codes, settings)
     encoder.eval().requires_grad_(False)
-    model.train()
     optimisers = muon_and_adamw(
         model.layers, model.parameters(), settings.learning_rate, settings.weight_decay
     )
     descend = Descent(optimisers, settings.steps, settings.learning_rate)
-    checkpoint = Checkpoint(
-        out / "resume.pt",
-        every,
-        asdict(settings) | {"pictures": len(pairs.tokens)},
+    run = Trainer(
+        model,
+        settings,
+        out,
+        descend,
+        every=every,
         reads=[vq_model, encoder],
-        model=model,
-        descend=descend,
+        facts={"pictures": len(pairs.tokens)},
     )
 
     def losses(*batch: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
             return loss_of(model, encoder, codes, settings.vector_weight, *batch)
 
-    step_loss = torch.compile(losses) if settings.compile else losses
-    for step in range(checkpoint.resume(), settings.steps):
-        loss, entropy = step_loss(*(part.to(device) for part in batches(step)))
-        descend(loss, step)
-        checkpoint.after(step, settings.steps, entropy.detach())
-    model.eval()
-    round_matrices(model, out)
-    record = {
-        "settings": asdict(settings),
-        "pictures": len(pairs.tokens),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "seconds": round(checkpoint.seconds),
-        "unseen": unseen(model, encoder, codes, Pairs(*(part[learned:] for part in pairs)), settings),
-        "loss": checkpoint.curve,
-    }
-    write_json(out / "training.json", record)
-    checkpoint.remove()
-    return record
+    def judged() -> dict[str, Any]:
+        round_matrices(model, out)
+        checked = Pairs(*(part[learned:] for part in pairs))
+        figures = unseen(model, encoder, codes, checked, settings)
+        return {"pictures": len(pairs.tokens), "unseen": figures}
+
+    return run.run(losses, batches, judged)
 
 
 @torch.no_grad()
@@ -232,8 +228,6 @@ def unseen(
     return found
 
 
-# -- the command line -------------------------------------------------------------------------------------------------
-
 HELP = """Train the embedded student: `python -m visual_spec.training.distilled --shapes FOLDER --out FOLDER`.
 
 The transformer of `shapes` is its teacher, and draws pictures of training captions first. Tokenizer and caption encoder
@@ -243,48 +237,33 @@ pictures.
 """
 
 
+@dataclass(kw_only=True)
+class Options(Run):
+    shapes: Path = option("folder with transformer/, vq_model/ and text_encoder/")
+    pairs: Path | None = option("folder of the teacher's pictures; without: that of --out", None)
+    start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
+    restart: int = option("the first slot of a second call", 128)
+    pictures: int = option("that the teacher draws", PairDrawing.pictures)
+    guidance_scale: float = option("of the teacher", PairDrawing.guidance_scale)
+
+
 def main() -> None:
-    drawing, defaults = PairDrawing(), DistilledTraining()
-    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shapes", type=Path, required=True, help="folder with transformer/, vq_model/ and text_encoder/"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for weights and training.json")
-    parser.add_argument("--pairs", type=Path, help="folder of the teacher's pictures (default: --out)")
-    parser.add_argument(
-        "--start-from", type=Path, help="folder of an earlier run to go on with, at a new rate"
-    )
-    parser.add_argument("--restart", type=int, default=128, help="the first slot of a second call")
-    parser.add_argument("--pictures", type=int, default=drawing.pictures, help="that the teacher draws")
-    parser.add_argument("--guidance-scale", type=float, default=drawing.guidance_scale, help="of the teacher")
-    names = ("steps", "batch_size", "learning_rate", "given_tokens", "vector_weight", "seed")
-    for name in names:
-        value = getattr(defaults, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
+    options, settings = read_options(HELP, Options, DistilledTraining)
     # 32 bits: what is stored in fewer is computed with in these.
-    teacher = LlamaGenTransformer.from_pretrained(given.shapes / "transformer", torch_dtype=torch.float32)
-    encoder = CaptionEncoder.from_pretrained(given.shapes / "text_encoder", torch_dtype=torch.float32)
-    vq_model = VQModel.from_pretrained(given.shapes / "vq_model", torch_dtype=torch.float32)
+    teacher = LlamaGenTransformer.from_pretrained(options.shapes / "transformer", torch_dtype=torch.float32)
+    encoder = CaptionEncoder.from_pretrained(options.shapes / "text_encoder", torch_dtype=torch.float32)
+    vq_model = VQModel.from_pretrained(options.shapes / "vq_model", torch_dtype=torch.float32)
     for part in (teacher, encoder, vq_model):
-        part.eval().to(given.device)
-    drawing = PairDrawing(pictures=given.pictures, guidance_scale=given.guidance_scale)
-    pairs = drawn_pairs(teacher, encoder, vq_model, drawing, given.pairs or given.out)
-    torch.manual_seed(given.seed)
-    if given.start_from is None:
-        model = start_from_teacher(teacher, vq_model.quantize.codes.detach(), given.restart)
+        part.eval().to(options.device)
+    drawing = PairDrawing(pictures=options.pictures, guidance_scale=options.guidance_scale)
+    pairs = drawn_pairs(teacher, encoder, vq_model, drawing, options.pairs or options.out)
+    torch.manual_seed(settings.seed)
+    if options.start_from is None:
+        model = start_from_teacher(teacher, vq_model.quantize.codes.detach(), options.restart)
     else:
-        model = LlamaGenStudent.from_pretrained(given.start_from, torch_dtype=torch.float32)
-    model.to(given.device)
-    settings = DistilledTraining(
-        bfloat16=given.bfloat16,
-        compile=not given.no_compile,
-        **{name: getattr(given, name) for name in names},
-    )
-    record = train_distilled(model, encoder, vq_model, pairs, settings, given.out)
+        model = LlamaGenStudent.from_pretrained(options.start_from, torch_dtype=torch.float32)
+    model.to(options.device)
+    record = train_distilled(model, encoder, vq_model, pairs, settings, options.out)
     print(json.dumps({key: record[key] for key in ("seconds", "unseen")}))
 
 

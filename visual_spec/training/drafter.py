@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler
 from visual_spec.samplers.tree import TreeSampler
-from visual_spec.training.loop import Checkpoint, Descent, write_json
+from visual_spec.training.loop import Descent, Trainer, write_json
 
 Draw = Callable[[list[str], float, int], Tensor]
 Encode = Callable[[list[str]], TextCondition]
@@ -230,37 +230,37 @@ def train_drafter(
         target, draw, encode, held, [settings.guidance_scales[0]], out / "held_out", seed + _HELD_OUT_SEED
     )
 
-    drafter.train()
     groups = [
         {"params": [p for p in drafter.parameters() if p.ndim == 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in drafter.parameters() if p.ndim != 2], "weight_decay": 0.0},
     ]
     optimiser = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
     descend = Descent([optimiser], settings.steps, settings.learning_rate, warmup=50)
-    checkpoint = Checkpoint(
-        out / "resume.pt", every, asdict(settings), reads=[target], drafter=drafter, descend=descend
-    )
-    for step in range(checkpoint.resume(), settings.steps):
+
+    def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(drawn.tokens), size=settings.batch_size))
-        loss = drafter_loss(drafter, target, *_batch(drawn, chosen, target), settings)
-        descend(loss, step)
-        checkpoint.after(step, settings.steps, loss, curve_every=10)
-    drafter.eval()
-    record = {
-        "settings": asdict(settings),
-        "parameters": sum(p.numel() for p in drafter.parameters()),
-        "seconds": round(checkpoint.seconds),
-        "acceptance_rates": acceptance_rates(drafter, target, judged, settings.unroll + 2),
-        "loss": checkpoint.curve,
-    }
-    drafter.save_pretrained(out / "drafter")
-    write_json(out / "drafter" / "training.json", record)
-    checkpoint.remove()
-    return record
+        return _batch(drawn, chosen, target)
 
+    folder = out / "drafter"
+    run = Trainer(
+        drafter,
+        settings,
+        out,
+        descend,
+        every=every,
+        reads=[target],
+        parts={"drafter": drafter},
+        curve_every=10,
+    )
+    return run.run(
+        lambda *some: drafter_loss(drafter, target, *some, settings),
+        batch,
+        lambda: {"acceptance_rates": acceptance_rates(drafter, target, judged, settings.unroll + 2)},
+        lambda: drafter.save_pretrained(folder),
+        folder=folder,
+    )
 
-# -- the command line --------------------------------------------------------------------------------------------------
 
 HELP = """Train an EAGLE drafter for a model.
 
@@ -304,15 +304,11 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for the drafter; resumes if interrupted"
     )
-    parser.add_argument("--pictures", type=int, default=defaults.pictures)
-    parser.add_argument("--held-out-pictures", type=int, default=defaults.held_out_pictures)
     parser.add_argument("--guidance-scales", type=float, nargs="+", default=list(defaults.guidance_scales))
-    parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--batch-size", type=int, default=defaults.batch_size)
-    parser.add_argument("--unroll", type=int, default=defaults.unroll)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    for name in ("pictures", "held_out_pictures", "steps", "batch_size", "unroll", "learning_rate", "seed"):
+        value = getattr(defaults, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=defaults.seed)
     arguments = vars(parser.parse_args())
     model, out, device = (arguments.pop(name) for name in ("model", "out", "device"))
     settings = DrafterTraining(**{**arguments, "guidance_scales": tuple(arguments.pop("guidance_scales"))})

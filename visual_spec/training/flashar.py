@@ -11,9 +11,8 @@ used to another mask.
 
 from __future__ import annotations
 
-import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,16 @@ from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.orders import order_of
-from visual_spec.training.ar import tokenize_dataset
-from visual_spec.training.loop import Checkpoint, Descent, muon_and_adamw, round_matrices, write_json
+from visual_spec.training.loop import (
+    Descent,
+    Run,
+    Trainer,
+    muon_and_adamw,
+    option,
+    read_options,
+    round_matrices,
+)
+from visual_spec.training.tokens import tokenize_dataset
 
 ORDER = "flashar"
 
@@ -140,7 +147,6 @@ def train_flashar(
     device = model.device
     words, tokens = tokenize_dataset(vq_model, encoder, settings.scenes, settings.seed + 1, cache=out)
     encoder.eval().requires_grad_(False)
-    model.train()
     own = _branch_of(model)
     learned_alone = set(map(id, own.parameters()))
     trunk = [parameter for parameter in model.parameters() if id(parameter) not in learned_alone]
@@ -153,15 +159,6 @@ def train_flashar(
         Descent(muon_and_adamw(blocks, parameters, rate, settings.weight_decay), steps, rate)
         for blocks, parameters, rate, steps in stages
     ]
-    checkpoint = Checkpoint(
-        out / "resume.pt",
-        every,
-        asdict(settings),
-        reads=[vq_model, encoder],
-        model=model,
-        branch=descents[0],
-        whole=descents[1],
-    )
     forced = Pass(model)
 
     def loss_of(word_ids: Tensor, token_ids: Tensor, dropped: Tensor) -> Tensor:
@@ -169,30 +166,25 @@ def train_flashar(
             merged, below = forced.losses(model, token_ids, encoder(word_ids), dropped)
         return merged + settings.below_weight * below
 
-    step_loss = torch.compile(loss_of) if settings.compile else loss_of
-    for step in range(checkpoint.resume(), settings.steps):
-        late = step >= settings.branch_steps
+    def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
         for parameter in trunk:
-            parameter.requires_grad_(late)
+            parameter.requires_grad_(step >= settings.branch_steps)
         rng = np.random.default_rng((settings.seed, step))
         chosen = torch.from_numpy(rng.integers(len(tokens), size=settings.batch_size))
         dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.caption_dropout)
-        batch = (words[chosen], tokens[chosen].long(), dropped)
-        loss = step_loss(*(part.to(device) for part in batch))
+        return words[chosen], tokens[chosen].long(), dropped
+
+    def descend(loss: Tensor, step: int) -> None:
+        late = step >= settings.branch_steps
         descents[late](loss, step - late * settings.branch_steps)
-        checkpoint.after(step, settings.steps, loss)
-    model.eval()
-    round_matrices(model, out)
-    record = {
-        "settings": asdict(settings),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "seconds": round(checkpoint.seconds),
-        **held_out_losses(model, encoder, vq_model),
-        "loss": checkpoint.curve,
-    }
-    write_json(out / "training.json", record)
-    checkpoint.remove()
-    return record
+
+    def judged() -> dict[str, float]:
+        round_matrices(model, out)
+        return held_out_losses(model, encoder, vq_model)
+
+    parts = {"model": model, "branch": descents[0], "whole": descents[1]}
+    run = Trainer(model, settings, out, descend, every=every, reads=[vq_model, encoder], parts=parts)
+    return run.run(loss_of, batch, judged)
 
 
 def _branch_of(model: LlamaGenTransformer) -> torch.nn.ModuleDict:
@@ -221,8 +213,6 @@ def held_out_losses(
     return {"held_out_loss": round(float(merged), 4), "held_out_loss_below": round(float(below), 4)}
 
 
-# -- the command line --------------------------------------------------------------------------------------------------
-
 HELP = """Train the embedded near-to-far model: `python -m visual_spec.training.flashar --shapes FOLDER --out FOLDER`.
 
 It starts from the transformer of `shapes`; tokenizer and caption encoder are those of `shapes`, and do not change.
@@ -231,42 +221,27 @@ An interrupted run resumes.
 """
 
 
+@dataclass(kw_only=True)
+class Options(Run):
+    shapes: Path = option("folder with transformer/, vq_model/ and text_encoder/")
+    start_from: Path | None = option("folder of an earlier run to go on with, at a new rate", None)
+    branch_layers: int = option("blocks that only the lower head reads", 1)
+
+
 def main() -> None:
-    defaults = FlashTraining()
-    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shapes", type=Path, required=True, help="folder with transformer/, vq_model/ and text_encoder/"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for weights and training.json")
-    parser.add_argument(
-        "--start-from", type=Path, help="folder of an earlier run to go on with, at a new rate"
-    )
-    names = ("steps", "branch_steps", "batch_size", "scenes", "branch_rate", "learning_rate", "seed")
-    for name in names:
-        value = getattr(defaults, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--branch-layers", type=int, default=1, help="blocks that only the lower head reads")
-    parser.add_argument("--bfloat16", action="store_true", help="matrix products in bfloat16")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
+    options, settings = read_options(HELP, Options, FlashTraining)
     # 32 bits: what is stored in fewer is computed with in these.
-    raster = LlamaGenTransformer.from_pretrained(given.shapes / "transformer", torch_dtype=torch.float32)
-    encoder = CaptionEncoder.from_pretrained(given.shapes / "text_encoder", torch_dtype=torch.float32)
-    vq_model = VQModel.from_pretrained(given.shapes / "vq_model", torch_dtype=torch.float32).eval()
-    torch.manual_seed(given.seed)
-    if given.start_from is None:
-        model = start_from_raster(raster, given.branch_layers)
+    raster = LlamaGenTransformer.from_pretrained(options.shapes / "transformer", torch_dtype=torch.float32)
+    encoder = CaptionEncoder.from_pretrained(options.shapes / "text_encoder", torch_dtype=torch.float32)
+    vq_model = VQModel.from_pretrained(options.shapes / "vq_model", torch_dtype=torch.float32).eval()
+    torch.manual_seed(settings.seed)
+    if options.start_from is None:
+        model = start_from_raster(raster, options.branch_layers)
     else:
-        model = LlamaGenTransformer.from_pretrained(given.start_from, torch_dtype=torch.float32)
-    settings = FlashTraining(
-        bfloat16=given.bfloat16,
-        compile=not given.no_compile,
-        **{name: getattr(given, name) for name in names},
-    )
+        model = LlamaGenTransformer.from_pretrained(options.start_from, torch_dtype=torch.float32)
     for part in (model, encoder, vq_model):
-        part.to(given.device)
-    record = train_flashar(model, encoder, vq_model, settings, given.out)
+        part.to(options.device)
+    record = train_flashar(model, encoder, vq_model, settings, options.out)
     print(json.dumps({key: record[key] for key in ("seconds", "held_out_loss", "held_out_loss_below")}))
 
 

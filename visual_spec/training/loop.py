@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,6 @@ def cosine_rate(step: int, total: int, peak: float, warmup: int) -> float:
 def write_json(path: Path, document: dict) -> None:
     """Write a JSON document whole."""
     write_atomically(path, json.dumps(document, indent=1) + "\n", overwrite=True)
-
-
-@torch.no_grad()
-def hold_in_8_bits(model: nn.Module, names: str = "", ndim: int = 2) -> None:
-    """Hold weights of `ndim` dimensions in 8 bits (e4m3), to be saved so; the model cannot compute with them.
-
-    Args:
-        model: changed in place.
-        names: a regular expression for the beginning of their names.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == ndim and re.match(names, name):
-            parameter.data = parameter.data.to(torch.float8_e4m3fn)
 
 
 @torch.no_grad()
@@ -215,3 +203,125 @@ class Checkpoint:
     def remove(self) -> None:
         """Remove the file; the run is done."""
         self.path.unlink(missing_ok=True)
+
+
+class Trainer:
+    """A resumable run: steps on a loss, and its record.
+
+    An interrupted run resumes from `out/resume.pt` with the same result; the finished run removes the file.
+
+    Args:
+        model: what is trained; the record counts its parameters.
+        settings: a dataclass with at least `steps`; with `compile`, the loss is compiled. A run resumes only with the
+            same settings.
+        out: folder of `resume.pt`.
+        descend: the steps of optimisers (`Descent`), or a function of the loss and the step. A function's optimisers
+            are among the parts.
+        every: steps between two saves of `resume.pt`.
+        reads: models that the run reads and does not change.
+        parts: what `resume.pt` holds by name, beside `descend` (default: the model).
+        facts: plain values of the data that a resumed run must share.
+        curve_every, digits: of the loss curve.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Any,
+        out: Path,
+        descend: Callable[[Tensor, int], None],
+        *,
+        every: int,
+        reads: Iterable[nn.Module] = (),
+        parts: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        curve_every: int = 20,
+        digits: int = 4,
+    ) -> None:
+        self.model, self.settings, self.out, self.descend = model, settings, out, descend
+        self.curve = dict(curve_every=curve_every, digits=digits)
+        held = {"model": model} if parts is None else dict(parts)
+        self.networks = [part for part in held.values() if isinstance(part, nn.Module)]
+        if isinstance(descend, Descent):
+            held["descend"] = descend
+        known = asdict(settings) | dict(facts or {})
+        self.checkpoint = Checkpoint(out / "resume.pt", every, known, reads=reads, **held)
+
+    def run(
+        self,
+        loss: Callable[..., Any],
+        batches: Callable[[int], Sequence[Any]],
+        judge: Callable[[], Mapping[str, Any]],
+        save: Callable[[], Any] = lambda: None,
+        *,
+        after: Callable[..., Any] | None = None,
+        folder: Path | None = None,
+        dynamic: bool | None = None,
+    ) -> dict[str, Any]:
+        """Train, judge, save, and return the record, which is also written to `training.json`.
+
+        Args:
+            loss: of a batch; or the loss, the value that the curve shows, and more for `after`.
+            batches: what the loss takes at a step, the same for the same step. Tensors move to the model's device.
+            judge: figures for the record.
+            save: writes the weights.
+            after: is called with the step and what the loss gave more, when a step is made.
+            folder: of `training.json` (default: `out`).
+            dynamic: as of `torch.compile`.
+        """
+        steps, checkpoint = self.settings.steps, self.checkpoint
+        compiled = getattr(self.settings, "compile", False)
+        loss_of = torch.compile(loss, dynamic=dynamic) if compiled else loss
+        device = next(self.model.parameters()).device
+        for network in self.networks:
+            network.train()
+        for step in range(checkpoint.resume(), steps):
+            batch = [part.to(device) if isinstance(part, Tensor) else part for part in batches(step)]
+            found = loss_of(*batch)
+            minimised, shown, *more = found if isinstance(found, tuple) else (found, found)
+            self.descend(minimised, step)
+            if after is not None:
+                after(step, *more)
+            checkpoint.after(step, steps, shown.detach(), **self.curve)
+        for network in self.networks:
+            network.eval()
+        record = {
+            "settings": asdict(self.settings),
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "seconds": round(checkpoint.seconds),
+            **judge(),
+            "loss": checkpoint.curve,
+        }
+        save()
+        write_json((folder or self.out) / "training.json", record)
+        checkpoint.remove()
+        return record
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Options of all trainers."""
+
+    out: Path = field(metadata={"help": "folder for weights and training.json; an interrupted run resumes"})
+    device: str = "cpu"
+
+
+def option(text: str, default: Any = MISSING, **more: Any) -> Any:
+    """A field of a dataclass of options, with its help; required without a default."""
+    return field(default=default, metadata={"help": text, **more})
+
+
+def read_options(text: str, *kinds: Any) -> Any:
+    """Dataclasses filled from the command line: one option a field; `text` is the help.
+
+    Args:
+        kinds: dataclasses; of their fields `metadata["help"]` is shown.
+    """
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(kinds, description=text, formatter_class=_Help)
+    return parser.parse_args_into_dataclasses()
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass

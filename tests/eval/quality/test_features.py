@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from scripts.train import classifier
+from scripts.train.classifier import HEADS, ClassifierTraining, judge, labels, train_classifier
 from visual_spec.data.shapes import Scene, ShapeObject, sample_dataset
 from visual_spec.eval.quality import features
 from visual_spec.eval.quality.features import features_of, load_shapes_features
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.shapes_features import ShapesFeatures
 from visual_spec.pipelines.embedded import embedded_folder, embedded_models
-from visual_spec.training import classifier
-from visual_spec.training.classifier import HEADS, ClassifierTraining, judge, labels, train_classifier
 
 
 def small_network() -> ShapesFeatures:

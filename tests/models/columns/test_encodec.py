@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import EncodecConfig, EncodecModel
 
+from scripts.train.codec import initialise
 from visual_spec.models.columns.encodec import StreamingDecoder, decode_codes, encode_waves
-from visual_spec.training.codec import initialise
 
 BOOKS, SIZE, HOP = 3, 16, 40
 

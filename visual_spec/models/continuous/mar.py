@@ -96,7 +96,7 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
     _repeated_blocks = ["Block"]
     _no_split_modules = ["Block"]
 
-    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.mar --eight-bits`
+    stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train mar --eight-bits`
 
     @register_to_config
     def __init__(

@@ -94,7 +94,7 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
 
     _no_split_modules = ["ColumnBlock"]
 
-    stored_as = (torch.float8_e4m3fn,)  # the matrices of the embedded one (scripts/assemble_tunes.py)
+    stored_as = (torch.float8_e4m3fn,)  # the matrices of the embedded one (scripts/assemble.py)
 
     @register_to_config
     def __init__(

@@ -36,7 +36,7 @@ class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
         ValueError: heads that do not divide the width.
     """
 
-    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.causal_layer`
+    stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train causal_layer`
 
     @register_to_config
     def __init__(
@@ -73,7 +73,7 @@ class CausalLayer(SavedModel, ModelMixin, ConfigMixin):
             raise ValueError(
                 f"the causal layer is for features of {own[0]} numbers, {own[1]} codes and {side} x {side} slots of "
                 f"one codebook, and a {type(model).__name__} has {wanted[0]}, {wanted[1]} and {grid.height} x "
-                f"{grid.width} of {grid.codebooks}; train one for it by python -m visual_spec.training.causal_layer."
+                f"{grid.width} of {grid.codebooks}; train one for it by python scripts/train causal_layer."
             )
 
     @loads_weights

@@ -60,7 +60,7 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
     _repeated_blocks = ["TransformerBlock"]
     _no_split_modules = ["TransformerBlock"]
 
-    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.frames`
+    stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train frames`
 
     @register_to_config
     def __init__(

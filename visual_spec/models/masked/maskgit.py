@@ -211,7 +211,7 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
     _repeated_blocks = ["MaskedBlock"]
     _no_split_modules = ["MaskedBlock"]
 
-    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.masked_image --eight-bits`
+    stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train masked_image --eight-bits`
 
     @register_to_config
     def __init__(

@@ -50,7 +50,7 @@ class FeatureShortcut(SavedModel, ModelMixin, ConfigMixin):
         ValueError: heads that do not divide the width.
     """
 
-    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.shortcut`
+    stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train shortcut`
 
     @register_to_config
     def __init__(
@@ -95,7 +95,7 @@ class FeatureShortcut(SavedModel, ModelMixin, ConfigMixin):
             raise ValueError(
                 f"the shortcut is for features of {own[0]} numbers, {own[1]} codes and {own[2]} slots of one codebook, "
                 f"and a {type(model).__name__} has {wanted[0]}, {wanted[1]} and {wanted[2]} of {model.grid.codebooks}; "
-                "train one for it by python -m visual_spec.training.shortcut."
+                "train one for it by python scripts/train shortcut."
             )
 
     @loads_weights

@@ -214,7 +214,7 @@ class VARTransformer(SavedModel, ModelMixin, ConfigMixin):
     _repeated_blocks = ["VARBlock"]
     _no_split_modules = ["VARBlock"]
 
-    stored_as = (torch.float8_e4m3fn,)  # matrices of blocks and last norm (scripts/assemble_shapes_var.py)
+    stored_as = (torch.float8_e4m3fn,)  # matrices of blocks and last norm (scripts/assemble.py)
     prunes = True  # `prefill` takes `pruning`
 
     @register_to_config

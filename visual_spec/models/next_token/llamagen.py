@@ -94,7 +94,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     _repeated_blocks = ["TransformerBlock"]
     _no_split_modules = ["TransformerBlock"]
 
-    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.motion`
+    stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train motion`
 
     @register_to_config
     def __init__(

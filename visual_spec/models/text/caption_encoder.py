@@ -54,7 +54,7 @@ class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
         max_words: longest caption, which is also the image model's prefix length.
     """
 
-    stored_as = (torch.float8_e4m3fn,)  # by `python -m visual_spec.training.motion`
+    stored_as = (torch.float8_e4m3fn,)  # by `python scripts/train motion`
 
     @register_to_config
     def __init__(

@@ -125,8 +125,8 @@ def check_reuse(model: Any, settings: Any, parts: dict[str, Any]) -> None:
         shortcut = parts.get("shortcut")
         if shortcut is None:
             raise ValueError(
-                "reuse_by='shortcut' needs shortcut, a FeatureShortcut trained for this model (python -m "
-                "visual_spec.training.shortcut)."
+                "reuse_by='shortcut' needs shortcut, a FeatureShortcut trained for this model (in a checkout: "
+                "python scripts/train shortcut)."
             )
         shortcut.check_fits(model)
 
@@ -150,8 +150,8 @@ def check_causal_layer(model: Any, layer: Any) -> None:
         raise ValueError(f"a {name} keeps nothing of a call, which a causal layer reads; use MaskedSampler.")
     if layer is None:
         raise ValueError(
-            "this sampler needs causal_layer, a CausalLayer trained for this model (python -m "
-            "visual_spec.training.causal_layer)."
+            "this sampler needs causal_layer, a CausalLayer trained for this model (in a checkout: "
+            "python scripts/train causal_layer)."
         )
     layer.check_fits(model)
 

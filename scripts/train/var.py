@@ -1,0 +1,473 @@
+"""Train the embedded VAR on the token maps of `shapes`, and fine-tune pairs for collaborative decoding.
+
+Cross entropy of all tokens of all scales under teacher forcing. A tenth of the classes is replaced by the null class,
+so that guidance works (Tian et al. 2024, section 4; Ho and Salimans 2022).
+
+The pictures and their classes are those of `visual_spec.data.shapes_classes`.
+
+For CoDe (Chen et al. 2025, section 3.3) a drafter is trained further on the scales below N only, by cross entropy. A
+refiner learns the large model's laws, first those of all scales, then increasingly those from N on. With
+`teacher_guidance` it learns the guided laws (Meng et al. 2023, section 3.1, for one guidance scale), and afterwards
+draws without guidance, with half of the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scripts.train.tokenizer import to_pixels
+from visual_spec.data.shapes import render
+from visual_spec.data.shapes_classes import (
+    CLASSES,
+    class_accuracy,
+    class_of,
+    object_slots,
+    sample_one_object_scenes,
+)
+from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.scales import ScaleWiseSampler, Stage, code_stages
+from visual_spec.training.loop import Descent, Run, Trainer, muon_and_adamw, option, read_options, write_json
+from visual_spec.training.tokens import to_signed
+
+
+@dataclass(frozen=True)
+class VarTraining:
+    """Settings of a run.
+
+    Attributes:
+        object_weight: weight in the loss of slots that show part of the object; other slots have 1.
+        scales_from: the first scale that counts in the loss to the end.
+        scales_until: the first scale that is neither fed nor trained; None: all are.
+        earlier_weight: weight of the scales before `scales_from` at the first step; it falls linearly to 0 at half of
+            the steps. CoDe's refiner has 1.
+        teacher_guidance: the teacher's guidance scale at the last scale; it grows from none at the first, like the
+            sampler's ramp. 1: its laws are learned unguided. Otherwise they are computed once for the scales from
+            `scales_from` on and kept in memory: two bytes for each code of each slot of each scene.
+        bfloat16: compute the matrix products in bfloat16: faster on a GPU, and on CPUs with support.
+    """
+
+    steps: int = 6000
+    batch_size: int = 32
+    scenes: int = 24000
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    label_dropout: float = 0.1
+    object_weight: float = 3.0
+    scales_from: int = 0
+    scales_until: int | None = None
+    earlier_weight: float = 0.0
+    teacher_guidance: float = 1.0
+    bfloat16: bool = False
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "scenes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; pass an integer of at least 1.")
+        if self.scales_from < 0 or (self.scales_until is not None and self.scales_until <= self.scales_from):
+            raise ValueError(
+                f"scales_from={self.scales_from} and scales_until={self.scales_until} leave no scale to train; pass "
+                "0 <= scales_from < scales_until."
+            )
+        if self.teacher_guidance != 1 and (self.label_dropout or self.earlier_weight or self.scales_until):
+            raise ValueError(
+                f"teacher_guidance={self.teacher_guidance} with label_dropout={self.label_dropout}, "
+                f"earlier_weight={self.earlier_weight}, scales_until={self.scales_until}; a refiner that learns guided "
+                "laws draws with a class and without guidance: pass 0, 0 and None."
+            )
+        if not 0 <= self.label_dropout <= 1 or min(self.earlier_weight, self.object_weight) < 0:
+            raise ValueError(
+                f"label_dropout={self.label_dropout}, earlier_weight={self.earlier_weight}, "
+                f"object_weight={self.object_weight}; pass a share of 0 to 1, and weights of at least 0."
+            )
+
+    def trained_scales(self, count: int) -> int:
+        """Return how many of a model's `count` scales are fed and trained."""
+        return count if self.scales_until is None else self.scales_until
+
+
+# -- pictures as tokens -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def tokenize_classes(
+    vq_model: MultiscaleVQModel,
+    count: int,
+    seed: int,
+    *,
+    held_out: bool = False,
+    cache: Path | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return classes, long `[N]`, and tokens, int32 `[N, L]`, of scenes of one object. `cache`, a folder, stores them.
+
+    Raises:
+        ValueError: `cache` holds the tokens of another tokenizer.
+    """
+    codebook = vq_model.quantize.embedding.weight.detach().cpu()
+    path = cache / f"tokens_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    if path and path.exists():
+        saved = read_content(path)
+        if not torch.equal(saved["codebook"], codebook) or saved["tokens"].shape[1] != vq_model.num_tokens:
+            raise ValueError(
+                f"{path} holds tokens of another tokenizer; pass another --out folder, or remove it."
+            )
+        return saved["labels"], saved["tokens"]
+    scenes = sample_one_object_scenes(count, seed, held_out=held_out)
+    tokens = []
+    for start in range(0, count, 40):
+        pixels = np.stack([render(scene, vq_model.image_size) for scene in scenes[start : start + 40]])
+        pictures = to_signed(torch.from_numpy(pixels).to(vq_model.device))
+        tokens.append(vq_model.encode_tokens(pictures).to("cpu", torch.int32))
+    labels = torch.tensor([class_of(scene) for scene in scenes])
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"labels": labels, "tokens": torch.cat(tokens), "codebook": codebook}, path)
+    return labels, torch.cat(tokens)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def initialise(model: VARTransformer) -> None:
+    """Initialise the embeddings at a scale of order one.
+
+    The official initialisation is small everywhere, for long training: AdaLN gets a class of size 0.02, and passes on
+    its square. A short training of a small model never learns to use such a condition (docs/LOG.md).
+    """
+    torch.nn.init.normal_(model.class_emb.weight)
+    torch.nn.init.normal_(model.word_embed.weight, std=model.code_dim**-0.5)
+    for table in (model.pos_start, model.pos_1LC, model.lvl_embed.weight):
+        torch.nn.init.normal_(table, std=0.3)
+
+
+def deepened(model: VARTransformer, num_layers: int) -> VARTransformer:
+    """Return a deeper model that computes the same: the new layers come last, and their gains are 0.
+
+    Raises:
+        ValueError: the model already has that many layers, or its layers share an AdaLN.
+    """
+    config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    if num_layers <= config["num_layers"] or config["shared_adaln"]:
+        raise ValueError(
+            f"num_layers={num_layers} for a model of {config['num_layers']} layers; pass more, and a model whose "
+            "layers have an AdaLN each."
+        )
+    deeper: Any = VARTransformer(**{**config, "num_layers": num_layers})
+    deeper.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        for block in deeper.blocks[config["num_layers"] :]:
+            block.ada_lin[1].weight[: 2 * config["dim"]] = 0
+    return deeper
+
+
+def slot_weights(scales: tuple[int, ...], settings: VarTraining, step: int) -> Tensor:
+    """Return the loss weight of every trained slot, `[L]`, scale after scale."""
+    fading = settings.earlier_weight * max(0.0, 1.0 - 2.0 * step / settings.steps)
+    parts = [
+        torch.full((side * side,), 1.0 if scale >= settings.scales_from else fading)
+        for scale, side in enumerate(scales[: settings.trained_scales(len(scales))])
+    ]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def guided_laws(
+    teacher: VARTransformer,
+    vq_model: MultiscaleVQModel,
+    labels: Tensor,
+    tokens: Tensor,
+    settings: VarTraining,
+) -> Tensor:
+    """Return the teacher's log-probabilities, float16 `[N, l, V]` on the CPU, at the slots of scales `scales_from` on.
+
+    Guidance grows from none at the first scale to `teacher_guidance` at the last.
+    """
+    device, scales = teacher.device, teacher.scales
+    areas = torch.tensor([side * side for side in scales])
+    strength = 1 + (settings.teacher_guidance - 1) * torch.linspace(0, 1, len(scales)).repeat_interleave(
+        areas
+    )
+    first = int(areas[: settings.scales_from].sum())
+    strength = strength[first:, None].to(device)  # [l, 1]
+    found = torch.empty(len(tokens), len(strength), teacher.vocab_size, dtype=torch.float16)
+    for start in range(0, len(tokens), 16):
+        rows = slice(start, start + 16)
+        label_ids, maps = labels[rows].to(device), vq_model.maps_of(tokens[rows].to(device).long())
+        nobody = torch.ones_like(label_ids, dtype=torch.bool)
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
+            conditional = teacher.teacher_forced(maps, label_ids)[:, first:].float()
+            null = teacher.teacher_forced(maps, label_ids, nobody)[:, first:].float()
+        found[rows] = (null + strength * (conditional - null)).log_softmax(-1).half().cpu()
+    return found
+
+
+def slot_losses(logits: Tensor, tokens: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
+    """Return the loss `[B, L]` of every slot: cross entropy of the tokens, or the divergence KL(teacher, model).
+
+    If the teacher's logits are fewer, `[B, l, V]`, they are those of the last slots; the others have loss 0.
+    """
+    if teacher_logits is None:
+        return F.cross_entropy(logits.mT, tokens, reduction="none")
+    early = logits.shape[1] - teacher_logits.shape[1]
+    teacher, model = teacher_logits.log_softmax(-1), logits[:, early:].log_softmax(-1)
+    return F.pad(F.kl_div(model, teacher, reduction="none", log_target=True).sum(-1), (early, 0))
+
+
+def _draw_batch(
+    scales: tuple[int, ...], objects: Tensor, settings: VarTraining, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scenes of a step, bool `[B]` of dropped labels, and the weights of their tokens `[B, L]`.
+
+    One generator per step, so that a resumed run sees the same data. `objects`: float `[N, L]`, 1 at slots of objects.
+    """
+    rng = np.random.default_rng((settings.seed, step))
+    chosen = torch.from_numpy(rng.integers(len(objects), size=settings.batch_size))
+    dropped = torch.from_numpy(rng.random(settings.batch_size) < settings.label_dropout)
+    weights = slot_weights(scales, settings, step)  # [L]
+    return chosen, dropped, weights * (1 + (settings.object_weight - 1) * objects[chosen, : len(weights)])
+
+
+def _loss(
+    model: VARTransformer,
+    maps: list[Tensor],
+    token_ids: Tensor,
+    label_ids: Tensor,
+    dropped: Tensor,
+    weights: Tensor,
+    teacher_logits: Tensor | None,
+) -> Tensor:
+    logits = model.teacher_forced(maps, label_ids, dropped)
+    with torch.autocast(logits.device.type, enabled=False):
+        losses = slot_losses(logits.float(), token_ids, teacher_logits)
+        return (losses * weights).mean() / weights.mean()
+
+
+@dataclass
+class Lessons:
+    """The laws that a teacher gives. `laws`: float16 `[N, L, V]` of all scenes under guidance, or None."""
+
+    teacher: VARTransformer
+    laws: Tensor | None
+    bfloat16: bool
+
+    def logits(self, maps: list[Tensor], chosen: Tensor, label_ids: Tensor, dropped: Tensor) -> Tensor:
+        """Return logits `[B, L, V]` of the chosen scenes, or of their input maps where no laws are kept."""
+        device = label_ids.device
+        if self.laws is not None:
+            return self.laws[chosen].to(device).float()
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.teacher.teacher_forced(maps, label_ids, dropped).float()
+
+
+def train_var(
+    model: VARTransformer,
+    vq_model: MultiscaleVQModel,
+    settings: VarTraining,
+    out: Path,
+    *,
+    teacher: VARTransformer | None = None,
+    every: int = 250,
+) -> dict:
+    """Train in place, save the weights in `out`, and return the record, which is also written to `out/training.json`.
+
+    Runs on the model's device and starts from its weights: call `initialise` first for a new model. An interrupted run
+    resumes from `out/resume.pt` with the same result; the finished run removes it.
+
+    Args:
+        teacher: a model over the same tokenizer, whose laws are learned in place of the tokens. It is not changed.
+
+    Raises:
+        ValueError: models and tokenizer differ in scales, codebooks or classes; `scales_from` or `scales_until` is
+            after the last scale; or `out` holds tokens of another tokenizer.
+    """
+    _check_fit(model, vq_model, settings, teacher)
+    device = model.device
+    vq_model.eval().to(device)  # pyright: ignore[reportArgumentType]
+    torch.manual_seed(settings.seed)
+    labels, tokens = tokenize_classes(vq_model, settings.scenes, settings.seed + 1, cache=out)
+    scenes = sample_one_object_scenes(settings.scenes, settings.seed + 1)
+    objects = torch.from_numpy(object_slots(scenes, model.scales))  # [N, L]
+    lessons = None
+    if teacher is not None:
+        teacher.eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
+        guided = settings.teacher_guidance != 1
+        laws = guided_laws(teacher, vq_model, labels, tokens, settings) if guided else None
+        lessons = Lessons(teacher, laws, settings.bfloat16)
+    optimisers = muon_and_adamw(
+        model.blocks, model.parameters(), settings.learning_rate, settings.weight_decay
+    )
+    descend = Descent(optimisers, settings.steps, settings.learning_rate)
+    reads = [vq_model, *([] if teacher is None else [teacher])]
+    run = Trainer(model, settings, out, descend, every=every, reads=reads)
+
+    def batch(step: int) -> tuple[Any, ...]:
+        chosen, dropped, weights = _draw_batch(model.scales, objects, settings, step)
+        dropped = dropped.to(device)
+        token_ids, label_ids = tokens[chosen].to(device).long(), labels[chosen].to(device)
+        with torch.no_grad():
+            maps = vq_model.maps_of(token_ids)[: settings.trained_scales(len(model.scales)) - 1]
+            taught = None if lessons is None else lessons.logits(maps, chosen, label_ids, dropped)
+        return maps, token_ids[:, : weights.shape[1]], label_ids, dropped, weights, taught
+
+    def loss(*parts: Any) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.bfloat16):
+            return _loss(model, *parts)
+
+    def judged() -> dict[str, Any]:
+        return held_out_losses(model, vq_model)
+
+    return run.run(loss, batch, judged, lambda: model.save_pretrained(out))
+
+
+@torch.no_grad()
+def held_out_losses(model: VARTransformer, vq_model: MultiscaleVQModel, count: int = 400) -> dict:
+    """Return the cross entropy in nats a token on held-out scenes: `held_out_loss`, and `held_out_loss_by_scale`."""
+    labels, tokens = tokenize_classes(vq_model, count, 777, held_out=True)
+    found = []
+    for label_ids, token_ids in zip(labels.split(20), tokens.split(20), strict=True):
+        token_ids = token_ids.to(model.device).long()
+        logits = model.teacher_forced(vq_model.maps_of(token_ids), label_ids.to(model.device))
+        found.append(slot_losses(logits.float(), token_ids).cpu())
+    losses = torch.cat(found)  # [N, L]
+    bounds = [0, *accumulate(side * side for side in model.scales)]
+    by_scale = [round(losses[:, first:end].mean().item(), 4) for first, end in pairwise(bounds)]
+    return {"held_out_loss": round(losses.mean().item(), 4), "held_out_loss_by_scale": by_scale}
+
+
+def _check_fit(
+    model: VARTransformer, vq_model: MultiscaleVQModel, settings: VarTraining, teacher: VARTransformer | None
+) -> None:
+    sizes = {
+        "the tokenizer": (vq_model.scales, vq_model.codebook_size, vq_model.code_dim),
+        "the model": (model.scales, model.vocab_size, model.code_dim),
+    }
+    if teacher is not None:
+        sizes["the teacher"] = (teacher.scales, teacher.vocab_size, teacher.code_dim)
+    if len(set(sizes.values())) > 1:
+        told = "; ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"scales, codebook size and code length differ: {told}. Train them over one tokenizer."
+        )
+    for name, network in {"the model": model, "the teacher": teacher}.items():
+        if network is not None and network.config["num_classes"] != len(CLASSES):
+            raise ValueError(
+                f"{name} has {network.config['num_classes']} classes; the data has {len(CLASSES)}."
+            )
+    last = len(model.scales)
+    if settings.scales_from >= last or settings.trained_scales(last) > last:
+        raise ValueError(
+            f"scales_from={settings.scales_from}, scales_until={settings.scales_until}; the model has {last} scales."
+        )
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+HELP = """Train the embedded VAR on shapes.
+
+`python scripts/train var --tokenizer FOLDER --out FOLDER --size large`
+
+Fine-tuning a pair for collaborative decoding at N:
+  the drafter: --start-from LARGE --scales-until N
+  the refiner: --start-from SMALL --teacher LARGE --scales-from N --earlier-weight 1
+  one that draws without guidance: --start-from SMALL --teacher LARGE --scales-from N --teacher-guidance 2
+    --label-dropout 0
+
+Afterwards `--out` holds the weights and `training.json`, with the loss curve, held-out losses and the class accuracy of
+pictures drawn with them. An interrupted run resumes.
+"""
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "large": {"dim": 256, "num_layers": 8, "num_heads": 4},
+    "small": {"dim": 128, "num_layers": 4, "num_heads": 2},
+}
+
+
+def accuracy_of_draws(
+    model: VARTransformer | list[Stage], vq_model: MultiscaleVQModel, guidance: float, count: int
+) -> dict:
+    """Class accuracy of pictures that a model or a schedule of models draws, about as many of each class."""
+    found, labels = [], torch.arange(count) % len(CLASSES)
+    for start in range(0, count, 24):
+        part = labels[start : start + 24]
+        generators = [torch.Generator().manual_seed(1000 + start + i) for i in range(len(part))]
+        result = ScaleWiseSampler()(
+            model,
+            vq_model,
+            part,
+            law=TokenLaw(guidance_scale=guidance),
+            generator=generators,
+            batch_size=len(part),
+        )
+        with torch.no_grad():
+            found.append(vq_model.decode_canvas(result.canvas).cpu())
+    accuracy = class_accuracy(to_pixels(torch.cat(found)), labels.tolist())
+    return {"pictures": count, "guidance_scale": guidance, **accuracy}
+
+
+@dataclass(kw_only=True)
+class Options(Run):
+    tokenizer: Path = option("folder that python scripts/train var_tokenizer wrote")
+    size: str = option("large or small", "large", choices=list(SIZES))
+    dim: int | None = option("in place of that of --size, as the next two", None)
+    num_layers: int | None = None
+    num_heads: int | None = None
+    start_from: Path | None = option(
+        "folder of a trained model to go on with; more --num-layers than it has are added behind its own",
+        None,
+    )
+    teacher: Path | None = option("folder of a model whose laws are learned", None)
+    judged_pictures: int = option("drawn for the class accuracy; 0: none", 480)
+    guidance_scale: float = option("of these pictures", 2.0)
+
+
+def main() -> None:
+    options, settings = read_options(HELP, Options, VarTraining)
+    torch.manual_seed(settings.seed)
+    vq_model = MultiscaleVQModel.from_pretrained(options.tokenizer)
+    if options.start_from is not None:
+        model = VARTransformer.from_pretrained(options.start_from)
+        if options.num_layers is not None:
+            model = deepened(model, options.num_layers)
+    else:
+        size = {name: getattr(options, name) or value for name, value in SIZES[options.size].items()}
+        model = VARTransformer(
+            vocab_size=vq_model.codebook_size,
+            code_dim=vq_model.code_dim,
+            scales=vq_model.scales,
+            num_classes=len(CLASSES),
+            **size,
+        )
+        initialise(model)
+    teacher = None if options.teacher is None else VARTransformer.from_pretrained(options.teacher)
+    model = model.to(options.device)
+    record = train_var(model, vq_model, settings, options.out, teacher=teacher)
+    if options.judged_pictures and settings.scales_until is None:
+        # A refiner is judged as it will be used: behind the model that it learned from.
+        first = settings.scales_from
+        drawing = model
+        if teacher is not None and first:
+            # One that learned guided laws draws them without guidance.
+            own_law = TokenLaw() if settings.teacher_guidance != 1 else None
+            drawing = code_stages(teacher, model, first, small_law=own_law)
+        record["drawn"] = accuracy_of_draws(
+            drawing, vq_model, options.guidance_scale, options.judged_pictures
+        )
+        write_json(options.out / "training.json", record)
+    print({name: value for name, value in record.items() if name not in ("settings", "loss")})
+
+
+if __name__ == "__main__":
+    main()

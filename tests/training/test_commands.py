@@ -1,0 +1,99 @@
+"""Every trainer as a command: its options are those of its dataclasses, and its run and record those of the loop."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from visual_spec.training.loop import Descent, Run, Trainer, option, read_options
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {
+    "scripts.train": ROOT / "scripts" / "train",
+    "visual_spec.training": ROOT / "visual_spec" / "training",
+}
+TRAINERS = [
+    f"{package}.{path.stem}"
+    for package, folder in FOLDERS.items()
+    for path in sorted(folder.glob("[a-z]*.py"))
+    if "\ndef main() -> None:" in path.read_text()
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    steps: int = 6
+    rate: float = 0.5
+    compile: bool = False
+
+
+@dataclass(kw_only=True)
+class Options(Run):
+    start_from: Path | None = option("a folder", None)
+    kind: str = option("of two", "one", choices=["one", "two"])
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_trainer_shows_its_options(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", "--help"])
+    module = importlib.import_module(name)
+    with pytest.raises(SystemExit) as stop:
+        module.main()
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and "--out" in out and "--steps" in out and "--seed" in out
+
+
+def test_options_fill_dataclasses(monkeypatch, capsys):
+    words = ["x", "--out", "a", "--start-from", "b", "--rate", "0.25", "--compile"]
+    monkeypatch.setattr(sys, "argv", words)
+    options, settings = read_options("text", Options, Settings)
+    assert (options.out, options.start_from, options.device) == (Path("a"), Path("b"), "cpu")
+    assert settings == Settings(rate=0.25, compile=True)
+    monkeypatch.setattr(sys, "argv", ["x", "--out", "a", "--kind", "three"])
+    with pytest.raises(SystemExit):
+        read_options("text", Options, Settings)
+    assert "three" in capsys.readouterr().err
+    assert {field.name for field in fields(Options)} == {"out", "device", "start_from", "kind"}
+
+
+def run(out: Path, stop: int | None = None) -> tuple[torch.nn.Linear, dict, list]:
+    """A run on a straight line; it is interrupted at step `stop`."""
+    torch.manual_seed(0)
+    model, settings, seen = torch.nn.Linear(1, 1), Settings(), []
+    descend = Descent([torch.optim.SGD(model.parameters(), lr=settings.rate)], settings.steps, settings.rate)
+
+    def batches(step: int):
+        if step == stop:
+            raise KeyboardInterrupt
+        dice = torch.Generator().manual_seed(step)
+        return step, torch.rand(4, 1, generator=dice)
+
+    def loss(step: int, x: torch.Tensor):
+        found = (model(x) - 3 * x).square().mean()
+        return 2 * found, found, step, "more"
+
+    trainer = Trainer(model, settings, out, descend, every=2, curve_every=1)
+    judged = {"right": 1}
+    record = trainer.run(
+        loss, batches, lambda: judged, lambda: seen.append("saved"), after=lambda *told: seen.append(told)
+    )
+    return model, record, seen
+
+
+def test_a_run_records_resumes_and_tidies_up(tmp_path):
+    whole, record, seen = run(tmp_path / "whole")
+    assert seen == [*((step, step, "more") for step in range(6)), "saved"]
+    assert list(record) == ["settings", "parameters", "seconds", "right", "loss"]
+    assert record["parameters"] == 2 and [step for step, _ in record["loss"]] == list(range(6))
+    assert (tmp_path / "whole" / "training.json").exists() and not (tmp_path / "whole" / "resume.pt").exists()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", stop=5)
+    assert (tmp_path / "cut" / "resume.pt").exists()
+    resumed, other, seen = run(tmp_path / "cut")
+    assert [told[0] for told in seen[:-1]] == [4, 5]  # from the last save on
+    assert torch.equal(resumed.weight, whole.weight) and other["loss"] == record["loss"]

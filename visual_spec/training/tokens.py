@@ -1,0 +1,135 @@
+"""Pictures of `shapes` and clips of `tunes` as what trainers learn from: words of captions, and tokens."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from transformers import EncodecModel
+
+from visual_spec.data.shapes import caption as caption_of_picture
+from visual_spec.data.shapes import sample_dataset as sample_pictures
+from visual_spec.data.tunes import NUM_FORMS
+from visual_spec.data.tunes import caption as caption_of_tune
+from visual_spec.data.tunes_synth import sample_dataset as sample_tunes
+from visual_spec.models.columns.encodec import encode_waves
+from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.fingerprint import fingerprint
+from visual_spec.models.next_token.llamagen_vq import VQModel
+from visual_spec.models.text.caption_encoder import CaptionEncoder
+
+
+def to_signed(pictures: np.ndarray | Tensor) -> Tensor:
+    """Return uint8 pictures `[B, H, W, 3]` as floats `[B, 3, H, W]` in [-1, 1]."""
+    return rearrange(torch.as_tensor(pictures), "b h w c -> b c h w").float() / 127.5 - 1.0
+
+
+@torch.no_grad()
+def tokenize_dataset(
+    vq_model: VQModel,
+    encoder: CaptionEncoder,
+    count: int,
+    seed: int,
+    *,
+    held_out: bool = False,
+    side: int = 16,
+    cache: Path | None = None,
+    workers: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Return word ids `[N, T]` and tokens int16 `[N, side * side]` of fresh scenes.
+
+    `cache`, a folder, stores them if given. For a `side` below the tokenizer's own, pixels are averaged to shrink the
+    pictures first. So many `workers` paint the pictures, each in a process of its own if there are several.
+
+    Raises:
+        ValueError: `cache` holds the tokens of another tokenizer, or the words of another vocabulary.
+    """
+    path = cache / f"tokens_{side}_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    owner = f"{fingerprint([vq_model])} {list(encoder.config['vocabulary'])} {encoder.max_words}"
+    if path and path.exists():
+        saved = read_content(path)
+        if not isinstance(saved, dict) or saved.get("owner") != owner:
+            raise ValueError(
+                f"{path} holds tokens of another tokenizer or words of another encoder; pass another --out folder, or "
+                "remove it."
+            )
+        return saved["words"], saved["tokens"]
+    words, tokens = [], []
+    for captions, pictures in _painted(count, seed, held_out, workers):
+        words.append(encoder.word_ids(captions).cpu())
+        for part in to_signed(pictures).split(20):
+            part = F.adaptive_avg_pool2d(part, side * vq_model.patch_size)
+            tokens.append(vq_model.encode_tokens(part.to(vq_model.device)).to(torch.int16).cpu())
+    result = torch.cat(words), torch.cat(tokens)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"words": result[0], "tokens": result[1], "owner": owner}, path)
+    return result
+
+
+def _painted(count: int, seed: int, held_out: bool, workers: int) -> Iterator[tuple[list[str], np.ndarray]]:
+    """Captions and pictures of scenes, at most 500 at a time."""
+    starts = range(0, count, 500)
+    settings = (
+        [min(500, count - start) for start in starts],
+        [seed * 100_003 + start for start in starts],
+        [held_out] * len(starts),
+    )
+    if workers == 1:
+        yield from map(_paint, *settings)
+        return
+    # Spawned, because a process that uses a GPU cannot be forked.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_paint, *settings)
+
+
+def _paint(count: int, seed: int, held_out: bool) -> tuple[list[str], np.ndarray]:
+    scenes, pictures = sample_pictures(count, seed, held_out=held_out)
+    return [caption_of_picture(scene) for scene in scenes], pictures
+
+
+@torch.no_grad()
+def tokenize_tunes(
+    codec: EncodecModel,
+    encoder: CaptionEncoder,
+    count: int,
+    seed: int,
+    *,
+    held_out: bool = False,
+    cache: Path | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return word ids `[N, F, T]` of all caption forms, and codes int16 `[N, K, NUM_FRAMES]`, of fresh clips.
+
+    `cache`, a folder, stores them if given.
+
+    Raises:
+        ValueError: `cache` holds the codes of another codec.
+    """
+    books = torch.stack([layer.codebook.embed.cpu() for layer in codec.quantizer.layers])  # pyright: ignore
+    path = cache / f"codes_{count}_{seed}_{int(held_out)}.pt" if cache else None
+    if path and path.exists():
+        saved = read_content(path)
+        if not torch.equal(saved["codebooks"], books):
+            raise ValueError(f"{path} holds codes of another codec; pass another --out folder, or remove it.")
+        return saved["words"], saved["codes"]
+    words, codes = [], []
+    for start in range(0, count, 100):
+        tunes, waves = sample_tunes(min(100, count - start), seed * 100_003 + start, held_out=held_out)
+        forms = [
+            encoder.word_ids([caption_of_tune(tune, form) for tune in tunes]) for form in range(NUM_FORMS)
+        ]
+        words.append(torch.stack(forms, 1).cpu())
+        for part in torch.from_numpy(waves).split(20):
+            codes.append(encode_waves(codec, part[:, None]).to("cpu", torch.int16))
+    result = torch.cat(words), torch.cat(codes)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"words": result[0], "codes": result[1], "codebooks": books}, path)
+    return result
