@@ -91,6 +91,27 @@ def test_a_longer_run_goes_on(whole, tmp_path):
     assert content(tmp_path) == content(whole)
 
 
+def test_a_shorter_run_is_refused_before_anything_is_drawn(whole, tmp_path):
+    """Pictures of the longer one would stay in the folder, where scorers find them."""
+    sample(work_in(tmp_path))
+    with pytest.raises(ValueError, match=r"holds 7 samples, and num=4 .* pass --num 7 or more"):
+        sample(work_in(tmp_path, num=4))
+    assert content(tmp_path) == content(whole)
+
+
+def test_a_run_tells_what_it_finds_draws_and_leaves_out(tmp_path, monkeypatch):
+    told = []
+    sample(work_in(tmp_path, num=3), report=told.append)
+    assert [text.split(":")[0] for text in told] == ["batch 1 of 1"]
+    told.clear()
+    monkeypatch.setattr(sample_set, "_MINUTE", 1e-3)
+    sample(work_in(tmp_path), rank=0, shards=2, report=told.append)
+    assert told[0] == "process 1 of 2: 1 of 2 batches are there already"
+    assert "is drawn whole, 3 samples, of which 2 are not kept" in told[1]
+    assert any(text.endswith("being drawn") and text.startswith("process 1 of 2: batch 1") for text in told)
+    assert "about 0 s left" in told[-1]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "removed", "changed", "lines", "seconds"])
 def test_damage_is_noticed_and_drawn_again(whole, tmp_path, damage):
     sample(work_in(tmp_path))

@@ -313,6 +313,23 @@ def test_bad_input_is_refused_before_a_network_is_loaded(tmp_path, capsys):
         assert message in error and error.count("\n") == 1, error
 
 
+def test_pictures_of_16_bits_are_refused_and_not_cut_off(tmp_path):
+    Image.fromarray(np.full((8, 8), 40_000, np.uint16)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"a.png has pixels of kind I;16"):
+        SampleFiles.open(tmp_path).pictures(0, 1)
+
+
+def test_sizes_that_differ_are_told(tmp_path, small_network, capsys):
+    drawn, true = (
+        make_pictures(tmp_path / "drawn", 6, 0, size=24),
+        make_pictures(tmp_path / "true", 6, 1, size=16),
+    )
+    asked = ["score", str(drawn), "--reference", str(true)]
+    assert main(asked) == 0
+    assert "24 x 24 pixels, those of" in (printed := capsys.readouterr().out) and "16 x 16" in printed
+    assert main([*asked, "--size", "16"]) == 0 and "pixels, those of" not in capsys.readouterr().out
+
+
 def test_a_truncated_picture_is_named(tmp_path, small_network):
     drawn = make_pictures(tmp_path / "drawn", 3, 0)
     data = (drawn / "001.png").read_bytes()

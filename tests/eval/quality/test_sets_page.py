@@ -1,13 +1,17 @@
 """The page of sampled sets: what it says against the files it was made of, and what it refuses."""
 
 import base64
+import io
 import json
 import re
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.eval.quality.test_sample_set import work_in
 from visual_spec.cli import main
+from visual_spec.eval.quality.beside import STATEMENTS, summary
 from visual_spec.eval.quality.sample_set import sample
 from visual_spec.eval.report.chart import points_svg
 
@@ -62,6 +66,31 @@ def test_sets_that_do_not_belong_together_are_refused(tmp_path, capsys):
         assert main(given) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
+
+
+def test_large_pictures_are_shown_small(tmp_path):
+    """Of one of 1,024 pixels a side the file has megabytes; what it shows is the same."""
+    folder = scored(tmp_path / "large", 10.0)
+    noise = np.random.default_rng(0).integers(0, 256, (16, 8, 3), np.uint8)
+    large = Image.fromarray(noise).resize((512, 1024), Image.Resampling.BICUBIC)
+    large.save(folder / "000000.png")
+    page = tmp_path / "page.html"
+    assert main(["report", str(folder), "--out", str(page), "--pictures", "2"]) == 0
+    text = page.read_text()
+    (shown,) = re.findall(r'width="128" height="256" src="data:image/jpeg;base64,([^"]+)"', text)
+    small = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown)))).astype(float)
+    assert np.abs(small - np.asarray(large.resize((128, 256), Image.Resampling.LANCZOS))).mean() < 4
+    assert len(base64.b64decode(shown)) < (folder / "000000.png").stat().st_size / 10
+
+
+def test_a_lossy_sampler_that_measured_nothing_says_so():
+    same = {"hits": 0, "total": 7}
+    found = {"same_samples": same, "beside": "plain", "differing": [], "kept": None, "moved_mass": None}
+    found |= {"promise": "lossy", "statement": STATEMENTS["lossy"], "divergence": None}
+    assert "measured nothing" in summary(found) and "is what it measured" not in summary(found)
+    figures = {"divergence": {"value": 0.25}, "moved_mass": {"value": 3.0}}
+    assert "0.2500 of a tested token" in summary(found | figures)
+    assert "measured nothing" not in summary(found | figures)
 
 
 def test_points_of_the_chart_lie_where_their_numbers_say():

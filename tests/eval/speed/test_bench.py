@@ -13,12 +13,13 @@ import torch
 from tests.helpers.tabular import TabularModel
 from tests.tiny import tiny_pipeline, tiny_transformer, tiny_video_pipeline
 from visual_spec.data import shapes
-from visual_spec.eval import draws, files, machine
+from visual_spec.eval import draws, machine
 from visual_spec.eval.intervals import quantiles, ratio_with_error
 from visual_spec.eval.settings import parse_setting
 from visual_spec.eval.speed import bench, measure, timing, token_bench
 from visual_spec.eval.speed.official_sizes import described
 from visual_spec.eval.speed.straight_loop import NAME
+from visual_spec.files import whole
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
@@ -423,7 +424,7 @@ def test_results_are_not_overwritten_unasked_nor_left_half(model, tmp_path, monk
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    for place, name in ((token_bench, "curve"), (files.os, "fsync"), (files.os, "replace")):
+    for place, name in ((token_bench, "curve"), (whole.os, "fsync"), (whole.os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupt if name != "curve" else lambda *_, **__: interrupt())
             with pytest.raises(KeyboardInterrupt):
@@ -457,3 +458,25 @@ def test_what_is_measured_where_nothing_is_named_comes_from_the_registry(
     names = [f"speculative-jacobi:{text}".rstrip(":") for text in by_name("speculative-jacobi").settings]
     assert [(one.name, one.window) for one in others] == [(name, w) for name in names for w in windows]
     assert {one.law.guidance_scale for one in seen["settings"]} == {LAW.guidance_scale}  # the model's own
+
+
+def test_processor_time_and_prompts_left_out_are_told():
+    assert timing.processor_figures([1.0, 3.0], [4.0, 4.0])["processor_speed_up"] == 2.0
+    assert timing.processor_figures([], [])["processor_speed_up"] is None
+    assert timing.coverage_note(8, [1], 5) == (
+        "At batch 1, 5 rounds drew the first 5 of 8 prompts; --runs 8 draws all."
+    )
+    assert timing.coverage_note(8, [2], 5) == ""
+
+    def decode(index, condition, first):
+        until = time.process_time() + (0.02 if index else 0.06)
+        while time.process_time() < until:
+            pass
+        time.sleep(0.05)  # the clock counts it, the processor does not
+        return timing.Decoded(torch.zeros(1, 1), torch.ones(1)), 1.0
+
+    found = timing.time_rounds(
+        2, lambda first: None, decode, device=torch.device("cpu"), batch_size=1, runs=3, warmup=0
+    )
+    figures = timing.processor_figures(found.processor_seconds[1], found.processor_seconds[0])
+    assert 2 < figures["processor_speed_up"] < 4 and max(found.processor_seconds[0]) < 0.1

@@ -14,13 +14,13 @@ from visual_spec.eval.quality.set_files import read_run
 from visual_spec.samplers.registry import SAMPLERS
 
 # By what `DecodeTrace.promise` says.
-IDENTICAL, UNKNOWN = "identical", "not known"
+IDENTICAL, LOSSY, UNKNOWN = "identical", "lossy", "not known"
 STATEMENTS = {
     IDENTICAL: "The sampler promises the tokens of plain decoding for every seed, and so its law.",
     "near-ties": "The sampler promises the tokens of plain decoding up to near-ties, which rounding decides.",
     "lossless": "The sampler promises the law of plain decoding, not the same samples. The test suite enumerates what "
     "it may draw from a small model, and compares that with the law (tests/exactness).",
-    "lossy": "The sampler departs from the law of plain decoding. The divergence is what it measured of that.",
+    LOSSY: "The sampler departs from the law of plain decoding.",
     UNKNOWN: "Nothing is promised.",
 }
 _SAMPLER = {"sampler", "drafter", "plan"}  # what may differ between the two
@@ -74,9 +74,12 @@ def summary(found: dict[str, Any]) -> str:
     text += f" {found['statement']}"
     if found["kept"] is False:
         text += " This promise is broken."
+    if found["promise"] == LOSSY and found["divergence"] is None:
+        text += " It measured nothing of how far."
     if found["divergence"] is not None:
         moved, sample = found["divergence"], found["moved_mass"]
-        text += f" Divergence: {moved['value']:.4f} of a tested token, {sample['value']:.3f} summed over a sample."
+        text += f" Divergence, as it measured: {moved['value']:.4f} of a tested token, {sample['value']:.3f} summed "
+        text += "over a sample."
     return text
 
 

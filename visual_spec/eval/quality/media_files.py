@@ -31,7 +31,7 @@ def read_picture(path: Path) -> np.ndarray:
     """A picture uint8 [H, W, 3].
 
     Raises:
-        ValueError: no whole picture.
+        ValueError: no whole picture, or one of more than 8 bits.
     """
     try:
         return np.asarray(read_picture_file(path))

@@ -20,10 +20,11 @@ import json
 import os
 import platform
 import stat
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from visual_spec.pipelines.audio_files import audio_bytes
 
 Report = Callable[[str], Any]
 _ENDINGS = {"image": "png", "audio": "wav", "video": "npy"}  # all exact, but for the 16 bits of sound
+_MINUTE = 60.0  # seconds
 BATCHES = "batches"
 
 
@@ -58,7 +60,7 @@ class SampleSet:
         setting: how.
         prompts: for what.
         folder: where the files go.
-        num: samples. It may be raised later.
+        num: samples. It may be raised later, not lowered.
         batch_size: samples decoded together. The last batch is whole too, so a longer run has the same samples.
         model: its name, for the record.
     """
@@ -95,7 +97,8 @@ class SampleSet:
         """Make the folder ready, before anything is drawn.
 
         Raises:
-            ValueError: sizes out of range, a sampler that does not fit, or a folder of samples drawn otherwise.
+            ValueError: sizes out of range, a sampler that does not fit, or a folder of samples drawn otherwise, or of
+                more of them.
             OSError: nothing can be written there.
         """
         if self.num < 1 or self.batch_size < 1:
@@ -108,8 +111,22 @@ class SampleSet:
         ready_folder(self.folder)
         for name in (RUN, TIMES, MANIFEST, BATCHES):
             self._place(name)
+        if (there := self._drawn_before()) > self.num:
+            raise ValueError(
+                f"{self.folder} holds {there} samples, and num={self.num} would leave some of them beside the set; "
+                f"pass --num {there} or more, or another folder"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         settle(self.folder / RUN, self.facts())
+
+    def _drawn_before(self) -> int:
+        """How many samples the lines of batches in the folder go up to."""
+        lines = (path.read_text().splitlines() for path in (self.folder / BATCHES).glob("*.jsonl"))
+        indices = []
+        for line in (line for batch in lines for line in batch[-1:]):
+            with suppress(ValueError, KeyError, TypeError):  # a damaged one is drawn again
+                indices.append(int(json.loads(line)["index"]))
+        return max(indices, default=-1) + 1
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
@@ -242,16 +259,43 @@ def sample(
     if not 0 <= rank < shards:
         raise ValueError(f"rank={rank} of {shards}; pass a rank from 0 to shards - 1")
     work.open()
+    who = f"process {rank + 1} of {shards}: " if shards > 1 else ""
     with held(work.folder / f".lock-{rank}"):
-        started, mine, drawn = time.monotonic(), work.batches[rank::shards], 0
-        for number, first in enumerate(mine, 1):
-            if work.done(first) is None:
+        mine = work.batches[rank::shards]
+        missing = [first for first in mine if work.done(first) is None]
+        if len(missing) < len(mine):
+            report(f"{who}{len(mine) - len(missing)} of {len(mine)} batches are there already")
+        if missing and (more := work.batches[-1] + work.batch_size - work.num):
+            report(
+                f"{who}the last batch is drawn whole, {work.batch_size} samples, of which {more} are not kept; so a "
+                "longer run has the same ones. --batch-size sets its size"
+            )
+        started = time.monotonic()
+        for number, first in enumerate(missing, 1):
+            with _told(report, f"{who}batch {number} of {len(missing)}"):
                 work.draw(first)
-                drawn += 1
-                spent = time.monotonic() - started
-                left = spent / drawn * (len(mine) - number)
-                report(f"batch {number} of {len(mine)}: {spent:.0f} s, at most {left:.0f} s left")
+            spent = time.monotonic() - started
+            left = spent / number * (len(missing) - number)
+            report(f"{who}batch {number} of {len(missing)}: {spent:.0f} s, about {left:.0f} s left")
     return work.finish()
+
+
+@contextmanager
+def _told(report: Report, what: str) -> Iterator[None]:
+    """Tell every minute how long a batch has taken."""
+    done, started = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(_MINUTE):
+            report(f"{what}: {time.monotonic() - started:.0f} s, being drawn")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 @contextmanager

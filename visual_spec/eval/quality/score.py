@@ -136,6 +136,22 @@ class Scoring:
         assert found is not None, "not complete"
         return found[kind]
 
+    def notes(self) -> list[str]:
+        """What is to be known of the sets: sizes of pictures that differ."""
+        others = [one for one in (self.reference, self.beside) if one is not None and len(one)]
+        if self.drawn.medium != "image" or self.setup.size is not None:
+            return []
+        height, width = self.drawn.pictures(0, 1).shape[1:3]
+        found = []
+        for other in others:
+            high, wide = other.pictures(0, 1).shape[1:3]
+            if (high, wide) != (height, width):
+                found.append(
+                    f"pictures of {self.drawn.path} have {width} x {height} pixels, those of {other.path} {wide} x "
+                    f"{high}, which moves every figure; --size N resizes both"
+                )
+        return found
+
     # -- figures ------------------------------------------------------------------------------------------------------
 
     def figures(self, report: Report = lambda text: None) -> dict[str, Any]:
@@ -203,6 +219,7 @@ def score(
         "resize": "none"
         if work.setup.size is None
         else f"to {work.setup.size} pixels, bicubic with antialiasing in floating point",
+        "notes": work.notes(),
         "figures": work.figures(report),
         "comparison": None if work.beside is None else compared(work.drawn, work.beside),
     }

@@ -168,6 +168,7 @@ def score_table(document: dict[str, Any]) -> str:
     for name, figure in document["figures"].items():
         if "note" in figure:
             notes.setdefault(figure["note"], []).append(name.replace("_", " "))
+    table += "".join(f"\n\nNote: {note}." for note in document.get("notes", []))
     table += "\n" * bool(notes) + "".join(f"\n* {', '.join(names)}: {note}." for note, names in notes.items())
     comparison = document["comparison"]
     return table if comparison is None else f"{table}\n\n{summary(comparison)}"

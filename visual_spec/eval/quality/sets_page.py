@@ -1,6 +1,7 @@
 """One page of sets that `visual-spec sample` drew and `visual-spec score` scored: samples side by side, scores, chart.
 
-The first set is the one that the others are compared with. Everything is in the page: it asks for no other file.
+The first set is the one that the others are compared with. Pictures of more than 256 pixels a side are shown smaller.
+Everything is in the page: it asks for no other file.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from visual_spec.eval.files import render_page
 from visual_spec.eval.quality.beside import compared, summary
 from visual_spec.eval.quality.feature_sets import SampleFiles
-from visual_spec.eval.quality.media_files import read_video
+from visual_spec.eval.quality.media_files import read_picture, read_video
 from visual_spec.eval.quality.metric_table import DISTANCES
 from visual_spec.eval.quality.score import key
 from visual_spec.eval.quality.set_files import read_manifest, read_run, read_scores, read_times
@@ -29,6 +31,7 @@ from visual_spec.pipelines.video_files import video_bytes
 
 _KINDS = {".png": "image/png", ".gif": "image/gif", ".npy": "image/gif", ".wav": "audio/wav"}
 _FRAME_RATE = 8  # of videos that are stored without one
+_SIDE = 256  # pixels; larger pictures are shown smaller
 
 
 @dataclass(frozen=True)
@@ -138,16 +141,37 @@ def _row(sets: Sequence[ScoredSet], index: int) -> dict[str, Any]:
     cells = []
     for one, line in zip(sets, lines, strict=True):
         path = one.samples.path / line["file"]
-        npy = path.suffix == ".npy"
-        content = video_bytes(read_video(path), _FRAME_RATE, "gif") if npy else read_regular(path)
-        kind = _KINDS[path.suffix]
+        content, kind, size = _shown(path)
         cells.append(
             {
                 "name": one.name,
                 "url": f"data:{kind};base64," + base64.b64encode(content).decode(),
-                "size": (0, 0) if kind.startswith("audio") else Image.open(io.BytesIO(content)).size,
+                "size": size,
                 "calls": line["calls"],
                 "same": (line["crc32"], line["bytes"]) == (lines[0]["crc32"], lines[0]["bytes"]),
             }
         )
     return {"index": index, "prompt": lines[0]["prompt"], "seed": lines[0]["seed"], "cells": cells}
+
+
+def _shown(path: Path) -> tuple[bytes, str, tuple[int, int]]:
+    """What the page holds of a sample, its kind, and its width and height, at most `_SIDE` pixels."""
+    kind = _KINDS[path.suffix]
+    if kind.startswith("audio"):
+        return read_regular(path), kind, (0, 0)
+    if path.suffix == ".npy":
+        frames = [Image.fromarray(frame) for frame in read_video(path)]
+        frames = np.stack([np.asarray(_thumbnail(frame)) for frame in frames])
+        return video_bytes(frames, _FRAME_RATE, "gif"), kind, (frames.shape[2], frames.shape[1])
+    content = read_regular(path)
+    picture = Image.open(io.BytesIO(content))
+    if kind == "image/gif" or max(picture.size) <= _SIDE:
+        return content, kind, picture.size
+    buffer, small = io.BytesIO(), _thumbnail(Image.fromarray(read_picture(path)))
+    small.save(buffer, "JPEG", quality=90)
+    return buffer.getvalue(), "image/jpeg", small.size
+
+
+def _thumbnail(picture: Image.Image) -> Image.Image:
+    picture.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    return picture

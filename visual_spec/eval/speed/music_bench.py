@@ -27,12 +27,14 @@ from visual_spec.eval.settings import Setting, check_samplers
 from visual_spec.eval.speed import measure
 from visual_spec.eval.speed.curve import curve
 from visual_spec.eval.speed.groups import read_groups
-from visual_spec.eval.speed.tables import curve_table
+from visual_spec.eval.speed.tables import SPEED_UP, curve_table, speed_up_cells
 from visual_spec.eval.speed.timing import (
     Decoded,
     Report,
+    coverage_note,
     facts_of,
     mean_and_deviation,
+    processor_figures,
     promises_plain,
     summarise_row,
     time_rounds,
@@ -92,7 +94,8 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
     # Last, because the buffers of these measurements would count as memory of the rows.
     facts["copy_bandwidth"] = measure.copy_bandwidth(pipe.device)
     facts["clip_ms"] = clip_ms(pipe, groups[0][0], prompts[:1])
-    return document, music_table(document["rows"])
+    note = coverage_note(len(prompts), args.batch_sizes, args.runs)
+    return document, "\n\n".join(filter(None, [music_table(document["rows"]), note]))
 
 
 def time_settings(
@@ -130,7 +133,8 @@ def time_settings(
         if not np.isnan(arrays["divergence"]):
             divergence[index].append(float(arrays["divergence"]))
         codes = torch.from_numpy(arrays["tokens"]).flatten(1)
-        return Decoded(codes, torch.from_numpy(arrays["calls"])), float(arrays["seconds"])
+        busy = float(arrays["processor_seconds"])
+        return Decoded(codes, torch.from_numpy(arrays["calls"]), busy), float(arrays["seconds"])
 
     rounds = time_rounds(
         len(settings),
@@ -164,6 +168,7 @@ def time_settings(
             divergence=statistics.fmean(divergence[index]) if divergence[index] else None,
             peak_memory_bytes=rounds.peak[index],
         )
+        row |= processor_figures(rounds.processor_seconds[index], rounds.processor_seconds[0])
         rows.append({**facts_of(setting), "batch_size": batch_size, **row})
     return rows
 
@@ -182,7 +187,8 @@ def clip_ms(pipe: Any, setting: Setting, prompts: Sequence[str]) -> float:
 def music_table(rows: Sequence[dict[str, Any]]) -> str:
     """The Markdown table of timed rows."""
     header = ["batch", "guidance", "sampler", "window", "calls", "columns/call", "ms/call", "ms/clip p50"]
-    header += ["p20 - p80", "speed-up", "in calls", "same as plain", "divergence", "peak MiB"]
+    header += ["p20 - p80", *SPEED_UP, "in calls", "same as plain"]
+    header += ["divergence", "peak MiB"]
     lines = []
     for row in rows:
         clip, same, divergence = row["ms_per_clip"], row["identical_samples"], row["divergence"]
@@ -197,7 +203,7 @@ def music_table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['ms_per_call']:.2f}",
                 f"{clip['p50']:.0f}",
                 f"{clip['p20']:.0f} - {clip['p80']:.0f}",
-                f"{row['speed_up']['p50']:.2f}x",
+                *speed_up_cells(row),
                 f"{row['speed_up_calls']:.2f}x",
                 "-" if same is None else f"{same} of {row['samples']}",
                 "-" if divergence is None else f"{divergence:.4f}",

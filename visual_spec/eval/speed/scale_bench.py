@@ -21,7 +21,8 @@ from visual_spec.eval.settings import Setting, check_samplers, sampler_settings
 from visual_spec.eval.speed import measure, scale_cost
 from visual_spec.eval.speed.groups import read_groups
 from visual_spec.eval.speed.official_sizes import LAW_ARRAYS, fill_at_random
-from visual_spec.eval.speed.timing import Decoded, Report, summarise_row, time_rounds
+from visual_spec.eval.speed.tables import SPEED_UP, speed_up_cells
+from visual_spec.eval.speed.timing import Decoded, Report, processor_figures, summarise_row, time_rounds
 from visual_spec.eval.tables import markdown
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.pipelines.scale_image import ScaleImagePipeline
@@ -157,6 +158,7 @@ def time_settings(
         row.update(
             sampler=sampler_settings(setting.sampler),
             identical_samples=rounds.identical[index] if promised[index] and index else None,
+            **processor_figures(rounds.processor_seconds[index], rounds.processor_seconds[0]),
             samples=runs * batch_size,
             cache_held_measured=held[index] / batch_size,
             peak_memory_bytes=rounds.peak[index],
@@ -260,7 +262,7 @@ def scale_table(rows: Sequence[dict[str, Any]]) -> str:
     timed = "seconds" in rows[0]
     header = ["batch", "guidance", "sampler"]
     if timed:
-        header += ["ms/image p50", "p20 - p80", "speed-up", "floor ms", "same as plain"]
+        header += ["ms/image p50", "p20 - p80", *SPEED_UP, "floor ms", "same as plain"]
     header += ["GFLOP/image", "MB read/image", "cache KiB/image", "of plain", "peak KiB/image"]
     lines = []
     plain: dict[tuple[int, float], dict[str, Any]] = {}
@@ -272,7 +274,7 @@ def scale_table(rows: Sequence[dict[str, Any]]) -> str:
             line += [
                 f"{image['p50']:.1f}",
                 f"{image['p20']:.1f} - {image['p80']:.1f}",
-                f"{row['speed_up']['p50']:.2f}x",
+                *speed_up_cells(row),
                 f"{row['floor_ms_per_image']:.2f}",
                 "-" if same is None else f"{same} of {row['samples']}",
             ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,15 @@ Report = Callable[[str], Any]
 
 @dataclass
 class Decoded:
-    """One decoding of a batch: tokens `[B, L]` and target calls `[B]`, both on the CPU."""
+    """One decoding of a batch: tokens `[B, L]` and target calls `[B]`, both on the CPU.
+
+    Attributes:
+        processor_seconds: of the decoding; None: as the processor's clock says of all that was done.
+    """
 
     tokens: Tensor
     calls: Tensor
+    processor_seconds: float | None = None
 
 
 @dataclass
@@ -31,12 +37,14 @@ class Rounds:
 
     Attributes:
         seconds: `[setting][round]`.
+        processor_seconds: likewise, of all threads of this process; no rounds where the model is on a GPU.
         calls: target calls, `[setting][round][sample]`.
         identical: `[setting]`, samples with the tokens of setting 0.
         peak: `[setting]`, bytes, see `measure.peak_memory`.
     """
 
     seconds: list[list[float]]
+    processor_seconds: list[list[float]]
     calls: list[list[list[int]]]
     identical: list[int]
     peak: list[int]
@@ -60,7 +68,7 @@ def time_rounds(
         prepare: makes a condition of the index of a round's first sample; not timed.
         decode: (setting, condition, first sample) -> what was decoded, and its seconds.
     """
-    found = Rounds([[] for _ in range(count)], [[] for _ in range(count)], [0] * count, [0] * count)
+    found = Rounds(*([[] for _ in range(count)] for _ in range(3)), [0] * count, [0] * count)
     for _ in range(warmup):
         condition = prepare(0)
         for index in range(count):
@@ -73,8 +81,12 @@ def time_rounds(
         drawn: dict[int, Decoded] = {}
         for index in order:
             measure.reset_peak_memory(device)
+            busy = time.process_time()
             drawn[index], elapsed = decode(index, condition, first)
+            busy, own = time.process_time() - busy, drawn[index].processor_seconds
             found.seconds[index].append(elapsed)
+            if device.type == "cpu":
+                found.processor_seconds[index].append(busy if own is None else own)
             found.calls[index].append(drawn[index].calls.tolist())
             found.peak[index] = max(found.peak[index], measure.peak_memory(device))
         for index in order:
@@ -146,6 +158,25 @@ def summarise_row(
         "ms_per_image": quantiles([elapsed / batch_size * 1000 for elapsed in seconds]),
         "speed_up": quantiles([p / s for p, s in zip(plain_seconds, seconds, strict=True)]),
     }
+
+
+def processor_figures(busy: Sequence[float], plain: Sequence[float]) -> dict[str, Any]:
+    """`processor_seconds` of every round, and `processor_speed_up`, plain decoding's over the setting's in all rounds.
+
+    None where the model does not run on the processor. Where it does, others' work takes clock time and hardly
+    processor time, so this figure is the steadier one.
+    """
+    return {"processor_seconds": list(busy), "processor_speed_up": sum(plain) / sum(busy) if busy else None}
+
+
+def coverage_note(prompts: int, batch_sizes: Sequence[int], runs: int) -> str:
+    """Says which prompts rounds left out; "" where they drew all."""
+    short = [size for size in batch_sizes if size * runs < prompts]
+    return " ".join(
+        f"At batch {size}, {runs} rounds drew the first {size * runs} of {prompts} prompts; --runs "
+        f"{-(-prompts // size)} draws all."
+        for size in short
+    )
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:

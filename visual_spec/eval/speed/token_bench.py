@@ -31,7 +31,9 @@ from visual_spec.eval.speed.timing import (
     Report,
     Rounds,
     add_floors,
+    coverage_note,
     facts_of,
+    processor_figures,
     promises_plain,
     summarise_row,
     time_rounds,
@@ -90,7 +92,8 @@ def run(args: argparse.Namespace, known: ModelSettings, report: Report) -> tuple
     # Last, because the buffers of this measurement would count as memory of the rows.
     facts.update(machine_facts(pipe))
     add_floors(rows, facts["copy_bandwidth"])
-    return document, bench_table(rows)
+    note = coverage_note(len(prompts), args.batch_sizes, args.runs)
+    return document, "\n\n".join(filter(None, [bench_table(rows), note]))
 
 
 def prompts_of(pipe: Any, count: int) -> list[str]:
@@ -162,10 +165,10 @@ def time_settings(
 
     Returns:
         One dict per setting, on CUDA two (see `with_graphs`): `facts_of`; what `summarise_row` gives, with speed-ups
-        over the fastest plain one; `phase_ms_per_call` and `gap_ms_per_call`, see `measure.phase_figures`; what
-        `call_costs` gives; `identical_samples`: how many of `samples` have the tokens of plain decoding, None where not
-        promised; `peak_memory_bytes`. One that a straight loop decodes has one row more, at the end: plain decoding
-        by that loop, without phases.
+        over the fastest plain one; `processor_figures`; `phase_ms_per_call` and `gap_ms_per_call`, see
+        `measure.phase_figures`; what `call_costs` gives; `identical_samples`: how many of `samples` have the tokens of
+        plain decoding, None where not promised; `peak_memory_bytes`. A model that a straight loop decodes has one row
+        more, at the end: plain decoding by that loop, without phases.
     """
     plain_class = type(settings[0].sampler)
     in_raster = RASTER in pipe.calls
@@ -305,6 +308,7 @@ class _Decoder:
             **dict(batch_size=self.batch_size, tokens=self.length, samples=self.batch_size),
             **dict(weight_bytes=None, cache_bytes=None, flops_per_call=None),
             **summarise_row([seconds], [calls.tolist()], [plain_seconds], self.length),
+            "processor_speed_up": None,
             "identical_samples": int((tokens.cpu() == drawn.tokens).all(1).sum()),
             "peak_memory_bytes": measure.peak_memory(self.pipe.device),
             "phase_ms_per_call": {},
@@ -324,6 +328,7 @@ def _row(
         "tokens": decoder.length,
         **call_costs(decoder.pipe.transformer, setting, size),
         **summarise_row(seconds, rounds.calls[index], best, decoder.length),
+        **processor_figures(rounds.processor_seconds[index], rounds.processor_seconds[0]),
         **decoder.phases(setting, len(seconds)),
         "identical_samples": rounds.identical[index] if promised else None,
         "samples": len(seconds) * size,
@@ -340,6 +345,7 @@ def _straight_row(decoder: _Decoder, plain: Setting, rounds: Rounds, best: list[
         **dict(batch_size=size, tokens=decoder.length, samples=len(seconds) * size),
         **call_costs(decoder.pipe.transformer, plain, size),
         **summarise_row(seconds, rounds.calls[-1], best, decoder.length),
+        **processor_figures(rounds.processor_seconds[-1], rounds.processor_seconds[0]),
         "identical_samples": rounds.identical[-1],
         "peak_memory_bytes": rounds.peak[-1],
         "phase_ms_per_call": {},
