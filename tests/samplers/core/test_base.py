@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.helpers.tabular import TabularModel, TabularState
 from tests.models.next_token.test_cached_decoder import case, rows_of
@@ -20,6 +21,7 @@ from tests.samplers.drafting import (
     seeded,
 )
 from tests.samplers.settings import lossy
+from tests.tiny import tiny_transformer
 from visual_spec.samplers.core.base import ActiveSamples
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
@@ -159,3 +161,45 @@ def test_a_state_that_cannot_shrink_is_left_whole(request):
 def test_host_copy_on_the_cpu_is_the_value():
     value = torch.tensor([1, 2])
     assert HostCopy()(value) is value
+
+
+class Wrong:
+    """A model of one's own that answers as another one, but in a wrong shape."""
+
+    def __init__(self, model: Any, how: str) -> None:
+        self.model, self.how = model, how
+        self.grid, self.vocab_size = model.grid, model.vocab_size
+
+    def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
+        guided = guided and self.how != "unguided"
+        return self.model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
+
+    def __call__(self, state: Any, tokens: Tensor, slots: Tensor) -> Tensor:
+        logits = self.model(state, tokens, slots)
+        if self.how == "one slot":
+            return logits[:, -1:]
+        if self.how == "half the rows":
+            return logits[: len(logits) // 2]
+        return logits[..., :-1] if self.how == "half the words" else logits
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("one slot", r"shape \(.*, 1, 256\) for 4 slots of 2 samples"),
+        ("half the rows", r"shape \(\d, \d, 256\) for . slots of 2 samples"),
+        ("half the words", r"shape \(\d, \d, 255\) for . slots of 2 samples"),
+        ("unguided", r"prefill\(guided=True\) returned a state with guided=False"),
+    ],
+)
+def test_what_a_model_of_ones_own_returns_is_not_spread_over_what_was_asked(how, error, guidance):
+    model = tiny_transformer(num_classes=5, caption_dim=None, prefix_length=1, vocab_size=256)
+    options: dict[str, Any] = dict(law=TokenLaw(guidance_scale=guidance), batch_size=2)
+    condition = torch.tensor([1, 4])
+    sampler = SpeculativeJacobiSampler(window=4)
+    assert sampler(Wrong(model, ""), condition, **options).tokens.shape == (2, 16)
+    if how == "unguided" and guidance == 1.0:
+        return
+    with pytest.raises(ValueError, match=error):
+        sampler(Wrong(model, how), condition, **options)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
-from visual_spec.samplers.core.checks import CheckedLaw, check_parts, check_request
+from visual_spec.samplers.core.checks import CheckedLaw, check_guided, check_parts, check_request
 from visual_spec.samplers.core.graph import can_record, can_record_prefill, prefilled, recorded, wants_graph
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
@@ -298,6 +298,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         """Run the model's prefill on the condition."""
         window = self.fixed_width or self.window_of(model)
         cache = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=window)
+        check_guided(cache, law.guided)
         cache.fixed = self.fixed_width is not None
         return cache
 
@@ -353,12 +354,12 @@ class Sampler(SchedulerMixin, ConfigMixin):
         if cache is None:
             with watched(model, wanted="acceptance" in self.config):
                 cache = self.prefill(model, condition, law, len(keys), parts)
-        device = device_of(cache)
-        watch.lap("prefill", device)
-        checked = CheckedLaw(law, self.num_slots(model, parts), deferred=device.type == "cuda")
+        watch.lap("prefill", device := device_of(cache))
+        vocab, deferred = getattr(model, "vocab_size", None), device.type == "cuda"
+        checked = CheckedLaw(law, self.num_slots(model, parts), deferred=deferred, vocab_size=vocab)
         rule = self.rule(model, parts, device)
-        keep = self.window_of(model) + _AHEAD if device.type == "cpu" else 0
-        noise = CounterNoise(keys, device, keep=keep)
+        ahead = self.window_of(model) + _AHEAD
+        noise = CounterNoise(keys, device, keep=ahead if device.type == "cpu" else 0)
         run = Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
         run.fixed_width = self.fixed_width
         if rule is not None and rule.identical and self.fixed_width is None:
@@ -456,7 +457,6 @@ class Sampler(SchedulerMixin, ConfigMixin):
             )
             state, run.law, run.noise = fixed
         advance = self.paced(advance, run, state)
-        # With fewer samples a call would have another shape.
         shrinks = not recording and self.fixed_width is None
         return decode(self, run, state, advance, callback, shrinks=shrinks)
 

@@ -50,6 +50,20 @@ def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int, *, any_
         )
 
 
+def check_guided(cache: Any, guided: bool) -> None:
+    """Refuse a prefill that did not do what `guided` asked for: guidance would be switched off unseen.
+
+    Raises:
+        ValueError: names what was asked for and what was made.
+    """
+    made = getattr(cache, "guided", guided)
+    if bool(made) != guided:
+        raise ValueError(
+            f"prefill(guided={guided}) returned a state with guided={made}; hold unconditional rows exactly where "
+            "guided is true, and say so in the state."
+        )
+
+
 def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:
     """Refuse arguments that the sampler does not take.
 
@@ -160,9 +174,13 @@ class CheckedLaw:
         num_tokens: L. Logits that predict slots past the grid are not checked.
         deferred: remember the first bad slot of each sample, and raise in `finish`, after the decode. For CUDA, where
             an immediate check would stall the device at every call.
+        vocab_size: V, where it is known.
     """
 
-    def __init__(self, law: TokenLaw, num_tokens: int, *, deferred: bool = False) -> None:
+    def __init__(
+        self, law: TokenLaw, num_tokens: int, *, deferred: bool = False, vocab_size: int | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
         self.law = law
         self.num_tokens = num_tokens
         self.deferred = deferred
@@ -177,8 +195,10 @@ class CheckedLaw:
         """Return log-probabilities [B, W, V] from logits [R, W, V] that predict `slots` [B, W].
 
         Raises:
+            ValueError: logits of another shape, see `check_shape`.
             FloatingPointError: logits are nan, +inf, or only -inf (unless deferred); names sample, position and slot.
         """
+        self.check_shape(logits, slots, guided)
         allowed = self.law.allowed
         inside = logits if allowed is None else logits[..., slice(*allowed)]
         # One number for all: a row that defines no law has a largest logit of nan, +inf or -inf.
@@ -191,6 +211,21 @@ class CheckedLaw:
         elif bad.any():
             check_finite(logits.masked_fill(~bad[..., None], 0), slots, allowed, self._samples)
         return self.law(logits, guided, slots)
+
+    def check_shape(self, logits: Tensor, slots: Tensor, guided: bool) -> None:
+        """Refuse what a model returned if it is not [R, W, V] for `slots` [B, W]: it could be spread over them unseen.
+
+        Raises:
+            ValueError: names both shapes.
+        """
+        rows = (2 if guided else 1) * slots.shape[0]
+        wanted = (rows, slots.shape[1], logits.shape[-1] if self.vocab_size is None else self.vocab_size)
+        if tuple(logits.shape) != wanted:
+            kinds = "conditional rows, then as many unconditional ones" if guided else "one row a sample"
+            raise ValueError(
+                f"the model returned logits of shape {tuple(logits.shape)} for {slots.shape[1]} slots of "
+                f"{slots.shape[0]} samples; return {wanted}: {kinds}, every slot, the whole vocabulary."
+            )
 
     def remember(self, bad: Tensor, slots: Tensor) -> None:
         """Record for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.fill_order import guidance_scales, hidden_after
+from visual_spec.samplers.core.checks import check_guided
 
 
 class Group(NamedTuple):
@@ -38,7 +39,9 @@ def is_causal(model: Any) -> bool:
 def begin(model: Any, condition: Any, *, batch_size: int, guided: bool, window: int) -> Any:
     """A model's state before the first token."""
     if is_causal(model):
-        return model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
+        cache = model.prefill(condition, batch_size=batch_size, guided=guided, window=window)
+        check_guided(cache, guided)
+        return cache
     return model.prepare(condition, batch_size=batch_size, guided=guided)
 
 

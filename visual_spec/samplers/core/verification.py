@@ -263,6 +263,7 @@ def draw_tokens(
     """Return `noise.categorical(law(logits, slots, guided), slots, stream)`, by one kernel if it fits: long [B, N]."""
     if not fits(logits):
         return noise.categorical(law(logits, slots, guided), slots, stream)
+    law.check_shape(logits, slots, guided)
     numbers = law.law.numbers(guided, logits.shape[-1])
     tokens, finite, _ = draw(logits, noise.keys, slots, numbers, stream=stream)
     law.remember(~finite, slots)
@@ -281,6 +282,7 @@ def draw_near(
         unit: from `rounding_unit`.
     """
     if fits(logits):
+        law.check_shape(logits, slots, guided)
         numbers = law.law.numbers(guided, logits.shape[-1])
         tokens, finite, margin = draw(logits, noise.keys, slots, numbers, stream=TOKEN, margins=True)
         law.remember(~finite, slots)
@@ -305,6 +307,7 @@ def _verify_by_kernel(
 ) -> Verdict:
     """Verify by the exact rule in one kernel. It replaces every refused draft, so `coupled` makes no difference."""
     assert draft.label is not None
+    law.check_shape(logits, slots, guided)
     stream, draw_round = redraw or (None, 0)
     laws, accept, tokens, drawn, finite = verify_kernel(
         logits,
