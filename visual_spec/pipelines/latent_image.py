@@ -92,7 +92,7 @@ class LatentImagePipeline(ClassImagePipeline):
         """A pipeline around MAR's official files.
 
         Args:
-            transformer: `checkpoint-last.pth` without its `args`, see `visual_spec.models.continuous.mar_checkpoint`,
+            transformer: `checkpoint-last.pth`, see `visual_spec.models.continuous.mar_checkpoint`,
                 or the model of one.
             vae: `kl16.ckpt`.
             dtype: of all weights; None keeps that of each file.

@@ -140,7 +140,7 @@ def _weights_of(source: Weights, container: str) -> tuple[dict[str, Tensor], str
     if isinstance(source, Mapping):
         return plain_weights(source, "the state dict"), "the state dict"
     path = Path(source)
-    content = read_content(path, keep=f'{{"{container}": c["{container}"]}}', namespaces=False)
+    content = read_content(path, keep=f'{{"{container}": c["{container}"]}}')
     inner = content.get(container, content) if isinstance(content, Mapping) else content
     if not isinstance(inner, Mapping) or not all(isinstance(value, Tensor) for value in inner.values()):
         held = ", ".join(map(str, content)) if isinstance(content, Mapping) else type(content).__name__
