@@ -253,7 +253,7 @@ def test_a_codebook_that_is_given_whole_costs_no_call(monkeypatch):
 
 def test_law_in_fixed_orders(monkeypatch):
     model = table(4, 2)
-    halton = [0, 2, 1, 3]  # 0, 1/2, 1/4, 3/4
+    halton = [2, 1, 3, 0]  # 1/2, 1/4, 3/4, 1/8
     settings = dict(steps=3, score="halton")
     assert check(monkeypatch, model, settings, orders=[halton]) < 1e-10
     rolled = [halton[-shift:] + halton[:-shift] for shift in range(4)]

@@ -191,3 +191,27 @@ def test_official_files_of_classes(tmp_path, monkeypatch):
         MaskedClassImagePipeline(tiny_masked_transformer(), tiny_vq_model(), MaskedSampler())
     with pytest.raises(ValueError, match="official ones of classes"):
         MaskedImagePipeline.from_official(*files)
+
+
+@pytest.mark.parametrize(
+    ("side", "dim", "scale"), [(16, 384, 2.5), (16, 768, 1.7), (24, 512, 2.0), (24, 1024, 1.5)]
+)
+def test_official_files_are_guided_as_their_size_was_published(side, dim, scale, monkeypatch):
+    """The table of the release: w by model, and this scale is 1 + w."""
+    from types import SimpleNamespace
+
+    from visual_spec.pipelines import masked_class_image
+
+    made = []
+    grid: Any = SimpleNamespace(width=side)
+    model = SimpleNamespace(grid=grid, config={"dim": dim})
+    tokenizer = SimpleNamespace(patch_size=16, register_to_config=lambda **settings: None)
+    monkeypatch.setattr(masked_class_image, "load_maskgit_checkpoint", lambda *args, **kwargs: model)
+    monkeypatch.setattr(masked_class_image, "load_tokenizer", lambda *args, **kwargs: tokenizer)
+
+    class Noted(masked_class_image.MaskedClassImagePipeline):
+        def __init__(self, *parts: Any, default_guidance_scale: float) -> None:
+            made.append(default_guidance_scale)
+
+    Noted.from_official("transformer.pth", "vq.pt")
+    assert made == [scale]

@@ -143,12 +143,30 @@ def test_halton_orders_hold_every_cell_once(shape):
 
 
 def test_halton_orders_cover_evenly_from_the_first_cell_on():
-    """Points of the sequence by hand: 1/2, 1/4, 3/4 in base 2, and 1/3, 2/3, 1/9 in base 3."""
-    assert halton_order(1, 1, 8)[:5].tolist() == [0, 4, 2, 6, 1]
-    assert halton_order(1, 4, 9)[:4].tolist() == [0, 2 * 9 + 3, 1 * 9 + 6, 3 * 9 + 1]
+    """Points of the sequence by hand: 1/2, 1/4, 3/4, 1/8 in base 2, and 1/3, 2/3, 1/9 in base 3."""
+    assert halton_order(1, 1, 8)[:4].tolist() == [4, 2, 6, 1]
+    assert halton_order(1, 4, 9)[:3].tolist() == [2 * 9 + 3, 1 * 9 + 6, 3 * 9 + 1]
     cells = halton_order(1, 16, 16)[:64]
     quarters = torch.bincount(cells // 16 // 4 * 4 + cells % 16 // 4, minlength=16)
     assert quarters.min() >= 3 and quarters.max() <= 6
+
+
+# What the code of its authors gave (valeoai/Halton-MaskGIT, f61b0a1, `build_halton_mask`): the first ten cells, and the
+# sum of (place + 1) times cell over the whole order, modulo 1,000,003.
+OFFICIAL_HALTON = {
+    8: ([34, 21, 48, 11, 46, 25, 60, 7, 32, 18], 66507),
+    16: ([133, 74, 193, 39, 172, 99, 232, 30, 144, 85], 198827),
+    24: ([296, 160, 434, 82, 378, 221, 517, 45, 312, 176], 907774),
+    32: ([522, 277, 771, 142, 664, 391, 913, 92, 577, 331], 729067),
+}
+
+
+@pytest.mark.parametrize("side", OFFICIAL_HALTON)
+def test_halton_orders_are_the_official_ones(side):
+    first, whole = OFFICIAL_HALTON[side]
+    order = halton_order(1, side, side)
+    assert order[:10].tolist() == first
+    assert int((order * torch.arange(1, len(order) + 1)).sum()) % 1_000_003 == whole
 
 
 def test_ranks_and_not_a_threshold_choose_what_stays_hidden():

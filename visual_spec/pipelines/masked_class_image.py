@@ -19,6 +19,16 @@ from visual_spec.pipelines.masked_image import default_sampler, given_parts, mas
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting
 
+# Guidance scale of each official size's published FID: 1 + w of their table, by tokens a side and width of the model.
+PUBLISHED_GUIDANCE = {
+    (16, 384): 2.5,  # tiny
+    (16, 512): 2.0,  # small
+    (16, 768): 1.7,  # base
+    (24, 512): 2.0,
+    (24, 768): 1.7,
+    (24, 1024): 1.5,  # large
+}
+
 
 class MaskedClassImagePipeline(ClassImagePipeline):
     """Draws pictures of classes by a masked model, whole or into a picture that is given.
@@ -71,7 +81,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
     ) -> Self:
         """A pipeline around official files of the Halton sampler's authors.
 
-        The guidance is that of the published FID: 1.7 for 256 pixels, 1.5 for 384 (their `w` is one less).
+        The guidance is that of the published FID of each size (`PUBLISHED_GUIDANCE`); 1.7 for sizes without one.
 
         Args:
             transformer: e.g. `ImageNet_256_base.pth` or `ImageNet_384_large.pth`, or what `read_checkpoint` made of it.
@@ -91,7 +101,7 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         if image_size not in (None, side):
             raise ValueError(f"image_size={image_size}, but these weights draw {side} pixels; leave it out.")
         tokenizer.register_to_config(image_size=side)
-        scale = 1.7 if side <= 256 else 1.5
+        scale = PUBLISHED_GUIDANCE.get((model.grid.width, model.config["dim"]), 1.7)
         return cls(model, tokenizer, sampler or default_sampler(), id2label, default_guidance_scale=scale)
 
     @classmethod

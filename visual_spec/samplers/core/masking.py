@@ -236,11 +236,12 @@ def halton_order(frames: int, height: int, width: int) -> Tensor:
 
     Cells are ordered by their first visit by a Halton sequence (Besnier et al., "Halton scheduler for masked generative
     image transformer", ICLR 2025), in base 2 along the first axis longer than 1, base 3 along the next, and base 5. The
-    sequence runs until every cell is visited: a fixed number of points misses some cells of a large grid.
+    sequence starts at its point 1, as the authors' code does; point 0 is the corner. It runs until every cell is
+    visited: a fixed number of points misses some cells of a large grid.
     """
     shape = (frames, height, width)
     axes = [axis for axis in range(3) if shape[axis] > 1]
-    met, first, count = np.zeros(0, dtype=np.int64), 0, 4 * math.prod(shape)
+    met, first, count = np.zeros(0, dtype=np.int64), 1, 4 * math.prod(shape)
     while len(met) < math.prod(shape):
         points = np.arange(first, first + count)
         cells = np.zeros(count, dtype=np.int64)
