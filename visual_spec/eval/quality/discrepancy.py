@@ -26,6 +26,16 @@ def gaussian_kernel(bandwidth: float) -> Kernel:
     return kernel
 
 
+def gaussian_product_kernel(bandwidth: float) -> Kernel:
+    """`gaussian_kernel` by a matrix product, which is fast, and exact to rounding for features of about one length."""
+
+    def kernel(first: Tensor, second: Tensor) -> Tensor:
+        lengths = first.square().sum(1)[:, None] + second.square().sum(1)
+        return torch.exp((2 * first @ second.T - lengths) / (2 * bandwidth**2))
+
+    return kernel
+
+
 def cubic_kernel(first: Tensor, second: Tensor) -> Tensor:
     """(x y / D + 1)^3, of KID (Binkowski et al. 2018)."""
     return (first @ second.T / first.shape[1] + 1) ** 3

@@ -28,6 +28,7 @@ from visual_spec.eval.quality.features import (
     load_shapes_features,
 )
 from visual_spec.eval.quality.programs import VideoProgram, checksum
+from visual_spec.models.core.checkpoints import read_checkpoint
 
 Extract = Callable[[SampleFiles, int, int], dict[str, Tensor]]
 Extractor = tuple[Extract, Sequence[nn.Module] | str, str]
@@ -41,6 +42,7 @@ class Setup:
         networks: files and folders of weights, by the name of the option that passes them.
         size: pictures are resized to this side first; None: as they are.
         device: where networks run.
+        beside: the set that samples are compared with one by one; None: there is none.
         trust_program: run programs in files, with all that the user may do (`visual_spec.eval.quality.programs`).
     """
 
@@ -49,6 +51,7 @@ class Setup:
     device: str = "cpu"
     batch_size: int = 50
     trust_program: bool = False
+    beside: SampleFiles | None = None
 
 
 def _parts(first: int, end: int, size: int) -> list[tuple[int, int]]:
@@ -304,3 +307,131 @@ def resampled(clip: Tensor, rate: int, wanted: int) -> np.ndarray:
             ) from error
         clip = resample(clip, rate, wanted)
     return clip.numpy()
+
+
+@torch.no_grad()
+def dino_features(setup: Setup) -> Extractor:
+    """The class token [N, D] of a DINOv2 model (Oquab et al. 2023), as FD-DINOv2 takes it (Stein et al. 2023).
+
+    Pictures are resized whole to the side that the model's processor crops to, as clean-fid resizes them.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    folder = setup.networks.get("dino")
+    if folder is None or not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"no DINOv2 model at {folder}; pass a folder such as facebook/dinov2-large holds"
+        )
+    from transformers import AutoImageProcessor, AutoModel
+
+    model: Any = AutoModel.from_pretrained(folder, local_files_only=True)
+    model.eval().requires_grad_(False).to(setup.device)
+    processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    side = processor.crop_size["height"]
+    mean, spread = (
+        torch.tensor(numbers, device=setup.device)[:, None, None]
+        for numbers in (processor.image_mean, processor.image_std)
+    )
+
+    @torch.no_grad()
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = []
+        for bounds in _parts(first, end, setup.batch_size):
+            pictures = _channels_first(samples.pictures(*bounds, side), setup.device)
+            output = model(pixel_values=(pictures / 255 - mean) / spread)
+            found.append({"features": output.pooler_output.float().cpu()})
+        return _joined(found)
+
+    return extract, [model], f"size{side}"
+
+
+def pixel_features(setup: Setup) -> Extractor:
+    """Mean squared difference of 0 to 255, and structural similarity (Wang et al. 2004), of pairs with the set beside.
+
+    Raises:
+        ImportError: torchmetrics is missing (extra `eval`).
+    """
+    try:
+        from torchmetrics.functional.image import structural_similarity_index_measure as similarity
+    except ImportError as error:
+        raise ImportError("ssim and psnr need torchmetrics: install visual-spec[eval]") from error
+
+    def compared(one: Tensor, other: Tensor) -> dict[str, Tensor]:
+        value = similarity(one, other, data_range=255.0, reduction="none")
+        return {"squared_error": (one - other).square().mean((1, 2, 3)).cpu(), "ssim": _rows(value, len(one))}
+
+    return _pairs(setup, compared), [], _beside_variant(setup)
+
+
+def lpips_features(setup: Setup) -> Extractor:
+    """LPIPS (Zhang et al. 2018) of pairs with the set beside: AlexNet, with the linear layers that torchmetrics holds.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that holds more than tensors, or other weights.
+        ImportError: torchmetrics or torchvision is missing (extra `eval`).
+    """
+    weights = setup.networks.get("lpips")
+    if weights is None or not Path(weights).is_file():
+        raise FileNotFoundError(
+            f"no AlexNet weights at {weights}; pass alexnet-owt-7be5be79.pth of torchvision"
+        )
+    stored = read_checkpoint(weights).weights
+    try:
+        from torchmetrics.functional.image.lpips import _LPIPS
+    except ImportError as error:
+        raise ImportError("lpips needs torchmetrics and torchvision: install visual-spec[eval]") from error
+    network = _LPIPS(pretrained=True, net="alex", pnet_rand=True)
+    own = network.net.state_dict()
+    wanted = {name: f"features.{name.split('.', 1)[1]}" for name in own}
+    if wrong := [
+        key for name, key in wanted.items() if key not in stored or stored[key].shape != own[name].shape
+    ]:
+        raise ValueError(
+            f"{weights} holds no {wrong[0]} of AlexNet; pass alexnet-owt-7be5be79.pth of torchvision"
+        )
+    network.net.load_state_dict({name: stored[key] for name, key in wanted.items()})
+    network = network.eval().requires_grad_(False).to(setup.device)
+
+    def compared(one: Tensor, other: Tensor) -> dict[str, Tensor]:
+        value = network(one / 255, other / 255, normalize=True)
+        return {"lpips": _rows(value, len(one))}
+
+    return _pairs(setup, compared), [network], _beside_variant(setup)
+
+
+def _rows(values: Any, count: int) -> Tensor:
+    return values.reshape(count).float().cpu()
+
+
+def _channels_first(pictures: np.ndarray, device: str) -> Tensor:
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float().to(device)
+
+
+def _beside_variant(setup: Setup) -> str:
+    assert setup.beside is not None
+    return "-".join(filter(None, [f"to-{setup.beside.fingerprint}", _resize_variant(setup.size)]))
+
+
+def _pairs(setup: Setup, compared: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> Extract:
+    beside = setup.beside
+    assert beside is not None
+
+    @torch.no_grad()
+    def extract(samples: SampleFiles, first: int, end: int) -> dict[str, Tensor]:
+        found = []
+        for bounds in _parts(first, end, setup.batch_size):
+            one, other = (
+                _channels_first(files.pictures(*bounds, setup.size), setup.device)
+                for files in (samples, beside)
+            )
+            if one.shape != other.shape:
+                raise ValueError(
+                    f"pictures of {samples.path} have {list(one.shape[2:])} pixels, those of {beside.path} "
+                    f"{list(other.shape[2:])}; pass --size N"
+                )
+            found.append(compared(one, other))
+        return _joined(found)
+
+    return extract

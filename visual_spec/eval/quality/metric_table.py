@@ -77,6 +77,10 @@ def _distance(
     return Metric(medium, figure, label, features, statistic, _JACKKNIFE, distance=True, moments=moments)
 
 
+def _to_beside(figure: str, label: str, features: str) -> Metric:
+    return Metric("image", figure, label, features, figure, _NORMAL, each=True, reference=False, beside=True)
+
+
 METRICS: dict[str, Metric] = {
     "fid": _distance(
         "image", "fid", "Frechet Inception distance", "inception", "frechet_inception", moments=True
@@ -98,6 +102,27 @@ METRICS: dict[str, Metric] = {
         "standard error over the splits, by Student's law",
         reference=False,
     ),
+    "is-adm": Metric(
+        "image",
+        "inception_score_adm",
+        "Inception score as ADM's evaluator has it, splits of 5,000 in order",
+        "inception",
+        "inception_score_adm",
+        "delete-a-group jackknife",
+        reference=False,
+    ),
+    "dino": _distance("image", "fd_dinov2", "Frechet distance of DINOv2 features (FD-DINOv2)", "dino"),
+    "cmmd": Metric(
+        "image",
+        "cmmd",
+        "CLIP maximum mean discrepancy",
+        "clip",
+        "clip_discrepancy",
+        "delete-one jackknife",
+    ),
+    "psnr": _to_beside("psnr", "peak signal to noise ratio in dB to the set of --compare-to", "pixels"),
+    "ssim": _to_beside("ssim", "structural similarity to the set of --compare-to", "pixels"),
+    "lpips": _to_beside("lpips", "learned perceptual distance (AlexNet) to the set of --compare-to", "lpips"),
     "prc": Metric(
         "image",
         "precision",
@@ -168,6 +193,14 @@ EXTRACTORS: dict[str, Source] = {
     "shapes": Source("shapes_features"),
     "clip": Source("clip_features", "clip", "a CLIP model of transformers"),
     "clap": Source("clap_features", "clap", "a CLAP model of transformers"),
+    "dino": Source("dino_features", "dino", "a DINOv2 model of transformers"),
+    "pixels": Source("pixel_features"),
+    "lpips": Source(
+        "lpips_features",
+        "lpips",
+        "AlexNet weights of torchvision (alexnet-owt-7be5be79.pth), for LPIPS",
+        folder=False,
+    ),
     "mel": Source("mel_features"),
     "frames": Source("frame_features"),
     "i3d": Source(

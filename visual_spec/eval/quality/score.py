@@ -6,6 +6,7 @@ The metrics stand in `visual_spec.eval.quality.metric_table.METRICS`, what they 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Scoring:
         metrics: names of `METRICS`.
         folder: where features are kept.
         setup: what extractors are made of.
+        each: scores of every sample [N], by figure, once `figures` has been called.
     """
 
     drawn: SampleFiles
@@ -44,6 +46,7 @@ class Scoring:
     metrics: tuple[str, ...]
     folder: Path
     setup: Setup = field(default_factory=Setup)
+    each: dict[str, Tensor] = field(default_factory=dict)
     _extractors: dict[str, FeatureFolder] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -164,7 +167,8 @@ class Scoring:
                 facts["reference_samples"] = len(self.reference) or None
             figures = getattr(statistics, metric.statistic)(self._sets(metric, report))
             if metric.each:
-                figures = {metric.figure: mean_figure(figures.double().tolist())}
+                self.each[metric.figure] = figures
+                figures = {metric.figure: _mean(figures.double())}
             found |= {title: {**facts, **figure} for title, figure in figures.items()}
         return found
 
@@ -228,3 +232,14 @@ def score(
 def key(line: dict[str, Any]) -> tuple[Any, ...]:
     """What makes two samples a pair."""
     return line["index"], line["prompt"], line["seed"]
+
+
+def _mean(values: Tensor) -> dict[str, Any]:
+    """The mean of finite values with its interval: the ratio of signal to noise of equal pictures is infinite."""
+    finite = values[values.isfinite()]
+    if len(finite) == len(values):
+        return mean_figure(values.tolist())
+    figure = (
+        mean_figure(finite.tolist()) if len(finite) else dict.fromkeys(("value", "low", "high"), math.inf)
+    )
+    return figure | {"note": f"of {len(finite)} pairs; {len(values) - len(finite)} are equal and have none"}

@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from visual_spec.eval.quality.feature_sets import SampleFiles
     from visual_spec.eval.quality.metric_table import options
     from visual_spec.eval.quality.score import Scoring, score
+    from visual_spec.eval.quality.score_tables import prompts_csv, scores_csv, scores_latex
     from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 
     drawn = SampleFiles.open(args.folder)
@@ -122,13 +123,14 @@ def run(args: argparse.Namespace) -> int:
     networks = {option: getattr(args, option) for option in options()}
     networks = {name: path for name, path in networks.items() if path is not None}
     device = str(choose_device(own_device(args.device)))
+    beside = None if args.compare_to is None else SampleFiles.open(args.compare_to)
     work = Scoring(
         drawn,
         None if args.reference is None else SampleFiles.open(args.reference),
-        None if args.compare_to is None else SampleFiles.open(args.compare_to),
+        beside,
         tuple(args.metrics or [_DEFAULT[drawn.medium]]),
         features,
-        Setup(networks, args.size, device, args.batch_size, args.trust_program),
+        Setup(networks, args.size, device, args.batch_size, args.trust_program, beside),
     )
     work.check()
     if args.write_npz is not None:
@@ -145,6 +147,10 @@ def run(args: argparse.Namespace) -> int:
         print("this process is done; other processes have features to extract", file=sys.stderr)
         return 0
     write_atomically(out / "scores.json", json.dumps(found, indent=1) + "\n", overwrite=True)
+    write_atomically(out / "scores.csv", scores_csv(found["figures"]), overwrite=True)
+    write_atomically(out / "scores.tex", scores_latex(found["figures"]), overwrite=True)
+    if work.each and drawn.prompts is not None:
+        write_atomically(out / "prompts.csv", prompts_csv(drawn.prompts, work.each), overwrite=True)
     print(score_table(found))
     if args.json:
         print(json.dumps(found))

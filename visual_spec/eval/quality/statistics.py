@@ -10,6 +10,7 @@ from torch import Tensor
 
 from visual_spec.eval.quality import neighbours, published
 from visual_spec.eval.quality.audio import kernel_figure
+from visual_spec.eval.quality.discrepancy import Sums, gaussian_product_kernel
 from visual_spec.eval.quality.feature_sets import SampleFiles
 from visual_spec.eval.quality.published import Gaussian
 
@@ -119,3 +120,27 @@ def label_divergence(sets: Sets) -> Tensor:
             f"{len(truth)} true and {len(drawn)} drawn clips; kl compares clip by clip, of one number"
         )
     return (truth.exp() * (truth - drawn)).sum(1)
+
+
+def inception_score_adm(sets: Sets) -> Figures:
+    return {sets.figure: published.inception_score_adm(sets.features("logits"), sets.drawn.prompts)}
+
+
+def clip_discrepancy(sets: Sets) -> Figures:
+    """CMMD (Jayasumana et al. 2024): 1000 times the biased estimate under a Gaussian kernel of bandwidth 10."""
+    drawn, truth = (one.double().to(sets.device) for one in (sets.features(), sets.truth()))
+    sums = Sums.of(drawn, truth, gaussian_product_kernel(10.0), paired=False)
+    return {sets.figure: sums.figure(1000.0, biased=True)}
+
+
+def psnr(sets: Sets) -> Tensor:
+    """Peak signal to noise ratio in dB of each picture to that beside it; infinite where the two are equal."""
+    return 10 * (255**2 / sets.features("squared_error").double()).log10()
+
+
+def ssim(sets: Sets) -> Tensor:
+    return sets.features("ssim")
+
+
+def lpips(sets: Sets) -> Tensor:
+    return sets.features("lpips")
