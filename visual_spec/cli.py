@@ -31,7 +31,7 @@ _OWN_ARGUMENTS = {
     ),
     "score": (
         "visual_spec.eval.quality.score_command",
-        "FID, KID, IS, precision, recall, CLIP, FAD of such a set",
+        "FID, KID, IS, precision, recall, CLIP, FVD of such a set",
     ),
     "report": (
         "visual_spec.eval.quality.report_command",

@@ -289,7 +289,7 @@ def test_bad_input_is_refused_before_a_network_is_loaded(tmp_path, capsys):
     cases = [
         ([str(tmp_path / "none")], "no folder of samples and no .npz file at"),
         ([str(drawn)], "shapes compare with true samples; pass --reference"),
-        ([str(drawn), "--metrics", "fad"], "holds pictures; pass some of fid"),
+        ([str(drawn), "--metrics", "fad-clap"], "holds pictures; pass some of fid"),
         (
             [str(drawn), "--metrics", "clip", "--clip", "x"],
             "has no manifest.jsonl, so its prompts are unknown",

@@ -149,7 +149,12 @@ METRICS: dict[str, Metric] = {
         "shapes",
         "frechet_shapes",
     ),
-    "fad": _distance("audio", "fad", "Frechet audio distance", "clap"),
+    "fad-clap": _distance(
+        "audio",
+        "fad_clap",
+        "Frechet audio distance of CLAP embeddings (Gui et al. 2024); papers' FAD is of VGGish, which is not here",
+        "clap",
+    ),
     "kad": Metric("audio", "kad", "kernel audio distance", "clap", "kernel_audio", "delete-one jackknife"),
     "clap": Metric(
         "audio",

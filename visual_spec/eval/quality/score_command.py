@@ -1,4 +1,4 @@
-"""visual-spec score: FID, KID, Inception score, precision and recall, CLIP, FAD and more of a set of samples.
+"""visual-spec score: FID, KID, Inception score, precision and recall, CLIP, FVD and more of a set of samples.
 
     visual-spec score drawn --reference VIRTUAL_imagenet256_labeled.npz --metrics fid is prc --feature-weights FILE
     visual-spec score drawn --reference true_pictures --metrics fid kid clip --clip FOLDER --compare-to plain
