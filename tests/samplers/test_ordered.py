@@ -170,3 +170,18 @@ def test_a_callback_may_end_the_decode():
     trace = decode(OrderedSampler(), NAR, callback=stop).trace
     assert seen == [[1] * 3, [3] * 3] and trace.stopped
     assert trace.commit_call.tolist() == [[0, 1, -1, 1, -1, -1]] * 3
+
+
+def test_the_learned_tokens_that_are_fed_are_those_of_the_order():
+    """Each by its own id, behind the vocabulary: in the first parallel step, after the last of the first tokens."""
+    fed = []
+
+    class Watched(TabularOrderModel):
+        def __call__(self, state: Any, tokens: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+            fed.append(tokens.clone())
+            return super().__call__(state, tokens, *others, **more)
+
+    model = Watched(TokenGrid(2, 4), 2, "par4", learned=3, conditions=2)
+    decode(OrderedSampler(), model)
+    learned = [tokens[:, (tokens >= 2).any(0)] for tokens in fed if (tokens >= 2).any()]
+    assert len(learned) == 1 and learned[0].tolist() == 3 * [[2, 3, 4]]
