@@ -422,3 +422,8 @@ def test_bench_reads_its_own_arguments(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", "--help"])
     assert stop.value.code == 0 and "bench" in capsys.readouterr().out
+
+
+def test_nothing_stands_beside_the_one_sampler_of_a_model(tmp_path, capsys):
+    assert generate("shapes_nar", tmp_path, PROMPT, "--compare") == 2
+    assert "no other fits it, so leave --compare out" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from visual_spec.eval.tables import plain_table
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 from visual_spec.models.core.calls import CHUNKS, COLUMNS, MASKED
 from visual_spec.pipelines.facts import LAW_SETTINGS
+from visual_spec.samplers.registry import fitting
 
 SAMPLER_SETTINGS = ("window", "coupling", "acceptance", "initial_draft")
 _CONTROL = ("control", "control_strength")
@@ -93,10 +94,8 @@ def generate(args: argparse.Namespace) -> int:
     pipe = _load(args)
     name, sampler, plan = chosen or _fast_sampler(args, pipe)
     if args.compare and pipe.comparable and chosen is None and pipe.fast_sampler == pipe.plain_sampler:
-        raise ValueError(
-            f"{args.model} decodes plainly by default, and --compare would compare that with itself; name a sampler, "
-            f"such as --sampler {_another_sampler(pipe)}."
-        )
+        same = f"{args.model} decodes plainly by default, and --compare would compare that with itself"
+        raise ValueError(f"{same}; {_another_sampler(pipe)}.")
     given |= _lengths(args, pipe.medium)
     if args.compare and MASKED in pipe.calls and "measure" in sampler.config:
         sampler = type(sampler).from_config(sampler.config, measure=True)  # how far it is from plain decoding
@@ -343,9 +342,12 @@ def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
 
 
 def _another_sampler(pipe: Any) -> str:
-    """A sampler to compare with plain decoding where that is the fastest."""
-    music = f"{SLOWER}, or a masked model beside it, such as --masked tunes_masked"
-    return pipe.facts.shorter_sampler or music
+    """What to do to compare with plain decoding where that is the fastest."""
+    others = [entry.name for entry in fitting(pipe.calls) if entry.name != pipe.plain_sampler]
+    name = pipe.facts.shorter_sampler or f"{SLOWER}, or a masked model beside it: --masked tunes_masked"
+    return (
+        f"name a sampler, such as --sampler {name}" if others else "no other fits it, so leave --compare out"
+    )
 
 
 def _fast_sampler(args: argparse.Namespace, pipe: Any) -> tuple[str, Any, Any]:

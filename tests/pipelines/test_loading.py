@@ -26,6 +26,7 @@ from visual_spec.eval.quality.features import load_shapes_features
 from visual_spec.pipelines import components, embedded
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_drafter, load_pipeline
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.samplers.autoregressive import AutoregressiveSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.registry import SAMPLERS, sampler_class
@@ -317,3 +318,30 @@ def test_trap_9_casting_gives_no_false_alarm(pipe, caplog, monkeypatch):
         pipe.to(torch.float32)
     assert "should be kept in float32: ['norm']" in caplog.text
     assert pipe.sampler.compatibles == []  # ours swap through from_config, see above
+
+
+def test_a_hub_id_that_is_not_there_tells_of_the_embedded_models(monkeypatch):
+    def fetch(*args, **kwargs):
+        raise FileNotFoundError("no such repository")
+
+    monkeypatch.setattr("visual_spec.pipelines.base.snapshot_download", fetch)
+    with pytest.raises(OSError, match="'nosuch/model' could not be fetched .*no such repository.*shapes_var"):
+        ImagePipeline.from_pretrained("nosuch/model")
+
+
+def test_a_device_map_gives_no_false_alarm(caplog):
+    logging.getLogger("diffusers").addHandler(caplog.handler)
+    try:
+        ImagePipeline.from_pretrained("shapes", device_map="balanced")
+    finally:
+        logging.getLogger("diffusers").removeHandler(caplog.handler)
+    assert "should be kept in float32" not in caplog.text
+
+
+@pytest.mark.parametrize("sampler", ["any-order", "ordered"])
+def test_a_folder_of_a_model_in_any_order_says_what_its_pipeline_says(tmp_path, sampler):
+    parts = tiny_transformer(order="any"), tiny_vq_model(), tiny_text_encoder()
+    pipe = ImagePipeline(*parts, make_sampler(sampler))
+    pipe.save_pretrained(tmp_path)
+    assert embedded.describe(tmp_path)["calls"] == pipe.calls == ImagePipeline.from_pretrained(tmp_path).calls
+    assert len(pipe.calls) == 1

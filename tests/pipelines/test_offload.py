@@ -8,7 +8,9 @@ from accelerate import cpu_offload
 from diffusers.hooks.group_offloading import apply_group_offloading
 from diffusers.hooks.layerwise_casting import apply_layerwise_casting
 
+from tests.tiny import seeded
 from tests.tiny_pipelines import KINDS
+from tests.tiny_scales import tiny_scale_pipeline
 from visual_spec.models.core.offload import at_hand
 
 CPU = torch.device("cpu")
@@ -136,3 +138,12 @@ def test_weights_go_back_when_a_model_fails(tmp_path):
         assert not any(weight.is_meta for weight in model.parameters())
         raise RuntimeError("mine")
     assert all(weight.is_meta for weight in model.parameters())
+
+
+def test_components_of_one_class_are_offloaded_to_folders_of_their_own(tmp_path):
+    pipe = tiny_scale_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    want = pipe(3, generator=seeded(0), num_draft_scales=1).tokens
+    pipe.enable_group_offload(CPU, offload_type="leaf_level", offload_to_disk_path=str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["refiner", "transformer", "vq_model"]
+    assert torch.equal(pipe(3, generator=seeded(0), num_draft_scales=1).tokens, want)

@@ -431,7 +431,7 @@ def test_the_trace_tells_when_tokens_were_kept():
 
 def test_an_image_model_gives_tokens_without_codebooks():
     model = TabularMaskedModel(TokenGrid(2, 2), 3)
-    for name in ("maskgit", "mage", "amused", "halton", "recap", "entropy-bound", "maskgct"):
+    for name in ("mage", "amused", "halton", "maskgct"):
         preset = PRESETS[name]
         sampler = MaskedSampler(**{**preset.settings, "steps": 3})
         result = sampler(model, None, law=preset.law, batch_size=5)
@@ -449,8 +449,6 @@ def test_presets_are_samplers_and_survive_their_files(tmp_path):
         for key, value in preset.settings.items():
             kept = again.config[key]
             assert (tuple(kept) if isinstance(kept, list) else kept) == value
-    assert PRESETS["magnet-30s"].settings["steps"] == (60, 10, 10, 10)
-    assert PRESETS["audio-magnet-10s"].law == TokenLaw(guidance_scale=20.0, temperature=3.5, top_p=0.8)
 
 
 def test_greedy_decoding_keeps_the_likeliest_tokens():

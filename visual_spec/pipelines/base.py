@@ -82,7 +82,8 @@ class VisualPipeline(DiffusionPipeline):
             check_saved_pipeline(folder, cls, given=kwargs, variant=kwargs.get("variant"))
         shared = [part for part in shared_parts(folder) if part not in kwargs]
         given = {part: cls._load_shared(folder, part, **kwargs) for part in shared}
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | given)
+        with _no_empty_float32_warning():  # a device map moves components
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, **kwargs | given)
         pipe = loaded[0] if isinstance(loaded, tuple) else loaded
         for part, model in pipe.components.items():
             # Our own models check themselves; those that were passed come from elsewhere.
@@ -254,6 +255,7 @@ class VisualPipeline(DiffusionPipeline):
 
         Raises:
             ValueError: the name is neither an embedded model, nor a folder, nor a Hub id.
+            OSError: nothing can be fetched under that id; names the embedded models.
         """
         name = os.fspath(pretrained_model_name)
         if name in embedded_models():
@@ -265,7 +267,15 @@ class VisualPipeline(DiffusionPipeline):
             )
         passed_on = ("cache_dir", "force_download", "local_files_only", "token", "revision")
         options = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
-        return snapshot_download(name, allow_patterns=_FILES, **options)
+        try:
+            return snapshot_download(name, allow_patterns=_FILES, **options)
+        except (OSError, ValueError) as error:  # of huggingface_hub
+            reason = " ".join(str(error).split()) or type(error).__name__
+            embedded = missing_models() or "embedded models are " + ", ".join(embedded_models())
+            raise OSError(
+                f"{name!r} could not be fetched from the Hub ({reason}). Pass an id that exists there, or a folder "
+                f"written by save_pretrained; {embedded}."
+            ) from error
 
     def save_config(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
@@ -316,6 +326,27 @@ class VisualPipeline(DiffusionPipeline):
             self.register_modules(**{name: value})
         else:
             super().__setattr__(name, value)
+
+    def enable_group_offload(self, *args: Any, **kwargs: Any) -> None:
+        """As `DiffusionPipeline.enable_group_offload`; on disk with a folder for each component.
+
+        diffusers names the files of all components alike, and one would read what another wrote.
+        """
+        taken = (
+            inspect.signature(DiffusionPipeline.enable_group_offload).bind(self, *args, **kwargs).arguments
+        )
+        folder = taken.get("offload_to_disk_path")
+        if folder is None:
+            return super().enable_group_offload(*args, **kwargs)
+        taken = {name: value for name, value in taken.items() if name != "self"}
+        left_out = taken.get("exclude_modules") or []
+        left_out = [left_out] if isinstance(left_out, str) else list(left_out)
+        modules = [name for name, part in self.components.items() if isinstance(part, torch.nn.Module)]
+        for name in modules:
+            others = [other for other in modules if other != name]
+            own = {"offload_to_disk_path": str(Path(folder) / name), "exclude_modules": left_out + others}
+            if name not in left_out:
+                super().enable_group_offload(**taken | own)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move and cast all components, as `DiffusionPipeline.to`."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from visual_spec.models.catalogue import PIPELINES
-from visual_spec.models.core.calls import FRAMES, OWN_ORDER
+from visual_spec.models.core.calls import FRAMES
 from visual_spec.pipelines.components import resolved
+from visual_spec.pipelines.facts import calls_beside
 
 SHARED = "shared.json"
 _PACKAGE = "visual_spec_models"
@@ -115,7 +116,8 @@ def _calls(folder: Path, pipeline: str) -> tuple[str, ...]:
     if kind == "FrameMaskedTransformer":
         return (FRAMES,)
     if kind == "LlamaGenTransformer" and settings.get("order", "raster") != "raster":
-        return (OWN_ORDER,)
+        path = part_folder(folder, "sampler") / "sampler_config.json"
+        return calls_beside(json.loads(path.read_text()) if path.exists() else {})
     return tuple(call for call in PIPELINES.get(pipeline, ()) if call != FRAMES)
 
 

@@ -8,20 +8,19 @@ import torch
 from einops import rearrange
 
 from visual_spec.models.core import any_order
-from visual_spec.models.core.calls import ANY_ORDER, OWN_ORDER, RASTER_TREE_ORDER
+from visual_spec.models.core.calls import ANY_ORDER, OWN_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, official_defaults
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
-from visual_spec.pipelines.facts import PipelineFacts
+from visual_spec.pipelines.facts import PipelineFacts, calls_beside
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
 from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.registry import fitting
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -70,11 +69,11 @@ class TokenImagePipeline(VisualPipeline):
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`. Beside `OrderedSampler` in any order stands the model's own order, and beside
         samplers of any-order models one token a call in the same order."""
-        calls, plain, fast = RASTER_TREE_ORDER, "autoregressive", "speculative-jacobi"
-        if "allow_approximate" in sampler:
-            calls, plain, fast = (OWN_ORDER,), "ordered", "ordered"
-        elif sampler.get("_class_name") in [entry.class_name for entry in fitting((ANY_ORDER,))]:
-            calls, plain = (ANY_ORDER,), saved_sampler("any-order", {"order": sampler["order"]})
+        calls, plain, fast = calls_beside(sampler), "autoregressive", "speculative-jacobi"
+        if calls == (OWN_ORDER,):
+            plain, fast = "ordered", "ordered"
+        elif calls == (ANY_ORDER,):
+            plain = saved_sampler("any-order", {"order": sampler["order"]})
             fast = saved_sampler("speculative-any-order", sampler)
         return PipelineFacts(
             medium="image",

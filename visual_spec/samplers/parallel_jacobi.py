@@ -63,8 +63,6 @@ class ParallelJacobiSampler(RowSampler):
 
     Raises:
         ValueError: a setting has a value that is not listed here.
-    Raises:
-        ValueError: a value that is not one of these.
     """
 
     @register_to_config

@@ -141,7 +141,7 @@ def test_clap_scores_and_frechet_audio_distances_are_those_of_the_model(tmp_path
     save_clap(tmp_path / "clap")
     drawn, clips = write_clips(tmp_path / "drawn", 8, 0)
     true, other_clips = write_clips(tmp_path / "true", 9, 1)
-    asked = (drawn, "--reference", true, "--metrics", "clap", "fad-clap", "--clap", tmp_path / "clap")
+    asked = (drawn, "--reference", true, "--metrics", "clap,fad-clap", "--clap", tmp_path / "clap")
     found = scores(capsys, *asked)
     model: Any = ClapModel.from_pretrained(tmp_path / "clap").eval()
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path / "clap")

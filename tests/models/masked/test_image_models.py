@@ -281,7 +281,7 @@ def test_official_sizes_of_mage_are_recognised(size):
     }
 
 
-@pytest.mark.parametrize("preset", ["mage", "halton", "maskgit"])
+@pytest.mark.parametrize("preset", ["mage", "halton"])
 def test_they_decode_with_published_settings(preset):
     mage, maskgit = tiny_mage(), load_maskgit_checkpoint(official_weights(), num_heads=HEADS)
     sampler, law = MaskedSampler(**SETTINGS[preset].settings | {"steps": 4}), SETTINGS[preset].law

@@ -120,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
     features = ready_folder(args.features or ready_folder(out))
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    # Blanks or commas between them, as other tools take them.
+    metrics = [name for text in args.metrics or () for name in text.split(",") if name]
     networks = {option: getattr(args, option) for option in options()}
     networks = {name: path for name, path in networks.items() if path is not None}
     device = str(choose_device(own_device(args.device)))
@@ -128,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         drawn,
         None if args.reference is None else SampleFiles.open(args.reference),
         beside,
-        tuple(args.metrics or [_DEFAULT[drawn.medium]]),
+        tuple(metrics or [_DEFAULT[drawn.medium]]),
         features,
         Setup(networks, args.size, device, args.batch_size, args.trust_program, beside),
     )

@@ -106,8 +106,7 @@ class ColumnSampler(Sampler):
     """A sampler for models of several codebooks.
 
     The result has tokens long [B, S, K], `special_id` where the pattern has no token. The trace counts columns in place
-    of
-    tokens: `commit_call` is [B, S], and `tokens_per_call` is columns per call.
+    of tokens: `commit_call` is [B, S], and `tokens_per_call` is columns per call.
     """
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
