@@ -426,4 +426,4 @@ def test_bench_reads_its_own_arguments(monkeypatch, capsys):
 
 def test_nothing_stands_beside_the_one_sampler_of_a_model(tmp_path, capsys):
     assert generate("shapes_nar", tmp_path, PROMPT, "--compare") == 2
-    assert "no other fits it, so leave --compare out" in capsys.readouterr().err
+    assert "no other sampler fits it, so leave --compare out" in capsys.readouterr().err

@@ -343,11 +343,9 @@ def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
 
 def _another_sampler(pipe: Any) -> str:
     """What to do to compare with plain decoding where that is the fastest."""
-    others = [entry.name for entry in fitting(pipe.calls) if entry.name != pipe.plain_sampler]
-    name = pipe.facts.shorter_sampler or f"{SLOWER}, or a masked model beside it: --masked tunes_masked"
-    return (
-        f"name a sampler, such as --sampler {name}" if others else "no other fits it, so leave --compare out"
-    )
+    name = pipe.facts.shorter_sampler or f"{SLOWER}, or a --masked model"
+    alone = all(entry.name == pipe.plain_sampler for entry in fitting(pipe.calls))
+    return "no other sampler fits it, so leave --compare out" if alone else f"name --sampler {name}"
 
 
 def _fast_sampler(args: argparse.Namespace, pipe: Any) -> tuple[str, Any, Any]:
