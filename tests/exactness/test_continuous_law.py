@@ -370,3 +370,13 @@ def test_the_measured_divergence_of_aligned_drafts_grows_with_the_tolerance(tole
         assert result.trace.divergence == pytest.approx(0, abs=1e-9)
     else:
         assert 0 < result.trace.divergence < limit
+
+
+def test_the_path_rule_follows_the_law_where_two_of_three_drafts_are_refused():
+    """A residual with the noise of drafts is 7 limits off in 20,000 draws, one that tests with the noise of accepting
+    0.8; so 100,000."""
+    settings = dict(head_steps=3, eta=1.0, final_noise=0.3)
+    target, draft = pair(Mixture([1.0], [0.0], [0.5]), Mixture([1.0], [0.8], [0.5]), flow=True)
+    result = drawn(SpeculativeContinuousSampler("path", 1, **settings), target, 100_000, drafter=draft)
+    assert result.trace.acceptance < 0.4
+    assert far_apart(result.tokens[:, 1], reference(target, settings, 400_000)) < 1
