@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.eval.quality.test_sets_page import scored
 from tests.official import add_tiny_presets, write_class_model, write_tokenizer
 from tests.tiny import tiny_pipeline
 from tests.tiny_audio import tiny_audio_pipeline
+from tests.tiny_latents import tiny_latent_pipeline
 from tests.tiny_scales import tiny_scale_pipeline
 from visual_spec import cli
 from visual_spec.eval.quality.samples import SampleFolder
@@ -43,6 +45,9 @@ class Ground:
         self.drafter = folder / "drafter"
         shutil.copytree(folder / "pictures" / "transformer", self.drafter)
         self.samples = self._samples(folder / "samples")
+        self.latents, self.drawn = folder / "latents", folder / "drawn"
+        tiny_latent_pipeline().save_pretrained(self.latents)
+        scored(self.drawn, 10.0)
 
     def _samples(self, folder: Path) -> Path:
         """A folder of an evaluation: the samples of one setting, drawn and judged."""

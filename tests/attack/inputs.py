@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.attack import sent
 from tests.attack.damage import damaged_bytes, damaged_header, damaged_settings
 from tests.attack.ground import MAKE, Ground, copied, generate
 from tests.attack.outcome import Case
@@ -322,6 +323,7 @@ COUNTS: dict[str, tuple[Callable[[Ground, Random, int], Iterator[Case]], int]] =
     "prompts": (prompt_cases, 70),
     "flags and seeds": (flag_cases, 140),
     "no regular files": (special_cases, 35),
+    **sent.COUNTS,
 }  # fmt: skip
 
 

@@ -29,9 +29,11 @@ from tqdm import tqdm
 
 from tests.attack.ground import Ground, generate
 from tests.eval.quality import test_evaluate
+from tests.eval.quality.test_sample_set import content, work_in
 from tests.tiny import tiny_pipeline
 from tests.training import test_drafter
 from visual_spec import cli
+from visual_spec.eval.quality.sample_set import sample
 from visual_spec.pipelines.loading import load_pipeline
 
 KILLS = 10  # of each kind
@@ -85,6 +87,9 @@ def works(ground: Ground) -> dict[str, Work]:
         "training": Work(lambda folder: test_drafter.run(folder / "out", every=2), _files_but_seconds),
         "convert": Work(change, _files, earlier),
         "save": Work(save, _files, other),
+        "sample": Work(
+            lambda folder: sample(work_in(folder / "out")), lambda folder: content(folder / "out")
+        ),
     }
 
 
@@ -155,7 +160,7 @@ def _wrong(work: Work, folder: Path, expected: Any) -> str:
         return f"the second run failed: {error}"
     if broken := half_written(folder):
         return f"half-written after the second run: {broken}"
-    left = sorted(path.name for path in folder.rglob("*.tmp") if "resume.pt" not in path.name)
+    left = sorted(path.name for path in folder.rglob("*.tmp"))
     if left:
         return f"left over: {left}"
     return "" if work.result(folder) == expected else "the second run came to something else"

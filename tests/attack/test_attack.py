@@ -128,5 +128,5 @@ def test_a_work_that_does_not_resume_is_seen(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_kills_of_every_kind_of_work(ground, tmp_path):
     found = list(kills.attack(ground, tmp_path, seed=3, kills=1))
-    assert [name for name, _ in found] == ["generate", "eval", "training", "convert", "save"]
-    assert [wrong for _, wrong in found] == [""] * 5
+    assert [name for name, _ in found] == ["generate", "eval", "training", "convert", "save", "sample"]
+    assert [wrong for _, wrong in found] == [""] * 6

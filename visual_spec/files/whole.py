@@ -105,6 +105,8 @@ def refuse_existing(path: str | Path, overwrite: bool) -> Path:
 def whole_file(path: str | Path, *, overwrite: bool = True) -> Iterator[Path]:
     """Within, write the file that is given; afterwards it is at `path`. An error leaves `path` as it was.
 
+    The name that is given is another one each time. `torch.save` writes the name of a path into the file, so open it.
+
     Raises:
         FileExistsError, IsADirectoryError: as `refuse_existing`.
     """

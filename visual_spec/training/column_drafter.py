@@ -137,8 +137,8 @@ def play(
         else:
             played = draw(prompts, seed * 100_003 + start).to("cpu", torch.int16)
             if path:
-                with whole_file(path) as temporary:
-                    torch.save({"codes": played, "owner": owner}, temporary)
+                with whole_file(path) as part, part.open("wb") as file:
+                    torch.save({"codes": played, "owner": owner}, file)
         words.append(encoder.word_ids(prompts).cpu())
         codes.append(played)
     return torch.cat(words), torch.cat(codes)

@@ -200,8 +200,8 @@ def drawn_pairs(
             captions = training_prompts(settings.batch_size, (settings.seed, shard))
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + shard)
             pairs = draw_pairs(teacher, encoder, codes, captions, settings, generator)
-            with whole_file(path) as temporary:
-                torch.save({"owner": owner, **pairs._asdict()}, temporary)
+            with whole_file(path) as part, part.open("wb") as file:
+                torch.save({"owner": owner, **pairs._asdict()}, file)
             print(f"pictures {(shard + 1) * settings.batch_size}/{settings.pictures}", flush=True)
         shards.append(_read(path, owner))
     return Pairs(*(torch.cat(parts) for parts in zip(*shards, strict=True)))

@@ -103,8 +103,8 @@ def draw_pictures(
         path = folder / f"{shard:05d}.pt"
         if not path.exists():
             drawn = draw(texts, scale, seed + shard)
-            with whole_file(path) as temporary:
-                torch.save({"tokens": drawn.cpu(), "prompts": texts, "guidance": scale}, temporary)
+            with whole_file(path) as part, part.open("wb") as file:
+                torch.save({"tokens": drawn.cpu(), "prompts": texts, "guidance": scale}, file)
         saved = read_content(path)
         if saved["prompts"] != texts or saved["guidance"] != scale:
             raise ValueError(

@@ -197,8 +197,8 @@ class Checkpoint:
         """Write atomically: an interrupted save leaves the previous file."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
         record = {"settings": self.settings, "curve": self.curve, "seconds": self.seconds, "step": step}
-        with whole_file(self.path) as temporary:
-            torch.save({**state, **record}, temporary)
+        with whole_file(self.path) as part, part.open("wb") as file:
+            torch.save({**state, **record}, file)
 
     def remove(self) -> None:
         """Remove the file; the run is done."""

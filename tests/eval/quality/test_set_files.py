@@ -130,3 +130,24 @@ def test_nested_and_empty_records_are_refused(tmp_path, drawn, capsys, file, tex
     assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and file in said, said
+
+
+@pytest.mark.parametrize("entry", ["index", "file", "prompt", "seed", "bytes", "crc32"])
+def test_lines_without_an_entry_are_refused_before_any_feature(tmp_path, drawn, capsys, entry):
+    folder = Path(shutil.copytree(drawn, tmp_path / "drawn"))
+    lines = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
+    del lines[4][entry]
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for command in commands(folder, tmp_path):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"line 5 has no {entry}" in said, said
+
+
+def test_a_damaged_record_of_the_drawing_is_refused_before_any_feature(tmp_path, drawn, capsys):
+    folder = Path(shutil.copytree(drawn, tmp_path / "drawn"))
+    (folder / "run.json").write_text('{"sampler": []}')
+    for command in commands(folder, tmp_path):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "run.json says sampler=[]" in said, said

@@ -54,7 +54,8 @@ class Scoring:
 
         Raises:
             ValueError: a metric that is unknown, or of the other medium; one that lacks reference, prompts or weights;
-                a program that is not trusted; sets of different media; a set beside it of other samples.
+                a program that is not trusted; a damaged record of how a set was drawn; sets of different media; a set
+                beside it of other samples.
         """
         known = names_of(self.drawn.medium)
         if wrong := [name for name in self.metrics if name not in known]:
@@ -107,6 +108,18 @@ class Scoring:
                 )
             if needs.program:
                 extractors.trusted_program(self.setup.networks[needs.option], self.setup.trust_program)
+        if self.beside is not None:
+            compared(self.drawn, self.beside)
+        self.run()
+
+    def run(self) -> dict[str, Any] | None:
+        """What fixed the samples, where `visual-spec sample` drew them.
+
+        Raises:
+            ValueError, OSError: as `read_run`.
+        """
+        there = (self.drawn.path / RUN).exists() or (self.drawn.path / RUN).is_symlink()
+        return read_run(self.drawn.path) if self.drawn.files and there else None
 
     def _asked(self, need: str) -> list[str]:
         """The metrics that need a reference, prompts, or a set beside."""
@@ -213,11 +226,10 @@ def score(
         )
     if lacking:
         return None
-    run = work.drawn.path / RUN
     return {
         "kind": "scores",
         "folder": str(work.drawn.path),
-        "run": read_run(work.drawn.path) if run.is_file() else None,
+        "run": work.run(),
         "samples": len(work.drawn),
         "reference": None if work.reference is None else str(work.reference.path),
         "resize": "none"

@@ -35,7 +35,8 @@ _LINE = {
     "bytes": COUNT,
     "crc32": COUNT,
 }
-_WRITTEN = ("index", "prompt", "seed", "sampler", "calls", "bytes", "crc32")  # by visual-spec sample, always
+_PAIRED = ("index", "prompt", "seed", "bytes", "crc32")  # what two sets are compared by
+_DRAWN = ("sampler", "calls")  # what visual-spec sample writes too
 _TIME = {"first": COUNT, "samples": POSITIVE, "seconds": SECONDS}
 _FIGURE = {"value": FLOAT, "low": FLOAT, "high": FLOAT, "extractor": TEXT, "weights": TEXT}
 
@@ -50,7 +51,7 @@ def read_manifest(folder: Path, name: str = MANIFEST, *, whole: bool = False) ->
         ValueError: a damaged line, or the name of a file outside of the folder.
         OSError: it cannot be read.
     """
-    needed = {"file": TEXT} | ({entry: _LINE[entry] for entry in _WRITTEN} if whole else {})
+    needed = {"file": TEXT} | {entry: _LINE[entry] for entry in (*_PAIRED, *(_DRAWN if whole else ()))}
     lines = _refused_again(read_objects, inside(folder, name, folder), needed, _LINE)
     for line in lines:
         inside(folder, line["file"], folder / name)
