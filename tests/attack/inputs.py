@@ -19,7 +19,14 @@ from tests.attack import sent
 from tests.attack.damage import damaged_bytes, damaged_header, damaged_settings
 from tests.attack.ground import MAKE, Ground, copied, generate
 from tests.attack.outcome import Case
-from tests.attack.typed import flag_cases, prompt_cases, result_cases, special_cases
+from tests.attack.typed import (
+    command_cases,
+    flag_cases,
+    prompt_cases,
+    result_cases,
+    sampler_cases,
+    special_cases,
+)
 from visual_spec.eval.quality.samples import SampleFolder
 from visual_spec.pipelines.folders import MANIFEST
 from visual_spec.pipelines.loading import load_pipeline
@@ -322,6 +329,8 @@ COUNTS: dict[str, tuple[Callable[[Ground, Random, int], Iterator[Case]], int]] =
     "results for report": (result_cases, 60),
     "prompts": (prompt_cases, 70),
     "flags and seeds": (flag_cases, 140),
+    "settings of samplers": (sampler_cases, 400),
+    "commands": (command_cases, 50),
     "no regular files": (special_cases, 35),
     **sent.COUNTS,
 }  # fmt: skip

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+import torch
+
 from tests.attack.damage import damaged_bytes
 from tests.attack.ground import Ground, copied, generate
 from tests.attack.outcome import Case
+from visual_spec.pipelines.sampler_text import make_sampler
+from visual_spec.samplers.core.settings import settings_of
+from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
 
 # -- what is typed -----------------------------------------------------------------------------------------------------
 
@@ -91,6 +99,41 @@ def flag_cases(ground: Ground, rng: Random, count: int) -> Iterator[Case]:
 
         name = " ".join(f"{flag} {value!r}" for flag, value in chosen)
         yield Case("flags and seeds", name, prepare, lambda folder: "accepted:")
+
+
+def sampler_cases(ground: Ground, rng: Random, count: int) -> Iterator[Case]:
+    """Settings of samplers out of their declarations, typed or passed; what is accepted can be saved and loaded."""
+    pairs = [
+        (entry.name, setting)
+        for entry in SAMPLERS
+        for setting in settings_of(inspect.unwrap(sampler_class(entry).__init__)).values()
+    ]
+    wrong: tuple[Any, ...] = (
+        math.nan, -math.inf, 10**30, -1, 0.5, 1 + 2j, "", "x", "\x00", b"x", [], [[1]], [1, "x"], {"x": 1}, {1}, object,
+        np.int64(3), np.float32(0.5), np.bool_(True), np.array([1, 2]), np.array(math.nan), torch.tensor(3), True, None,
+    )  # fmt: skip
+    for number in range(count):
+        name, setting = pairs[number % len(pairs)]
+        value = rng.choice(wrong)
+
+        def prepare(folder: Path, name: str = name, key: str = setting.name, value: Any = value) -> Any:
+            return lambda: make_sampler(name, **{key: value}).save_pretrained(folder / "saved")
+
+        def loads(folder: Path, name: str = name) -> bool:
+            return bool(sampler_class(by_name(name)).from_pretrained(folder / "saved"))
+
+        yield Case("settings of samplers", f"{name}:{setting.name}={value!r} {number}", prepare, loads)
+
+
+def command_cases(ground: Ground, rng: Random, count: int) -> Iterator[Case]:
+    """Every command with numbers of threads that no machine has use of."""
+    for number in range(count):
+        command = rng.choice(("generate", "bench", "eval", "sample", "score"))
+        threads = rng.choice(("0", "-1", "65537", "100000", str(10**30), "1.5", "x", "", "nan", "0x2"))
+        asked = [command, "x", "--threads", threads]
+        yield Case(
+            "commands", f"{' '.join(asked)} {number}", lambda folder, a=asked: a, lambda folder: "accepted:"
+        )
 
 
 def result_cases(ground: Ground, rng: Random, count: int) -> Iterator[Case]:

@@ -153,11 +153,11 @@ def test_a_sample_does_not_depend_on_its_batch(history):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"history_hidden": 1.1}, "share of the tokens"),
+        ({"history_hidden": 1.1}, "history_hidden=1.1"),
         ({"history_pattern": "tube"}, "even, random"),
         ({"unconditional_history": "none"}, "hidden, same"),
-        ({"steps": (3, 2)}, "one number"),
-        ({"steps": 0}, "at least 1"),
+        ({"steps": (3, 2)}, "steps="),
+        ({"steps": 0}, "steps=0"),
         ({"schedule": "sine"}, "cosine"),
     ],
 )

@@ -10,8 +10,6 @@ from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.registry import by_name, sampler_class
 
 _MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand
-# The settings of relaxed acceptance, which a sampler may take as one mapping.
-_RELAXATION = ("group_size", "probability_gap", "code_distance", "delta", "factor", "neighbours", "bounded")
 
 
 def parse_sampler(text: str) -> tuple[str, dict[str, Any]]:
@@ -94,7 +92,11 @@ def _gathered(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flat_settings(kind: Any) -> dict[str, Sequence[str]]:
     """The settings that a class takes as one mapping, with the names in it, which are written like other settings."""
-    relaxed = {"relaxation": _RELAXATION} if "relaxation" in inspect.signature(kind).parameters else {}
+    relaxed = {}
+    if "relaxation" in inspect.signature(kind).parameters:
+        from visual_spec.samplers.core.relaxed import Relaxation
+
+        relaxed["relaxation"] = Relaxation.names()
     return {**relaxed, **getattr(kind, "flat_settings", {})}
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.any_order import AlongOrderSampler, SlotOrder, check_slot_order
 from visual_spec.samplers.core.base import Run, State
-from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import hidden_counts, hidden_shares
+from visual_spec.samplers.core.settings import MOST_CALLS, Within
 from visual_spec.samplers.core.verification import draw_tokens
 
 
@@ -36,10 +36,12 @@ class AnyOrderSampler(AlongOrderSampler):
     """
 
     @register_to_config
-    def __init__(self, order: SlotOrder = "random", steps: int | None = None) -> None:
+    def __init__(
+        self,
+        order: SlotOrder = "random",
+        steps: Annotated[int | None, Within(1, MOST_CALLS, none="one call a token")] = None,
+    ) -> None:
         check_slot_order(order)
-        if steps is not None:
-            check_count("steps", steps, ", or None for one call a token")
 
     @property
     def identical(self) -> bool:

@@ -16,7 +16,7 @@ whose prediction of a place does not change with what is fed behind it. A masked
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,11 @@ from torch import Tensor
 from visual_spec.samplers.core.any_order import AlongOrderSampler, SlotOrder, check_slot_order
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import check_choice, check_count
+from visual_spec.samplers.core.checks import ACCEPTANCES
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.noise import TOKEN
+from visual_spec.samplers.core.settings import CALLS, OneOf
 from visual_spec.samplers.core.verification import draw_near, draw_tokens
 
 
@@ -60,11 +61,12 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
 
     @register_to_config
     def __init__(
-        self, num_drafts: int = 7, order: SlotOrder = "random", acceptance: str = "identical"
+        self,
+        num_drafts: Annotated[int, CALLS] = 7,
+        order: SlotOrder = "random",
+        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "identical",
     ) -> None:
-        check_count("num_drafts", num_drafts)
         check_slot_order(order)
-        check_choice("acceptance", acceptance, ("identical", "exact"))
 
     def first_places(self, num_tokens: int) -> int:
         return self.config.num_drafts + 1

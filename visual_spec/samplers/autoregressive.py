@@ -5,7 +5,8 @@ from __future__ import annotations
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
-from visual_spec.samplers.core.graph import AUTO, check_graph
+from visual_spec.samplers.core.graph import AUTO
+from visual_spec.samplers.core.settings import Graph
 from visual_spec.samplers.core.verification import draw_tokens
 
 
@@ -25,8 +26,7 @@ class AutoregressiveSampler(Sampler):
     promise = "identical"
 
     @register_to_config
-    def __init__(self, graph: bool | str = AUTO, exact_width: bool = False) -> None:
-        check_graph(graph)
+    def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:
         check_exact_width(exact_width, "identical", 1)
 
     def num_calls(self, run: Run) -> int:

@@ -6,9 +6,10 @@ from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import rows_of
-from visual_spec.samplers.core.graph import AUTO, check_graph
+from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.pattern import ColumnSampler, ColumnState
+from visual_spec.samplers.core.settings import Graph
 
 
 class ColumnAutoregressiveSampler(ColumnSampler):
@@ -21,8 +22,7 @@ class ColumnAutoregressiveSampler(ColumnSampler):
     promise = "identical"
 
     @register_to_config
-    def __init__(self, graph: bool | str = AUTO, exact_width: bool = False) -> None:
-        check_graph(graph)
+    def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:
         check_exact_width(exact_width, "identical", 1)
 
     def num_calls(self, run: Run) -> int:

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ColumnModel, DecodeState
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.checks import check_choice, check_count, check_exact_width
+from visual_spec.samplers.core.checks import ACCEPTANCES, check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label, rows_of
-from visual_spec.samplers.core.graph import AUTO, check_graph
+from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.pattern import ColumnChainSampler, ColumnDraftState
+from visual_spec.samplers.core.settings import COUNT, Graph, OneOf
 from visual_spec.samplers.core.verification import Verdict
 
 
@@ -93,14 +94,11 @@ class DraftedColumnSampler(ColumnChainSampler):
     @register_to_config
     def __init__(
         self,
-        num_drafts: int = 3,
-        acceptance: str = "exact",
-        graph: bool | str = AUTO,
+        num_drafts: Annotated[int, COUNT] = 3,
+        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "exact",
+        graph: Graph = AUTO,
         exact_width: bool = False,
     ) -> None:
-        check_count("num_drafts", num_drafts)
-        check_choice("acceptance", acceptance, ("identical", "exact"))
-        check_graph(graph)
         check_exact_width(exact_width, acceptance, num_drafts + 1)
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:

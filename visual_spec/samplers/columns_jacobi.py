@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,18 @@ from torch import Tensor
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.checks import check_choice, check_coupled, check_exact_width
+from visual_spec.samplers.core.checks import COUPLINGS, check_coupled, check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM, Draft, Label, rows_of, uniform_tokens
-from visual_spec.samplers.core.graph import AUTO, check_graph
+from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.pattern import CODEBOOK, COLUMN, UNITS, ColumnChainSampler, ColumnDraftState
-from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.relaxed_columns import check_codebooks, rule_by_codebook
+from visual_spec.samplers.core.settings import Graph, OneOf
 from visual_spec.samplers.core.verification import Verdict
-from visual_spec.samplers.core.window import check_window, widest
+from visual_spec.samplers.core.window import Window, check_window, widest
 
 COLUMN_DRAFTS = (UNIFORM, LEFT, LAST_LAW)
 
@@ -76,25 +77,22 @@ class ColumnJacobiSampler(ColumnChainSampler):
     @register_to_config
     def __init__(
         self,
-        window: int | str = 16,
-        coupling: str = "gumbel",
-        acceptance: str = "identical",
-        unit: str = COLUMN,
-        initial_draft: str = LEFT,
+        window: Window = 16,
+        coupling: Annotated[str, OneOf(COUPLINGS)] = "gumbel",
+        acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))] = "identical",
+        unit: Annotated[str, OneOf(UNITS)] = COLUMN,
+        initial_draft: Annotated[str, OneOf(COLUMN_DRAFTS)] = LEFT,
         relaxation: Mapping[str, Any] | None = None,
-        graph: bool | str = AUTO,
+        graph: Graph = AUTO,
         exact_width: bool = False,
     ) -> None:
         lossless = Relaxation.of(acceptance, relaxation).lossless
         check_window(window, acceptance)
-        check_choice("unit", unit, UNITS)
         if not lossless and unit != CODEBOOK:
             raise ValueError(
                 f"acceptance={acceptance!r} tests each token, got unit={unit!r}; pass unit='codebook'."
             )
         check_coupled(coupling, acceptance)
-        check_choice("initial_draft", initial_draft, COLUMN_DRAFTS)
-        check_graph(graph)
         check_exact_width(exact_width, acceptance, window)
 
     @property

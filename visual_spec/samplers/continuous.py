@@ -10,18 +10,26 @@ against another here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from visual_spec.models.core.fill_order import hidden_after
-from visual_spec.models.core.latents import ChainSettings
 from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.configuration import register_to_config
-from visual_spec.samplers.core.graph import AUTO, check_graph, wants_graph
-from visual_spec.samplers.core.latent_base import LatentSampler, LatentState
+from visual_spec.samplers.core.graph import AUTO, wants_graph
+from visual_spec.samplers.core.latent_base import (
+    Eta,
+    FinalNoise,
+    Guidance,
+    HeadSteps,
+    LatentSampler,
+    LatentState,
+    SlotOrder,
+)
 from visual_spec.samplers.core.masked_reuse import full_calls, last_of_group
+from visual_spec.samplers.core.settings import MOST_CALLS, SHARE, Graph, Within
 from visual_spec.samplers.core.trunks import Group
 
 # Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.
@@ -83,30 +91,17 @@ class ContinuousSampler(LatentSampler):
     @register_to_config
     def __init__(
         self,
-        steps: int | None = None,
-        order: str | Sequence[int] | None = None,
-        guidance: str = "linear",
-        head_steps: int | None = None,
-        eta: float | None = None,
-        final_noise: float | None = None,
-        last_head_steps: int | None = None,
-        graph: bool | str = AUTO,
-        reuse: int = 0,
-        reuse_from: float = 0.0,
+        steps: Annotated[int | None, Within(1, MOST_CALLS, none="one a token")] = None,
+        order: SlotOrder = None,
+        guidance: Guidance = "linear",
+        head_steps: HeadSteps = None,
+        eta: Eta = None,
+        final_noise: FinalNoise = None,
+        last_head_steps: Annotated[int | None, Within(1, 1000, none="as many in all calls")] = None,
+        graph: Graph = AUTO,
+        reuse: Annotated[int, Within(0)] = 0,
+        reuse_from: Annotated[float, SHARE] = 0.0,
     ) -> None:
-        self._check_law_settings()
-        if isinstance(reuse, bool) or not isinstance(reuse, int) or reuse < 0:
-            raise ValueError(
-                f"reuse={reuse!r}; pass the number of local calls behind each full one, 0 or more."
-            )
-        if not 0 <= reuse_from <= 1:
-            raise ValueError(f"reuse_from={reuse_from!r}; pass a share of the calls, from 0 to 1.")
-        if last_head_steps is not None:
-            try:
-                ChainSettings(last_head_steps)
-            except ValueError as error:
-                raise ValueError(f"last_{error}") from None
-        check_graph(graph)
         self.records_steps = reuse == 0
         if reuse and graph is True:
             raise ValueError(

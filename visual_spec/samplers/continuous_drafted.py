@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -15,18 +14,25 @@ from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.chains import ChainLog, Chains
-from visual_spec.samplers.core.checks import check_choice, check_count, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.coupling import keep_probability
-from visual_spec.samplers.core.latent_base import LatentSampler, LatentState
+from visual_spec.samplers.core.latent_base import (
+    Eta,
+    FinalNoise,
+    Guidance,
+    HeadSteps,
+    LatentSampler,
+    LatentState,
+    SlotOrder,
+)
 from visual_spec.samplers.core.latent_checks import (
     check_drafts,
     check_latent_drafter,
-    check_number,
     check_rule,
 )
 from visual_spec.samplers.core.latent_rules import RULES, Rule, Verdict, Window, make_rule
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.settings import COUNT, SHARE, OneOf, Within
 from visual_spec.samplers.core.trace import MEASURE
 
 
@@ -84,23 +90,18 @@ class SpeculativeContinuousSampler(LatentSampler):
     @register_to_config
     def __init__(
         self,
-        rule: str = "chain",
-        num_drafts: int = 4,
-        tolerance: float = 0.1,
-        prefill: float = 0.0,
+        rule: Annotated[str, OneOf(tuple(RULES))] = "chain",
+        num_drafts: Annotated[int, COUNT] = 4,
+        tolerance: Annotated[float, Within(0)] = 0.1,
+        prefill: Annotated[float, SHARE] = 0.0,
         measure: bool = False,
-        order: str | Sequence[int] | None = None,
-        guidance: str = "linear",
-        head_steps: int | None = None,
-        eta: float | None = None,
-        final_noise: float | None = None,
+        order: SlotOrder = None,
+        guidance: Guidance = "linear",
+        head_steps: HeadSteps = None,
+        eta: Eta = None,
+        final_noise: FinalNoise = None,
     ) -> None:
-        check_choice("rule", rule, tuple(RULES))
-        check_count("num_drafts", num_drafts)
-        check_flag("measure", measure)
-        check_number("tolerance", tolerance)
-        check_number("prefill", prefill, 1.0)
-        self._check_law_settings()
+        pass
 
     @property
     def rule_of_drafts(self) -> Rule:

@@ -9,8 +9,7 @@ point follows the law of its level.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -21,9 +20,10 @@ from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.chains import Chains, Law, drawn
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.coupling import couple
-from visual_spec.samplers.core.latent_base import LatentState
+from visual_spec.samplers.core.latent_base import Eta, FinalNoise, Guidance, HeadSteps, LatentState, SlotOrder
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
+from visual_spec.samplers.core.settings import MOST_CALLS, Within
 
 
 class HeadSpeculativeSampler(ContinuousSampler):
@@ -45,17 +45,15 @@ class HeadSpeculativeSampler(ContinuousSampler):
     @register_to_config
     def __init__(
         self,
-        levels: int = 8,
-        steps: int | None = None,
-        order: str | Sequence[int] | None = None,
-        guidance: str = "linear",
-        head_steps: int | None = None,
-        eta: float | None = None,
-        final_noise: float | None = None,
+        levels: Annotated[int, Within(2)] = 8,
+        steps: Annotated[int | None, Within(1, MOST_CALLS, none="one a token")] = None,
+        order: SlotOrder = None,
+        guidance: Guidance = "linear",
+        head_steps: HeadSteps = None,
+        eta: Eta = None,
+        final_noise: FinalNoise = None,
     ) -> None:
-        if isinstance(levels, bool) or not isinstance(levels, int) or levels < 2:
-            raise ValueError(f"levels={levels!r}; pass an integer of at least 2.")
-        self._check_law_settings()
+        pass
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         super().check(model, law, batch_size, parts)

@@ -7,9 +7,8 @@ the law of its record, and is tested once, when all tokens before it are known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -18,12 +17,20 @@ from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.chains import ChainLog
-from visual_spec.samplers.core.checks import check_choice
 from visual_spec.samplers.core.configuration import register_to_config
-from visual_spec.samplers.core.latent_base import LatentSampler, LatentState
-from visual_spec.samplers.core.latent_checks import check_number, check_rule
+from visual_spec.samplers.core.latent_base import (
+    Eta,
+    FinalNoise,
+    Guidance,
+    HeadSteps,
+    LatentSampler,
+    LatentState,
+    SlotOrder,
+)
+from visual_spec.samplers.core.latent_checks import check_rule
 from visual_spec.samplers.core.latent_rules import RULES, Rule, Window, make_rule
 from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.settings import OneOf, Within
 
 
 @dataclass
@@ -58,22 +65,16 @@ class ContinuousJacobiSampler(LatentSampler):
     @register_to_config
     def __init__(
         self,
-        window: int = 4,
-        rule: str = "chain",
-        tolerance: float = 0.1,
-        order: str | Sequence[int] | None = None,
-        guidance: str = "linear",
-        head_steps: int | None = None,
-        eta: float | None = None,
-        final_noise: float | None = None,
+        window: Annotated[int, Within(2)] = 4,
+        rule: Annotated[str, OneOf(("chain", "aligned"))] = "chain",
+        tolerance: Annotated[float, Within(0)] = 0.1,
+        order: SlotOrder = None,
+        guidance: Guidance = "linear",
+        head_steps: HeadSteps = None,
+        eta: Eta = None,
+        final_noise: FinalNoise = None,
     ) -> None:
-        if isinstance(window, bool) or not isinstance(window, int) or window < 2:
-            raise ValueError(
-                f"window={window!r}; pass an integer of at least 2: a draft, and the slot behind it."
-            )
-        check_choice("rule", rule, ("chain", "aligned"))
-        check_number("tolerance", tolerance)
-        self._check_law_settings()
+        pass
 
     @property
     def _rule(self) -> Rule:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from visual_spec.samplers.core.checks import check_allowed, check_batch_size, ch
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
+from visual_spec.samplers.core.settings import Within
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.scales import law_at_scale
@@ -99,14 +100,12 @@ class DistilledSampler(Sampler):
     records_steps = False
 
     @register_to_config
-    def __init__(self, steps: int = 1, teacher_from: int | None = None) -> None:
-        if isinstance(steps, bool) or steps not in (1, 2):
-            raise ValueError(f"steps={steps!r}; pass 1 or 2, which students are trained for.")
-        if teacher_from is None:
-            return
-        if isinstance(teacher_from, bool) or not isinstance(teacher_from, int) or teacher_from < 0:
-            raise ValueError(f"teacher_from={teacher_from!r}; pass a slot, or None for no teacher.")
-        if steps == 1:
+    def __init__(
+        self,
+        steps: Annotated[int, Within(1, 2)] = 1,
+        teacher_from: Annotated[int | None, Within(0, none="no teacher")] = None,
+    ) -> None:
+        if teacher_from is not None and steps == 1:
             raise ValueError(
                 f"teacher_from={teacher_from} with steps=1; the teacher draws what a second call keeps: pass steps=2."
             )
@@ -138,6 +137,11 @@ class DistilledSampler(Sampler):
         if teacher is None:
             raise ValueError(
                 f"teacher_from={start}, but no teacher given; pass the model that the student learned from."
+            )
+        if not (hasattr(teacher, "vocab_size") and (hasattr(teacher, "scales") or hasattr(teacher, "grid"))):
+            raise TypeError(
+                f"the teacher is a {type(teacher).__name__}, which predicts no tokens; pass the model that the student "
+                "learned from."
             )
         own, other = (getattr(each, "scales", None) or each.grid for each in (model, teacher))
         if (other, teacher.vocab_size) != (own, model.vocab_size):

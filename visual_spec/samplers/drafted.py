@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,15 @@ from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.acceptance import BLOCK, AcceptanceRule
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import check_choice, check_count, check_exact_width
+from visual_spec.samplers.core.checks import check_exact_width
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import catch_up, check_drafter, draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label
-from visual_spec.samplers.core.graph import AUTO, check_graph
+from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.core.settings import COUNT, SHARE, Graph, OneOf
 from visual_spec.samplers.core.verification import Verdict
 
 BLOCK_RULE = "block"
@@ -96,19 +97,14 @@ class DraftedSampler(ChainSampler):
     @register_to_config
     def __init__(
         self,
-        num_drafts: int = 5,
-        stop_below: float = 0.0,
-        acceptance: str = "exact",
+        num_drafts: Annotated[int, COUNT] = 5,
+        stop_below: Annotated[float, SHARE] = 0.0,
+        acceptance: Annotated[str, OneOf(("identical", "exact", BLOCK_RULE, *RELAXED))] = "exact",
         relaxation: Mapping[str, Any] | None = None,
-        graph: bool | str = AUTO,
+        graph: Graph = AUTO,
         exact_width: bool = False,
     ) -> None:
-        check_count("num_drafts", num_drafts)
-        if not 0 <= stop_below <= 1:
-            raise ValueError(f"stop_below={stop_below!r}; pass a probability from 0 (never stop early) to 1.")
-        check_choice("acceptance", acceptance, ("identical", "exact", BLOCK_RULE, *RELAXED))
         _relaxation(acceptance, relaxation)
-        check_graph(graph)
         check_exact_width(exact_width, acceptance, num_drafts + 1)
 
     @property

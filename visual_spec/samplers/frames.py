@@ -16,9 +16,8 @@ The decoder defines its own output law, a product over frames of the laws of mas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -26,14 +25,27 @@ from torch import Tensor
 from visual_spec.models.core.masked_protocol import FrameModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_choice
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_frame_model, check_given
 from visual_spec.samplers.core.masked_state import MaskedState, MaskedTrace
 from visual_spec.samplers.core.noise import CHOICE
+from visual_spec.samplers.core.settings import CALLS, SHARE, OneOf
 from visual_spec.samplers.core.trace import DivergenceMeter, SampleResult
-from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.masked import (
+    Clock,
+    Cooling,
+    EntropyBound,
+    Falls,
+    GuidanceCourse,
+    LastTemperature,
+    LeastGuidance,
+    MaskedSampler,
+    NoiseScale,
+    Schedule,
+    Score,
+    ScoreTemperature,
+)
 
 PATTERNS = ("even", "random")
 UNCONDITIONAL = ("hidden", "same")
@@ -159,31 +171,25 @@ class FrameMaskedSampler(Sampler):
     @register_to_config
     def __init__(
         self,
-        steps: int = 18,
-        history_hidden: float = 0.7,
-        history_pattern: str = "even",
-        unconditional_history: str = "hidden",
-        schedule: str = "cosine",
-        clock: str = "maskgit",
-        score: str = "log_probability",
-        choice_temperature: float = 1.0,
-        falls: str = "after",
-        temperature: str = "constant",
-        last_temperature: float = 0.7,
-        guidance: str = "constant",
-        least_guidance: float = 1.0,
-        entropy_bound: float | None = None,
+        steps: Annotated[int, CALLS] = 18,
+        history_hidden: Annotated[float, SHARE] = 0.7,
+        history_pattern: Annotated[str, OneOf(PATTERNS)] = "even",
+        unconditional_history: Annotated[str, OneOf(UNCONDITIONAL)] = "hidden",
+        schedule: Schedule = "cosine",
+        clock: Clock = "maskgit",
+        score: Score = "log_probability",
+        choice_temperature: NoiseScale = 1.0,
+        falls: Falls = "after",
+        temperature: Cooling = "constant",
+        last_temperature: LastTemperature = 0.7,
+        guidance: GuidanceCourse = "constant",
+        least_guidance: LeastGuidance = 1.0,
+        entropy_bound: EntropyBound = None,
         filtered_score: bool = False,
-        score_temperature: float | None = None,
+        score_temperature: ScoreTemperature = None,
         greedy: bool = False,
         measure: bool = False,
     ) -> None:
-        if isinstance(steps, Sequence):
-            raise ValueError(f"steps={steps!r}; pass one number, the calls that draw a frame.")
-        if not 0 <= history_hidden <= 1:
-            raise ValueError(f"history_hidden={history_hidden}; pass a share of the tokens, 0 to 1.")
-        check_choice("history_pattern", history_pattern, PATTERNS)
-        check_choice("unconditional_history", unconditional_history, UNCONDITIONAL)
         self._inner = MaskedSampler(
             steps=steps,
             schedule=schedule,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,11 @@ from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import check_choice, check_count, check_coupled, check_exact_width
+from visual_spec.samplers.core.checks import (
+    COUPLINGS,
+    check_coupled,
+    check_exact_width,
+)
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import check_drafter, start_drafter
 from visual_spec.samplers.core.drafts import (
@@ -33,10 +37,9 @@ from visual_spec.samplers.core.drafts import (
     uniform_tokens,
 )
 from visual_spec.samplers.core.graph import AUTO as AUTO_GRAPH
-from visual_spec.samplers.core.graph import check_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.second_source import (
     CARRIED,
     CHOSEN,
@@ -50,8 +53,9 @@ from visual_spec.samplers.core.second_source import (
     pictured,
     redrafted,
 )
+from visual_spec.samplers.core.settings import COUNT, Graph, OneOf
 from visual_spec.samplers.core.verification import Verdict
-from visual_spec.samplers.core.window import by_rows, check_window, widest
+from visual_spec.samplers.core.window import Window, by_rows, check_window, widest
 from visual_spec.samplers.ordered import OrderedSampler, whole_picture
 
 
@@ -126,24 +130,21 @@ class SpeculativeJacobiSampler(ChainSampler):
     @register_to_config
     def __init__(
         self,
-        window: int | str | None = None,
-        coupling: str = "gumbel",
-        acceptance: str = "identical",
-        initial_draft: str = "left",
+        window: Window | None = None,
+        coupling: Annotated[str, OneOf(COUPLINGS)] = "gumbel",
+        acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))] = "identical",
+        initial_draft: Annotated[str, OneOf(INITIAL_DRAFTS)] = "left",
         relaxation: Mapping[str, Any] | None = None,
-        graph: bool | str = AUTO_GRAPH,
+        graph: Graph = AUTO_GRAPH,
         exact_width: bool = False,
-        drafts: str | None = None,
-        redrafts: int = 12,
+        drafts: Annotated[str | None, OneOf(DRAFTS)] = None,
+        redrafts: Annotated[int, COUNT] = 12,
     ) -> None:
         Relaxation.of(acceptance, relaxation)
         if window is not None:
             check_window(window, acceptance)
-        check_jacobi(coupling, acceptance, initial_draft, graph)
+        check_coupled(coupling, acceptance)
         check_exact_width(exact_width, acceptance, window)
-        if drafts is not None:
-            check_choice("drafts", drafts, DRAFTS)
-        check_count("redrafts", redrafts)
         if drafts == PICTURED and acceptance != "identical":
             raise ValueError(
                 f"drafts='pictured' with acceptance={acceptance!r}; a picture was drawn with the noise that tests it, "
@@ -319,14 +320,3 @@ def _check_painter(drafter: Any, law: TokenLaw, batch_size: int) -> None:
             "target's features; pass a model of the same tokens, such as a near-to-far one, or drafts='chosen'."
         )
     OrderedSampler().check(drafter, law, batch_size, {})
-
-
-def check_jacobi(coupling: str, acceptance: str, initial_draft: str, graph: bool | str) -> None:
-    """Refuse settings that are unknown, or do not fit each other.
-
-    Raises:
-        ValueError: a setting has another value; the message lists the allowed ones.
-    """
-    check_coupled(coupling, acceptance)
-    check_choice("initial_draft", initial_draft, INITIAL_DRAFTS)
-    check_graph(graph)

@@ -16,10 +16,9 @@ decoder defines its own output law: there is no autoregressive law to compare it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -27,12 +26,10 @@ from torch import Tensor
 from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
 from visual_spec.samplers.core import masked_reuse
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_choice, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
-from visual_spec.samplers.core.graph import check_graph, wants_graph
+from visual_spec.samplers.core.graph import wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import (
-    at_least_one,
     check_given,
     check_masked_model,
     check_rescorer,
@@ -63,12 +60,27 @@ from visual_spec.samplers.core.masking import (
     mixed,
 )
 from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT
+from visual_spec.samplers.core.settings import CALLS, COUNT, SHARE, Graph, OneOf, Within
 from visual_spec.samplers.core.trace import MEASURE, DivergenceMeter, SampleResult
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).
 _LEAST_TEMPERATURE = 0.01
 # That of a codebook which is drawn in one step, where temperatures fall before the steps (MaskGCT's code).
 _SINGLE_TEMPERATURE = 0.2
+
+
+# Settings that decoding frame by frame has as well.
+Schedule = Annotated[str, OneOf(tuple(SCHEDULES))]
+Clock = Annotated[str, OneOf(tuple(CLOCKS))]
+Score = Annotated[str, OneOf(tuple(SCORES))]
+NoiseScale = Annotated[float, Within(0)]
+Falls = Annotated[str, OneOf(("after", "before"))]
+Cooling = Annotated[str, OneOf(("constant", "falling", "root"))]
+LastTemperature = Annotated[float, SHARE]
+GuidanceCourse = Annotated[str, OneOf(("constant", "falling", "rising", "ramp"))]
+LeastGuidance = Annotated[float, Within(1)]
+EntropyBound = Annotated[float | None, Within(0)]
+ScoreTemperature = Annotated[float | None, Within(above=0)]
 
 
 class MaskedSampler(Sampler):
@@ -136,70 +148,37 @@ class MaskedSampler(Sampler):
     @register_to_config
     def __init__(
         self,
-        steps: int | Sequence[int] = 8,
-        schedule: str = "cosine",
-        clock: str = "maskgit",
-        score: str = "log_probability",
-        choice_temperature: float = 0.0,
-        span: int = 1,
-        span_score: str = "max",
-        temperature: str = "constant",
-        guidance: str = "constant",
-        least_guidance: float = 1.0,
+        steps: Annotated[int | Sequence[int], CALLS] = 8,
+        schedule: Schedule = "cosine",
+        clock: Clock = "maskgit",
+        score: Score = "log_probability",
+        choice_temperature: NoiseScale = 0.0,
+        span: Annotated[int, COUNT] = 1,
+        span_score: Annotated[str, OneOf(tuple(SPAN_SCORES))] = "max",
+        temperature: Cooling = "constant",
+        guidance: GuidanceCourse = "constant",
+        least_guidance: LeastGuidance = 1.0,
         filtered_score: bool = False,
-        rescorer_share: float = 0.5,
-        last_temperature: float = 0.7,
-        entropy_bound: float | None = None,
+        rescorer_share: Annotated[float, SHARE] = 0.5,
+        last_temperature: LastTemperature = 0.7,
+        entropy_bound: EntropyBound = None,
         greedy: bool = False,
         measure: bool = False,
-        reuse: int = 0,
-        reuse_from: float = 0.5,
-        reuse_by: str = "recap",
-        falls: str = "after",
-        score_temperature: float | None = None,
-        graph: bool | str = False,
+        reuse: Annotated[int, Within(0)] = 0,
+        reuse_from: Annotated[float, SHARE] = 0.5,
+        reuse_by: Annotated[str, OneOf(tuple(masked_reuse.KINDS))] = "recap",
+        falls: Falls = "after",
+        score_temperature: ScoreTemperature = None,
+        graph: Graph = False,
     ) -> None:
-        check_flag("measure", measure)
-        check_graph(graph)
         if graph is True and reuse and reuse_by == "shortcut":
             raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
-        for name, value, known in [
-            ("schedule", schedule, SCHEDULES),
-            ("clock", clock, CLOCKS),
-            ("score", score, SCORES),
-            ("span_score", span_score, SPAN_SCORES),
-            ("temperature", temperature, ("constant", "falling", "root")),
-            ("guidance", guidance, ("constant", "falling", "rising", "ramp")),
-            ("reuse_by", reuse_by, masked_reuse.KINDS),
-            ("falls", falls, ("after", "before")),
-        ]:
-            check_choice(name, value, known)
-        counts = steps if isinstance(steps, (list, tuple)) else [steps]
-        if not counts or not all(at_least_one(count) for count in counts):
-            raise ValueError(f"steps={steps!r}; pass an integer of at least 1, or one for each codebook.")
-        if not at_least_one(span):
-            raise ValueError(f"span={span!r}; pass an integer of at least 1.")
-        if reuse and not at_least_one(reuse):
-            raise ValueError(f"reuse={reuse!r}; pass a number of calls, or 0 for none.")
         if reuse and entropy_bound is not None:
             raise ValueError(
                 f"reuse={reuse} with entropy_bound={entropy_bound}: which tokens later calls keep must be known before "
                 "they are drawn; pass one of the two."
             )
-        for name, number, least, most in [
-            ("choice_temperature", choice_temperature, 0.0, math.inf),
-            ("least_guidance", least_guidance, 1.0, math.inf),
-            ("rescorer_share", rescorer_share, 0.0, 1.0),
-            ("last_temperature", last_temperature, 0.0, 1.0),
-            ("reuse_from", reuse_from, 0.0, 1.0),
-            ("entropy_bound", 0.0 if entropy_bound is None else entropy_bound, 0.0, math.inf),
-        ]:
-            if not math.isfinite(number) or not least <= number <= most:
-                up_to = "" if most == math.inf else f" and at most {most:g}"
-                raise ValueError(f"{name}={number}; pass a finite number of at least {least:g}{up_to}.")
         if score_temperature is not None:
-            if not score_temperature > 0:
-                raise ValueError(f"score_temperature={score_temperature}; pass a number above 0, or None.")
             TokenLaw(temperature=score_temperature)  # refuses what no law can have
         if choice_temperature and score in FIXED_ORDERS:
             raise ValueError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from visual_spec.kernels.verify import NO_DRAFT
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_choice, check_count
+from visual_spec.samplers.core.checks import ACCEPTANCES
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
@@ -39,6 +39,7 @@ from visual_spec.samplers.core.masking import (
     hidden_shares,
 )
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.settings import CALLS, OneOf, Within
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import verify
 
@@ -137,20 +138,13 @@ class SelfSpeculativeMaskedSampler(Sampler):
     @register_to_config
     def __init__(
         self,
-        steps: int = 8,
-        schedule: str = "arccos",
-        order: str = "halton",
-        num_drafts: int | None = None,
-        acceptance: str = "identical",
+        steps: Annotated[int, CALLS] = 8,
+        schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "arccos",
+        order: Annotated[str, OneOf(FIXED_ORDERS)] = "halton",
+        num_drafts: Annotated[int | None, Within(0, none="all")] = None,
+        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "identical",
     ) -> None:
-        check_count("steps", steps)
-        check_choice("schedule", schedule, tuple(SCHEDULES))
-        check_choice("order", order, FIXED_ORDERS)
-        check_choice("acceptance", acceptance, ("identical", "exact"))
-        if num_drafts is not None and (
-            isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or num_drafts < 0
-        ):
-            raise ValueError(f"num_drafts={num_drafts!r}; pass an integer of at least 0, or None for all.")
+        pass
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_masked_model(model, law, batch_size)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,14 @@ from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.samplers.core.any_order import placed_in_grid, slots_in_order
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import check_choice
+from visual_spec.samplers.core.checks import ACCEPTANCES
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_masked_model
 from visual_spec.samplers.core.masking import FIXED_ORDERS
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.settings import MOST_CALLS, OneOf, Within
 from visual_spec.samplers.core.trace import SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import Verdict
 
@@ -141,11 +142,13 @@ class SpeculativeMaskedSampler(ChainSampler):
     takes = ()
 
     @register_to_config
-    def __init__(self, num_drafts: int = 7, order: str = "halton", acceptance: str = "identical") -> None:
-        if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or num_drafts < 0:
-            raise ValueError(f"num_drafts={num_drafts!r}; pass an integer of at least 0.")
-        check_choice("order", order, FIXED_ORDERS)
-        check_choice("acceptance", acceptance, ("identical", "exact"))
+    def __init__(
+        self,
+        num_drafts: Annotated[int, Within(0, MOST_CALLS)] = 7,
+        order: Annotated[str, OneOf(FIXED_ORDERS)] = "halton",
+        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "identical",
+    ) -> None:
+        pass
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
         check_masked_model(model, law, batch_size)

@@ -9,7 +9,7 @@ method never returns to the rest of the raster: this makes it fast, and not exac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise
 from visual_spec.samplers.core.relaxed import neighbour_table
+from visual_spec.samplers.core.settings import COUNT, Within
 from visual_spec.samplers.core.trace import DivergenceMeter
 
 
@@ -90,18 +91,13 @@ class MultiscaleSampler(Sampler):
     promise = "lossy"  # except with some settings, see `lossless`
 
     @register_to_config
-    def __init__(self, pool: int = 8, radius: int | None = 2, max_rounds: int | None = 8) -> None:
-        for name, value, optional in (
-            ("pool", pool, False),
-            ("radius", radius, True),
-            ("max_rounds", max_rounds, True),
-        ):
-            good = (value is None and optional) or (
-                isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            )
-            if not good:
-                none = ", or None for no limit" if optional else ""
-                raise ValueError(f"{name}={value!r}; pass an integer of at least 1{none}.")
+    def __init__(
+        self,
+        pool: Annotated[int, COUNT] = 8,
+        radius: Annotated[int | None, Within(1, none="no limit")] = 2,
+        max_rounds: Annotated[int | None, Within(1, none="no limit")] = 8,
+    ) -> None:
+        pass
 
     @property
     def lossless(self) -> bool:

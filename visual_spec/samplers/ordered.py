@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from torch import Tensor
 from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.base import Run, Sampler, State
-from visual_spec.samplers.core.checks import check_choice, check_flag, check_request
+from visual_spec.samplers.core.checks import check_choice, check_request
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.orders import ORDERS, Order, Step, order_of, steps_on
 from visual_spec.samplers.core.rows import check_order_model
+from visual_spec.samplers.core.settings import OneOf
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 
@@ -49,10 +50,10 @@ class OrderedSampler(Sampler):
     promise = "lossless"
 
     @register_to_config
-    def __init__(self, order: str | None = None, allow_approximate: bool = False) -> None:
-        if order is not None:
-            check_choice("order", order, tuple(ORDERS))
-        check_flag("allow_approximate", allow_approximate)
+    def __init__(
+        self, order: Annotated[str | None, OneOf(tuple(ORDERS))] = None, allow_approximate: bool = False
+    ) -> None:
+        pass
 
     @property
     def lossless(self) -> bool:

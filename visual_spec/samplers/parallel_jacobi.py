@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,17 @@ from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.checks import check_choice, check_count, check_coupled, check_flag
+from visual_spec.samplers.core.checks import (
+    ACCEPTANCES,
+    COUPLINGS,
+    check_coupled,
+)
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import LEFT, UNIFORM, UP, Draft, Label, rows_of, uniform_tokens
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.row_order import RowOrder, RowPlan
 from visual_spec.samplers.core.rows import RowSampler, RowState
+from visual_spec.samplers.core.settings import COUNT, OneOf
 from visual_spec.samplers.core.verification import verify_laws
 
 ROW_DRAFTS = (LEFT, UP, UNIFORM)
@@ -68,20 +73,15 @@ class ParallelJacobiSampler(RowSampler):
     @register_to_config
     def __init__(
         self,
-        rows: int = 3,
-        drafts: int = 3,
-        lead: int = 4,
-        coupling: str = "gumbel",
-        acceptance: str = "identical",
-        initial_draft: str = "left",
+        rows: Annotated[int, COUNT] = 3,
+        drafts: Annotated[int, COUNT] = 3,
+        lead: Annotated[int, COUNT] = 4,
+        coupling: Annotated[str, OneOf(COUPLINGS)] = "gumbel",
+        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "identical",
+        initial_draft: Annotated[str, OneOf(ROW_DRAFTS)] = "left",
         measure: bool = False,
     ) -> None:
-        for name, count in (("rows", rows), ("drafts", drafts), ("lead", lead)):
-            check_count(name, count)
-        check_choice("acceptance", acceptance, ("identical", "exact"))
         check_coupled(coupling, acceptance)
-        check_choice("initial_draft", initial_draft, ROW_DRAFTS)
-        check_flag("measure", measure)
 
     @property
     def own_noise(self) -> bool:

@@ -41,21 +41,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.checks import check_choice, check_count
+from visual_spec.samplers.core.checks import ACCEPTANCES, COUPLINGS, check_coupled
 from visual_spec.samplers.core.configuration import register_to_config
-from visual_spec.samplers.core.drafts import Draft, rows_of, with_bonus
+from visual_spec.samplers.core.drafts import INITIAL_DRAFTS, Draft, rows_of, with_bonus
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
+from visual_spec.samplers.core.settings import COUNT, Graph, OneOf
 from visual_spec.samplers.core.siblings import sibling_stream, with_replacement, without, without_replacement
 from visual_spec.samplers.core.verification import draw_near, final_noise, verify_laws, verify_siblings
-from visual_spec.samplers.jacobi import JacobiState, SpeculativeJacobiSampler, check_jacobi
+from visual_spec.samplers.jacobi import JacobiState, SpeculativeJacobiSampler
 
 MOST_NODES = 1024
 RECURSIVE = "recursive"
@@ -158,26 +159,21 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
     @register_to_config
     def __init__(
         self,
-        window: int = 32,
-        siblings: int = 4,
-        depth: int = 2,
-        coupling: str = "maximal",
-        acceptance: str = "exact",
-        initial_draft: str = "left",
-        sibling_rule: str = RECURSIVE,
-        graph: bool | str = AUTO,
+        window: Annotated[int, COUNT] = 32,
+        siblings: Annotated[int, COUNT] = 4,
+        depth: Annotated[int, COUNT] = 2,
+        coupling: Annotated[str, OneOf(COUPLINGS)] = "maximal",
+        acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "exact",
+        initial_draft: Annotated[str, OneOf(INITIAL_DRAFTS)] = "left",
+        sibling_rule: Annotated[str, OneOf(SIBLING_RULES)] = RECURSIVE,
+        graph: Graph = AUTO,
     ) -> None:
-        check_count("window", window, " (1 is one token a call)")
-        check_choice("acceptance", acceptance, ("identical", "exact"))
-        check_jacobi(coupling, acceptance, initial_draft, graph)
-        check_choice("sibling_rule", sibling_rule, SIBLING_RULES)
+        check_coupled(coupling, acceptance)
         if sibling_rule == K_SEQ and acceptance == "identical":
             raise ValueError(
                 "sibling_rule='k-seq' is a test against chance, and acceptance='identical' makes no such test; pass "
                 "sibling_rule='recursive', or acceptance='exact'."
             )
-        check_count("siblings", siblings)
-        check_count("depth", depth)
         if depth >= window:
             raise ValueError(
                 f"depth={depth} in a window of {window} slots, which has {window - 1} drafts; pass a depth below the "

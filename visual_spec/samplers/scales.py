@@ -15,18 +15,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, takewhile
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_flag
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
-from visual_spec.samplers.core.scale_schedule import ScaleSchedule
+from visual_spec.samplers.core.scale_schedule import SCHEDULES, ScaleSchedule
+from visual_spec.samplers.core.settings import OneOf
 from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
 
 ScaleCallback = Callable[[int, Tensor], Any]
@@ -228,10 +229,8 @@ class ScaleWiseSampler(Sampler):
         ramp: bool = True,
         smooth: bool = False,
         measure: bool = False,
-        schedule: str | Mapping[str, Any] | None = None,
+        schedule: Annotated[str | Mapping[str, Any] | None, OneOf(tuple(SCHEDULES))] = None,
     ) -> None:
-        for name, value in (("ramp", ramp), ("smooth", smooth), ("measure", measure)):
-            check_flag(name, value)
         ScaleSchedule.of(schedule)
 
     @property

@@ -14,20 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_choice, check_count
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import catch_up, check_drafter, draft_law
 from visual_spec.samplers.core.drafts import rows_of
-from visual_spec.samplers.core.graph import AUTO, check_graph
+from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.relaxed import Relaxation
+from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
+from visual_spec.samplers.core.settings import COUNT, Graph, OneOf, Within
 from visual_spec.samplers.core.siblings import without
 from visual_spec.samplers.core.verification import draw_near, final_noise, verify_siblings
 from visual_spec.samplers.drafted import DraftedState, begin_drafted
@@ -164,24 +164,16 @@ class TreeSampler(Sampler):
     @register_to_config
     def __init__(
         self,
-        depth: int = 5,
-        width: int = 8,
-        num_nodes: int | None = None,
-        siblings: str = WITHOUT_REPLACEMENT,
-        acceptance: str = "exact",
-        expected_acceptance: float = 0.6,
+        depth: Annotated[int, COUNT] = 5,
+        width: Annotated[int, COUNT] = 8,
+        num_nodes: Annotated[int | None, Within(1, none="all of them")] = None,
+        siblings: Annotated[str, OneOf(SIBLINGS)] = WITHOUT_REPLACEMENT,
+        acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))] = "exact",
+        expected_acceptance: Annotated[float, Within(above=0, most=1)] = 0.6,
         relaxation: Mapping[str, Any] | None = None,
-        graph: bool | str = AUTO,
+        graph: Graph = AUTO,
     ) -> None:
-        check_count("depth", depth)
-        check_count("width", width)
-        check_choice("siblings", siblings, SIBLINGS)
         Relaxation.of(acceptance, relaxation)
-        if not 0 < expected_acceptance <= 1:
-            raise ValueError(
-                f"expected_acceptance={expected_acceptance!r}; pass a probability above 0 and at most 1."
-            )
-        check_graph(graph)
         _check_nodes(num_nodes, depth * width, acceptance, siblings)
 
     @property
@@ -341,10 +333,10 @@ class TreeSampler(Sampler):
         return Path(torch.cat(nodes, 1), kept, last)
 
 
-def _check_nodes(num_nodes: object, drafted: int, acceptance: str, siblings: str) -> None:
+def _check_nodes(num_nodes: int | None, drafted: int, acceptance: str, siblings: str) -> None:
     if num_nodes is None:
         return
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or not 1 <= num_nodes <= drafted:
+    if num_nodes > drafted:
         raise ValueError(
             f"num_nodes={num_nodes!r}, but depth * width = {drafted} nodes are drafted; pass an integer from 1 to "
             f"{drafted}, or None (score all of them)."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from torch import Tensor
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.acceptance import exact_acceptance, residual
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.checks import check_count, check_flag
 from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN
 from visual_spec.samplers.core.row_order import RowOrder
 from visual_spec.samplers.core.rows import RowSampler, RowState
+from visual_spec.samplers.core.settings import COUNT
 
 
 @dataclass
@@ -65,10 +65,10 @@ class ZipARSampler(RowSampler):
     """
 
     @register_to_config
-    def __init__(self, window: int = 4, adaptive: bool = False, measure: bool = False) -> None:
-        check_count("window", window)
-        check_flag("adaptive", adaptive)
-        check_flag("measure", measure)
+    def __init__(
+        self, window: Annotated[int, COUNT] = 4, adaptive: bool = False, measure: bool = False
+    ) -> None:
+        pass
 
     def order(self, grid: TokenGrid) -> RowOrder:
         """Return an order of rows `window` tokens apart, with as many open rows as possible."""

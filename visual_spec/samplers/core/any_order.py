@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,14 @@ from visual_spec.models.core.any_order import ANY_ORDER, AnyOrderModel
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.trained_order import trained_order
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_choice, check_request
+from visual_spec.samplers.core.checks import check_request
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
 from visual_spec.samplers.core.noise import CounterNoise
+from visual_spec.samplers.core.settings import OneOf, Within
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 
-SlotOrder = str | Sequence[int]  # one of `masking.FIXED_ORDERS`, or all slots of the grid
+SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0)]
 
 
 @dataclass
@@ -157,17 +158,13 @@ def placed_in_grid(order: Tensor, tokens: Tensor, trace: dict[str, Any]) -> Samp
     return SampleResult(torch.empty_like(tokens).scatter_(1, order, tokens), DecodeTrace(**trace))
 
 
-def check_slot_order(order: object) -> None:
-    """Refuse a setting that is no order of slots.
+def check_slot_order(order: str | Sequence[int]) -> None:
+    """Refuse numbers that are no order of slots.
 
     Raises:
-        ValueError: an unknown name, or numbers that are not 0 to L - 1, each once.
+        ValueError: they are not 0 to L - 1, each once.
     """
-    if isinstance(order, str):
-        check_choice("order", order, FIXED_ORDERS)
-        return
-    slots = list(order) if isinstance(order, list | tuple) else []
-    if not slots or any(type(slot) is not int for slot in slots) or sorted(slots) != list(range(len(slots))):
+    if not isinstance(order, str) and sorted(order) != list(range(len(order))):
         raise ValueError(
             f"order={order!r}; pass one of {', '.join(FIXED_ORDERS)}, or all slots of the grid in the order of "
             "decoding, each once."

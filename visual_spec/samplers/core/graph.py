@@ -89,16 +89,6 @@ def forget(model: Any = None) -> None:
         _RECORDINGS.pop(owner_of(model), None)
 
 
-def check_graph(graph: object) -> None:
-    """Refuse a setting `graph` that is neither True, False nor "auto".
-
-    Raises:
-        ValueError: the value is another one.
-    """
-    if not (graph == AUTO or isinstance(graph, bool)):
-        raise ValueError(f"graph={graph!r}; pass True, False or {AUTO!r}.")
-
-
 def wants_graph(graph: bool | str, model: Any) -> bool:
     """Return whether to record a decode, before anything is computed. "auto" records wherever recording is possible.
 

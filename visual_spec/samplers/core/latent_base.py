@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from visual_spec.models.core.latents import ChainSettings, LatentModel
 from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.chains import ChainLaw
-from visual_spec.samplers.core.checks import check_batch_size, check_choice
+from visual_spec.samplers.core.checks import check_batch_size
 from visual_spec.samplers.core.head_loop import HeadLoop
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
+from visual_spec.samplers.core.settings import OneOf, Within
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
 
 ORDERS = ("random", "raster")
@@ -97,6 +99,15 @@ class LatentState(State):
         self.counts.add(name, torch.where(self.lengths < num_tokens, calls, 0))
 
 
+# The settings of the law, see `LatentSampler`.
+_OWN = "the model's own"
+SlotOrder = Annotated[str | Sequence[int] | None, OneOf(ORDERS), Within(0, none="random, or the model's own")]
+Guidance = Annotated[str, OneOf(("linear", "constant"))]
+HeadSteps = Annotated[int | None, Within(1, 1000, none=_OWN)]
+Eta = Annotated[float | None, Within(0, 1, none=_OWN)]
+FinalNoise = Annotated[float | None, Within(0, none=_OWN)]
+
+
 class LatentSampler(Sampler):
     """The base of samplers of continuous tokens.
 
@@ -105,14 +116,6 @@ class LatentSampler(Sampler):
     """
 
     takes: ClassVar[tuple[str, ...]] = ()
-
-    def _check_law_settings(self) -> None:
-        """Refuse settings of the law that are none; to be called by constructors."""
-        order = self.config.order
-        if order is not None and not isinstance(order, list | tuple):
-            check_choice("order", order, ORDERS)
-        check_choice("guidance", self.config.guidance, ("linear", "constant"))
-        self.chain_settings(ChainSettings())
 
     def chain_settings(self, own: ChainSettings) -> ChainSettings:
         """The chain, where a model's own is `own`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import Tensor
@@ -11,21 +10,6 @@ from visual_spec.models.core.latents import ChainSettings
 from visual_spec.samplers.core.latent_rules import Rule
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.trunks import is_causal
-
-
-def check_number(name: str, value: object, most: float = math.inf) -> None:
-    """Refuse a setting that is no finite number from 0 to `most`.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (0 <= value <= most and math.isfinite(value))
-    ):
-        at_most = "" if most == math.inf else f" and at most {most:g}"
-        raise ValueError(f"{name}={value!r}; pass a finite number of at least 0{at_most}.")
 
 
 def check_latent_drafter(sampler: Any, model: Any, drafter: Any) -> None:

@@ -154,8 +154,3 @@ def check_causal_layer(model: Any, layer: Any) -> None:
             "python scripts/train causal_layer)."
         )
     layer.check_fits(model)
-
-
-def at_least_one(number: Any) -> bool:
-    """Whether something is a whole number of at least 1."""
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1

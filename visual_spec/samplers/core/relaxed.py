@@ -19,11 +19,10 @@ on a GPU, and the definition in PyTorch elsewhere. This module states the rules 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from visual_spec.kernels.grouped_mass import grouped_mass, smallest
 from visual_spec.kernels.lantern_mass import lantern_mass, lending_limit, merge_neighbours
 from visual_spec.models.core.kmeans import k_means
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
-from visual_spec.samplers.core.checks import check_count, check_flag
+from visual_spec.samplers.core.settings import COUNT, SHARE, OneOf, Within, read_fields
 
 GROUPED = "grouped"
 CLUSTERED = "clustered"
@@ -291,33 +290,22 @@ class Relaxation:
         ValueError: a value is out of its range.
     """
 
-    acceptance: str
-    group_size: int = 14
-    probability_gap: float = 0.15
-    code_distance: float | None = 0.5
-    delta: float = 0.1
-    factor: float | None = None
-    neighbours: int = 64
+    acceptance: Annotated[str, OneOf(("identical", "exact", *RELAXED))]
+    group_size: Annotated[int, COUNT] = 14
+    probability_gap: Annotated[float, SHARE] = 0.15
+    code_distance: Annotated[float | None, Within(0, none="any distance")] = 0.5
+    delta: Annotated[float, SHARE] = 0.1
+    factor: Annotated[float | None, Within(1, none="lending up to delta")] = None
+    neighbours: Annotated[int, COUNT] = 64
     bounded: bool = False
 
     def __post_init__(self) -> None:
-        allowed = ("identical", "exact", *RELAXED)
-        if self.acceptance not in allowed:
-            raise ValueError(f"acceptance={self.acceptance!r}; pass one of {', '.join(allowed)}.")
-        for name in ("group_size", "neighbours"):
-            check_count(name, getattr(self, name))
-        for name in ("probability_gap", "delta"):
-            if not _between(getattr(self, name), 0, 1):
-                raise ValueError(f"{name}={getattr(self, name)!r}; pass a probability, from 0 to 1.")
-        if self.code_distance is not None and not _between(self.code_distance, 0, math.inf):
-            raise ValueError(
-                f"code_distance={self.code_distance!r}; pass a squared distance of at least 0, or None for any."
-            )
-        if self.factor is not None and not _between(self.factor, 1, math.inf):
-            raise ValueError(
-                f"factor={self.factor!r}; pass a number of at least 1 (1 lends nothing), or None to lend up to delta."
-            )
-        check_flag("bounded", self.bounded)
+        read_fields(self)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The settings that a sampler takes as one mapping."""
+        return [field.name for field in fields(cls) if field.name != "acceptance"]
 
     @classmethod
     def of(cls, acceptance: str, settings: Mapping[str, Any] | None = None) -> Relaxation:
@@ -337,7 +325,7 @@ class Relaxation:
             raise ValueError(
                 f'relaxation={settings!r}; pass settings by name, such as {{"delta": 0.2}}, or None.'
             )
-        known = [field.name for field in fields(cls) if field.name != "acceptance"]
+        known = cls.names()
         unknown = [name for name in settings if name not in known]
         if unknown:
             raise ValueError(f"relaxation has no setting {unknown[0]!r}; pass some of {', '.join(known)}.")
@@ -413,9 +401,3 @@ class Relaxation:
         if self.bounded:
             return bounded_rule(probability, self.delta)
         return AcceptanceRule(probability, merge, lossless=False)
-
-
-def _between(value: object, least: float, most: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return least <= value <= most and math.isfinite(value)

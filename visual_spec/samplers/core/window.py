@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from visual_spec.models.core.protocol import owner_of
-from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.host import HostCopy
+from visual_spec.samplers.core.settings import COUNT, OneOf
 
 AUTO = "auto"
 WIDTHS = (1, 4, 8, 16, 32, 64)
@@ -45,17 +45,16 @@ _SLOPES = np.geomspace(1e-4, 4.0, 80)  # candidates of b / a
 _POLICIES: WeakKeyDictionary[Any, dict[Any, WindowPolicy]] = WeakKeyDictionary()
 
 
-def check_window(window: object, acceptance: str) -> None:
-    """Refuse a window that is neither a number nor "auto", and "auto" if the tokens would depend on it.
+Window = Annotated[int | str, COUNT, OneOf((AUTO,))]
+
+
+def check_window(window: int | str, acceptance: str) -> None:
+    """Refuse the window "auto" if the tokens would depend on it.
 
     Raises:
-        ValueError: the window is neither, or it is "auto" and the acceptance is not "identical".
+        ValueError: the window is "auto" and the acceptance is not "identical".
     """
-    if isinstance(window, str) and window != AUTO:
-        raise ValueError(f"window={window!r}; pass an integer of at least 1, or {AUTO!r}.")
-    if window != AUTO:
-        check_count("window", window, " (1 is one token a call)")
-    elif acceptance != "identical":
+    if window == AUTO and acceptance != "identical":
         raise ValueError(
             f"window='auto' with acceptance={acceptance!r}: the window would depend on measured times, and with it the "
             "tokens of a seed. Pass acceptance='identical', or a number."

@@ -1,0 +1,108 @@
+"""Settings that are declared once: what a declaration refuses, and what it makes of a value."""
+
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from visual_spec.samplers.continuous import ContinuousSampler
+from visual_spec.samplers.core.settings import Setting, settings_of
+from visual_spec.samplers.frames import FrameMaskedSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+from visual_spec.samplers.masked import MaskedSampler
+from visual_spec.samplers.registry import SAMPLERS, sampler_class
+
+CLASSES = {entry.name: sampler_class(entry) for entry in SAMPLERS}
+
+
+def declared(kind: Any) -> dict[str, Setting]:
+    return settings_of(inspect.unwrap(kind.__init__))
+
+
+PAIRS = [(name, setting) for name, kind in CLASSES.items() for setting in declared(kind).values()]
+WRONG: list[Any] = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    1 + 2j,
+    object(),
+    b"x",
+    {1, 2},
+    [[1]],
+    [],
+    "no such word",
+    -(10**9),
+]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_setting_is_declared(name: str) -> None:
+    parameters = set(inspect.signature(CLASSES[name].__init__).parameters) - {"self"}
+    assert set(declared(CLASSES[name])) == parameters
+
+
+@pytest.mark.parametrize(("name", "setting"), PAIRS, ids=lambda one: getattr(one, "name", one))
+def test_a_wrong_value_is_refused_by_the_name_of_the_setting(name: str, setting: Setting) -> None:
+    kind = CLASSES[name]
+    fits = {bool: [True], int: [3], float: [0.5], str: ["x"], type(None): [None]}
+    others = [one for kinds, values in fits.items() if kinds not in setting.kinds for one in values]
+    if float in setting.kinds:
+        others.remove(3)  # a number too
+    for value in [*WRONG, *others]:
+        with pytest.raises(ValueError) as refusal:
+            kind(**{setting.name: value})
+        said = str(refusal.value)
+        assert said.startswith(f"{setting.name}=") and "; pass " in said and "\n" not in said, said
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "plain"),
+    [
+        (MaskedSampler, {"steps": np.int64(4), "measure": np.bool_(True)}, {"steps": 4, "measure": True}),
+        (MaskedSampler, {"steps": np.array([4, 2])}, {"steps": [4, 2]}),
+        (MaskedSampler, {"steps": (np.int32(4), 2)}, {"steps": (4, 2)}),
+        (FrameMaskedSampler, {"history_hidden": np.float32(0.5)}, {"history_hidden": 0.5}),
+        (
+            ContinuousSampler,
+            {"eta": np.float64(0.25), "order": [np.int64(0), 1]},
+            {"eta": 0.25, "order": [0, 1]},
+        ),
+        (SpeculativeJacobiSampler, {"window": np.uint8(8), "coupling": np.str_("gumbel")}, {"window": 8}),
+        (
+            SpeculativeJacobiSampler,
+            {"acceptance": "lantern", "relaxation": {"delta": np.float64(0.2)}},
+            {"relaxation": {"delta": 0.2}},
+        ),
+    ],
+)
+def test_numbers_of_numpy_are_saved_as_python_has_them(
+    kind: Any, given: Any, plain: Any, tmp_path: Any
+) -> None:
+    sampler = kind(**given)
+    sampler.save_pretrained(tmp_path)
+    again = kind.from_pretrained(tmp_path)
+    for name, value in plain.items():
+        assert sampler.config[name] == value and type(sampler.config[name]) is type(value)
+        assert again.config[name] == (list(value) if isinstance(value, tuple) else value)
+
+
+@pytest.mark.parametrize("count", [10**9, 65537])
+def test_no_plan_is_made_of_more_calls_than_a_decode_can_have(count: int) -> None:
+    for name, setting in PAIRS:
+        if setting.name == "steps":
+            with pytest.raises(ValueError, match=f"steps={count}"):
+                CLASSES[name](steps=count)
+
+
+def test_both_ends_of_a_range_are_allowed() -> None:
+    for steps in (1, 65536):
+        assert MaskedSampler(steps=steps).config["steps"] == steps
+    for share in (0, 0.0, 1, 1.0):
+        assert FrameMaskedSampler(history_hidden=share).config["history_hidden"] == share
+    for refused in (-0.001, 1.001):
+        with pytest.raises(ValueError, match=f"history_hidden={refused}"):
+            FrameMaskedSampler(history_hidden=refused)
+    with pytest.raises(ValueError, match="score_temperature=0"):
+        MaskedSampler(score_temperature=0)

@@ -1,0 +1,196 @@
+"""Settings declared once, on the parameters of a constructor: their types, their limits, their choices.
+
+    def __init__(self, steps: Annotated[int | None, Within(1, none="one call a token")] = None,
+                 graph: Graph = AUTO, eta: Annotated[float, SHARE] = 0.0) -> None: ...
+
+`register_to_config` reads the declarations: it refuses what they do not allow, and makes Python numbers of numpy's, so
+that whatever draws can also be saved. The command line reads them too (`settings_of`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Within:
+    """Limits of a number. Integers have no other; numbers are finite.
+
+    Attributes:
+        least, most: both are allowed; None: no limit.
+        above: numbers are greater than this; None: no such limit.
+        none: what None stands for, in words.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    none: str = ""
+
+    def holds(self, number: float) -> bool:
+        """Whether a number is within."""
+        return (
+            math.isfinite(number)
+            and (self.least is None or number >= self.least)
+            and (self.most is None or number <= self.most)
+            and (self.above is None or number > self.above)
+        )
+
+    def __str__(self) -> str:
+        if self.least is not None and self.most is not None:
+            return f"from {self.least:g} to {self.most:g}"
+        words = [] if self.least is None else [f"of at least {self.least:g}"]
+        words += [] if self.above is None else [f"above {self.above:g}"]
+        words += [] if self.most is None else [f"at most {self.most:g}"]
+        return " and ".join(words)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The words that a setting may be.
+
+    Attributes:
+        names: the words.
+    """
+
+    names: Sequence[str]
+
+
+_KINDS = {bool, int, float, str, Sequence, Mapping, type(None)}
+MOST_CALLS = 65536  # what plans call after call is as long as the number of calls
+COUNT = Within(1)
+CALLS = Within(1, MOST_CALLS)
+SHARE = Within(0, 1)
+Graph = Annotated[bool | str, OneOf(("auto",))]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a sampler, as it is declared.
+
+    Attributes:
+        name: of the parameter.
+        kinds: the types that a value may have; `type(None)` is one of them.
+        within: the limits of numbers, also of those in a list.
+        names: the words that are allowed; None: any.
+        default: of the parameter.
+    """
+
+    name: str
+    kinds: tuple[Any, ...]
+    within: Within
+    names: tuple[str, ...] | None
+    default: Any
+
+    def read(self, value: Any) -> Any:
+        """Return the value with Python numbers in place of numpy's.
+
+        Raises:
+            ValueError: it is none of what the declaration allows; names the setting, the value and what is allowed.
+        """
+        plain = _plain(value)
+        if not self._allows(plain):
+            raise ValueError(f"{self.name}={plain!r}; pass {self.allowed}.")
+        return plain
+
+    @property
+    def allowed(self) -> str:
+        """What a value may be, in words."""
+        limits = f" {self.within}" if str(self.within) else ""
+        words: list[str] = []
+        if int in self.kinds:
+            words.append(f"an integer{limits}")
+        if float in self.kinds:
+            words.append(f"a finite number{limits}")
+        if bool in self.kinds:
+            words.append("True or False")
+        if str in self.kinds:
+            words.append("a name" if self.names is None else _choice(self.names, bool(words)))
+        if self._listed:
+            words.append("a list of them" if int in self.kinds else "a list of integers")
+        if Mapping in self.kinds:
+            words.append("settings by name")
+        if type(None) in self.kinds:
+            words.append("None" + (f" for {self.within.none}" if self.within.none else ""))
+        return ", or ".join(words)
+
+    @property
+    def _listed(self) -> bool:
+        return Sequence in self.kinds
+
+    def _allows(self, value: Any) -> bool:
+        if value is None:
+            return type(None) in self.kinds
+        if isinstance(value, bool):
+            return bool in self.kinds
+        if isinstance(value, int | float):
+            fits = float in self.kinds or (int in self.kinds and isinstance(value, int))
+            return fits and self.within.holds(value)
+        if isinstance(value, str):
+            return str in self.kinds and (self.names is None or value in self.names)
+        if isinstance(value, list | tuple):
+            numbers = all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+            return self._listed and len(value) > 0 and numbers and all(map(self.within.holds, value))
+        return isinstance(value, Mapping) and Mapping in self.kinds
+
+
+def _choice(names: Sequence[str], among: bool) -> str:
+    """Words to choose from, `among` other things."""
+    return repr(names[0]) if among and len(names) == 1 else f"one of {', '.join(names)}"
+
+
+def _plain(value: Any) -> Any:
+    """The value with Python's numbers in place of numpy's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return value
+
+
+@cache
+def settings_of(init: Callable[..., None]) -> dict[str, Setting]:
+    """The settings that a constructor declares, by name."""
+    hints = get_type_hints(init, include_extras=True)
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    found = [_setting(one, hints[one.name]) for one in parameters if one.name in hints]
+    return {one.name: one for one in found if set(one.kinds) <= _KINDS}
+
+
+def _setting(parameter: inspect.Parameter, hint: Any) -> Setting:
+    marks: list[Any] = []
+    kinds = tuple(_kinds(hint, marks))
+    within = next((mark for mark in marks if isinstance(mark, Within)), Within())
+    names = next((tuple(mark.names) for mark in marks if isinstance(mark, OneOf)), None)
+    return Setting(parameter.name, kinds, within, names, parameter.default)
+
+
+def _kinds(hint: Any, marks: list[Any]) -> list[Any]:
+    """The types of a declaration; its marks are appended to `marks`."""
+    if get_origin(hint) is Annotated:
+        inner, *more = get_args(hint)
+        marks += more
+        return _kinds(inner, marks)
+    if get_origin(hint) in (Union, types.UnionType):
+        return [kind for part in get_args(hint) for kind in _kinds(part, marks)]
+    return [get_origin(hint) or hint]
+
+
+def read_fields(record: Any) -> None:
+    """Check the fields of a frozen dataclass by their declarations, as the settings of a constructor.
+
+    Raises:
+        ValueError: as `Setting.read`.
+    """
+    for name, setting in settings_of(type(record).__init__).items():
+        object.__setattr__(record, name, setting.read(getattr(record, name)))
