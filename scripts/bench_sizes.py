@@ -47,7 +47,7 @@ def speech(size: str, args: argparse.Namespace, where: dict[str, Any]) -> Rows:
 def video(size: str, args: argparse.Namespace, where: dict[str, Any]) -> Rows:
     """The last five chunks of a clip of 45 latent frames, by the policy of the cache."""
     sizes, model = video_sizes.SIZES[size], video_sizes.wan(size, **where)
-    rounds = dict(frames=45, chunks=5)
+    rounds: dict[str, Any] = dict(frames=45, chunks=5)
     return video_sizes.measure_chunks(model, sizes, batch_size=args.batch, **rounds, report=print)
 
 

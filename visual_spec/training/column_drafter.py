@@ -357,9 +357,9 @@ def train_column_drafter(
         chosen = torch.from_numpy(rng.integers(len(codes), size=settings.batch_size))
         return step, *heard.batch(chosen, target.device)
 
-    def loss(step: int, *some: Tensor) -> Tensor:
+    def loss(step: int, sequence: Tensor, last: Tensor, early: Tensor) -> Tensor:
         with torch.autocast(target.device.type, torch.bfloat16, enabled=settings.bfloat16):
-            wanted, drafted = predictions(drafter, target, *some, guidance, settings.unroll)
+            wanted, drafted = predictions(drafter, target, sequence, last, early, guidance, settings.unroll)
         measured = wanted, drafted, valid, settings.temperature, settings.unroll_decay
         if settings.objective == "refusals":
             generator = torch.Generator(target.device).manual_seed(1_000_003 * settings.seed + step)

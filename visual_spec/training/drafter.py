@@ -254,7 +254,9 @@ def train_drafter(
         curve_every=10,
     )
     return run.run(
-        lambda *some: drafter_loss(drafter, target, *some, settings),
+        lambda tokens, features, guidance: drafter_loss(
+            drafter, target, tokens, features, guidance, settings
+        ),
         batch,
         lambda: {"acceptance_rates": acceptance_rates(drafter, target, judged, settings.unroll + 2)},
         lambda: drafter.save_pretrained(folder),

@@ -240,7 +240,7 @@ class Trainer:
     ) -> None:
         self.model, self.settings, self.out, self.descend = model, settings, out, descend
         self.curve = dict(curve_every=curve_every, digits=digits)
-        held = {"model": model} if parts is None else dict(parts)
+        held: dict[str, Any] = {"model": model} if parts is None else dict(parts)
         self.networks = [part for part in held.values() if isinstance(part, nn.Module)]
         if isinstance(descend, Descent):
             held["descend"] = descend
