@@ -1,28 +1,32 @@
-"""A training that is stopped while it draws the clips of a step."""
+"""A training that is killed between two steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from torch import Tensor
+
+from visual_spec.training.loop import Checkpoint
 
 
-class Stop(Exception):
+class Killed(BaseException):
     pass
 
 
 @contextmanager
-def stopped_at(monkeypatch: pytest.MonkeyPatch, draws: type, last: int) -> Iterator[None]:
-    """Within, a training that draws what it learns from by `draws(step)` ends at a step; that it does is checked."""
-    original = draws.__call__
+def killed_after(steps: int) -> Iterator[None]:
+    """Within, a training ends when it has made so many steps; that it does is checked."""
+    after = Checkpoint.after
 
-    def until(self, step):
-        if step >= last:
-            raise Stop
-        return original(self, step)
+    def until(checkpoint: Checkpoint, step: int, total: int, loss: Tensor, **more: Any) -> None:
+        after(checkpoint, step, total, loss, **more)
+        if step + 1 == steps:
+            raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(draws, "__call__", until)
-        with pytest.raises(Stop):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "after", until)
+        with pytest.raises(Killed):
             yield

@@ -14,6 +14,7 @@ from scripts.train.causal_video import (
     place_weights,
     small_frames,
 )
+from tests.training.interrupted import killed_after
 from visual_spec.data.motion import Clip, MovingShape, caption, render
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
@@ -112,23 +113,14 @@ def block_causal_pass(model, latents, timesteps, embeds):
     return flow
 
 
-def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, monkeypatch):
+def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path):
     settings = CausalVideoTraining(steps=4, batch_size=2, chunk=2, chunks=2)
     model, encoder = tiny()
     before = model.blocks[0].attn1.processor
     record = causal_video.train_causal_video(model, encoder, settings, tmp_path / "whole", every=2)
     assert model.blocks[0].attn1.processor is before and len(record["held_out_loss_by_chunk"]) == 2
 
-    class Stop(Exception):
-        pass
-
-    def stopping(step, *arguments, **more):
-        if step >= 2:
-            raise Stop
-        return draw_clips(step, *arguments, **more)
-
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(causal_video, "draw_clips", stopping)
+    with killed_after(2):
         causal_video.train_causal_video(*tiny(), settings, tmp_path / "parts", every=2)
     model, encoder = tiny()
     causal_video.train_causal_video(model, encoder, settings, tmp_path / "parts", every=2)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.tiny import tiny_readers
+from tests.training.interrupted import killed_after
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training import distilled, loop
+from visual_spec.training import distilled
 from visual_spec.training.distilled import (
     Batches,
     DistilledTraining,
@@ -152,20 +152,8 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(
     for key, value in whole.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[key]), key
 
-    class Interrupted(Exception):
-        pass
-
-    after = loop.Checkpoint.after
-
-    def stop(checkpoint: Any, step: int, total: int, loss: Tensor, **_: Any) -> None:
-        after(checkpoint, step, total, loss)
-        if step == 14:
-            raise Interrupted
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Checkpoint, "after", stop)
-        with pytest.raises(Interrupted):
-            train_distilled(student().double(), encoder, vq_model, pairs, SHORT, tmp_path / "part", every=4)
+    with killed_after(15):
+        train_distilled(student().double(), encoder, vq_model, pairs, SHORT, tmp_path / "part", every=4)
     resumed = student().double()
     train_distilled(resumed, encoder, vq_model, pairs, SHORT, tmp_path / "part", every=4)
     for key, value in whole.state_dict().items():

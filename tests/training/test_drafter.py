@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scripts.train.ar import shapes_vocabulary
+from tests.training.interrupted import killed_after
 from visual_spec.data.shapes import is_held_out, training_prompts
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -102,23 +103,10 @@ def test_training_raises_the_acceptance_at_every_depth_and_leaves_a_record(tmp_p
         assert torch.equal(mine, theirs)  # the target is left as it was
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     _, whole, _ = run(tmp_path / "whole")
-    from visual_spec.training import drafter as module
-
-    real_loss, steps = module.drafter_loss, 0
-
-    def failing(*args):
-        nonlocal steps
-        steps += 1
-        if steps == 27:
-            raise KeyboardInterrupt
-        return real_loss(*args)
-
-    monkeypatch.setattr(module, "drafter_loss", failing)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_after(26):
         run(tmp_path / "broken")
-    monkeypatch.setattr(module, "drafter_loss", real_loss)
     record, resumed, draw = run(tmp_path / "broken")
     assert draw.calls == 0  # the pictures are read, not drawn again
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.tiny import tiny_readers
+from tests.training.interrupted import killed_after
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.samplers.core.orders import order_of
-from visual_spec.training import flashar, loop, tokens
+from visual_spec.training import flashar, tokens
 from visual_spec.training.flashar import FlashTraining, Pass, start_from_raster, train_flashar
 
 SHORT = FlashTraining(
@@ -131,21 +132,9 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
     for key, value in whole.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[key]), key
 
-    class Interrupted(Exception):
-        pass
-
-    after = loop.Checkpoint.after
-    for at in (5, 14):  # in each stage
-
-        def stop(checkpoint, step, total, loss, at=at, **_):
-            after(checkpoint, step, total, loss)
-            if step == at:
-                raise Interrupted
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop.Checkpoint, "after", stop)
-            with pytest.raises(Interrupted):
-                train_flashar(tiny(), encoder, vq_model, SHORT, tmp_path / str(at), every=4)
+    for at in (6, 15):  # in each stage
+        with killed_after(at):
+            train_flashar(tiny(), encoder, vq_model, SHORT, tmp_path / str(at), every=4)
         resumed = tiny()
         train_flashar(resumed, encoder, vq_model, SHORT, tmp_path / str(at), every=4)
         for key, value in whole.state_dict().items():

@@ -18,7 +18,7 @@ from scripts.train.frames import (
 from scripts.train.motion import judge
 from scripts.train.motion_tokens import MotionTokens
 from tests.tiny import tiny_vq_model
-from tests.training.interrupted import stopped_at
+from tests.training.interrupted import killed_after
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -96,7 +96,7 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
     train_frames(model, encoder, vq_model, settings, tmp_path / "whole", every=2)
 
     model, encoder = tiny(vq_model)
-    with stopped_at(monkeypatch, frames._Draws, 2):
+    with killed_after(2):
         train_frames(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
     model, encoder = tiny(vq_model)
     train_frames(model, encoder, vq_model, settings, tmp_path / "parts", every=2)

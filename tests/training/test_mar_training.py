@@ -33,6 +33,7 @@ from scripts.train.mar import (
     train_latents,
 )
 from tests.models.continuous import straight
+from tests.training.interrupted import killed_after
 from visual_spec.data.shapes_classes import CLASSES, class_of, object_slots, sample_one_object_scenes
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import MARTransformer
@@ -77,22 +78,6 @@ def same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-class Stop(Exception):
-    pass
-
-
-def interrupted(monkeypatch, step: int) -> None:
-    """Have the run stop before a step."""
-    real = mar.Descent.__call__
-
-    def failing(self, loss, at):
-        if at == step:
-            raise Stop
-        real(self, loss, at)
-
-    monkeypatch.setattr(mar.Descent, "__call__", failing)
-
-
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
 
 TOKENIZER = KLTokenizerTraining(steps=12, batch_size=4, crop=16, scenes=8, learning_rate=4e-3, kl_warmup=4)
@@ -108,11 +93,10 @@ def test_the_tokenizer_learns_and_leaves_a_record(tmp_path):
     assert same_weights(AutoencoderKL.from_pretrained(tmp_path), model) and not model.training
 
 
-def test_an_interrupted_tokenizer_resumes_to_the_same_weights(tmp_path, monkeypatch):
+def test_an_interrupted_tokenizer_resumes_to_the_same_weights(tmp_path):
     whole, broken = tiny_tokenizer(), tiny_tokenizer()
     train_kl_tokenizer(whole, TOKENIZER, tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        interrupted(patch, 10)
+    with killed_after(10):
         train_kl_tokenizer(broken, TOKENIZER, tmp_path / "broken", every=8)
     resumed = tiny_tokenizer()
     torch.rand(3)  # the state of PyTorch's own generator does not matter
@@ -182,11 +166,10 @@ def test_models_learn_and_leave_a_record(tmp_path, tokenizer, kind, head_kind):
 
 
 @pytest.mark.parametrize("kind", ["mar", "causal"])
-def test_an_interrupted_model_resumes_to_the_same_weights(tmp_path, tokenizer, kind, monkeypatch):
+def test_an_interrupted_model_resumes_to_the_same_weights(tmp_path, tokenizer, kind):
     whole, resumed = tiny_model(kind), tiny_model(kind)
     train_latents(whole, tokenizer, TRAINING, tmp_path / "whole")
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        interrupted(patch, 10)
+    with killed_after(10):
         train_latents(tiny_model(kind), tokenizer, TRAINING, tmp_path / "broken", every=8)
     torch.rand(3)
     train_latents(resumed, tokenizer, TRAINING, tmp_path / "broken", every=8)

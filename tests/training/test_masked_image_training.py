@@ -20,10 +20,11 @@ from scripts.train.masked_image import (
     train_masked_image,
 )
 from tests.tiny import tiny_readers
+from tests.training.interrupted import killed_after
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.training import loop, tokens
+from visual_spec.training import tokens
 
 SHORT = MaskedImageTraining(steps=24, batch_size=8, scenes=16, learning_rate=3e-3)
 
@@ -53,19 +54,8 @@ def test_it_learns_and_an_interrupted_run_ends_where_an_uninterrupted_one_does(r
     record = train_masked_image(whole, encoder, vq_model, SHORT, tmp_path / "whole")
     assert record["loss"][-1][1] < record["loss"][0][1] - 0.2
 
-    class Interrupted(Exception):
-        pass
-
-    def stop(checkpoint, step, total, loss, **_):
-        after(checkpoint, step, total, loss)
-        if step == 14:
-            raise Interrupted
-
-    after = loop.Checkpoint.after
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Checkpoint, "after", stop)
-        with pytest.raises(Interrupted):
-            train_masked_image(tiny(readers), encoder, vq_model, SHORT, tmp_path / "cut", every=10)
+    with killed_after(15):
+        train_masked_image(tiny(readers), encoder, vq_model, SHORT, tmp_path / "cut", every=10)
     resumed = tiny(readers)
     train_masked_image(resumed, encoder, vq_model, SHORT, tmp_path / "cut", every=10)
     for name, value in whole.state_dict().items():

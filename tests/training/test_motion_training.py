@@ -17,7 +17,7 @@ from scripts.train.motion import (
 )
 from scripts.train.motion_tokens import MotionTokens
 from tests.tiny import tiny_vq_model
-from tests.training.interrupted import stopped_at
+from tests.training.interrupted import killed_after
 from visual_spec.data.motion import Clip, MovingShape, sample_clips
 from visual_spec.data.motion_parser import parse_caption
 from visual_spec.data.shapes import BACKGROUND_COLOURS, OBJECT_COLOURS, SHAPES
@@ -138,7 +138,7 @@ def test_training_resumes_with_the_same_weights_and_stores_eight_bits(tmp_path, 
     train_motion(model, encoder, vq_model, settings, tmp_path / "whole", every=2)
 
     model, encoder = tiny(vq_model)
-    with stopped_at(monkeypatch, motion.ClipDraws, 2):
+    with killed_after(2):
         train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)
     model, encoder = tiny(vq_model)
     record = train_motion(model, encoder, vq_model, settings, tmp_path / "parts", every=2)

@@ -29,6 +29,7 @@ from scripts.train.var import (
     train_var,
 )
 from scripts.train.var_tokenizer import VarTokenizerTraining, train_var_tokenizer
+from tests.training.interrupted import killed_after
 from visual_spec.data.shapes import render, sample_dataset
 from visual_spec.data.shapes_classes import class_of, object_slots, sample_one_object_scenes
 from visual_spec.models.next_scale.var import VARTransformer
@@ -81,21 +82,6 @@ def same_weights(first: torch.nn.Module, second: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def interrupted(monkeypatch, module: Any, name: str, call: int) -> Any:
-    """Have a function of a module raise at its n-th call; returns what undoes it."""
-    real, calls = getattr(module, name), 0
-
-    def failing(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, failing)
-    return lambda: monkeypatch.setattr(module, name, real)
-
-
 # -- the tokenizer ----------------------------------------------------------------------------------------------------
 
 TOKENIZER = VarTokenizerTraining(
@@ -117,13 +103,11 @@ def test_the_tokenizer_learns_and_leaves_a_record(tmp_path, small_pictures):
     assert record["psnr_db"] == pytest.approx(float((10 * torch.log10(4 / error)).mean()), abs=0.01)
 
 
-def test_an_interrupted_tokenizer_resumes_to_the_same_weights(tmp_path, small_pictures, monkeypatch):
+def test_an_interrupted_tokenizer_resumes_to_the_same_weights(tmp_path, small_pictures):
     whole = tiny_tokenizer()
     train_var_tokenizer(whole, TOKENIZER, tmp_path / "whole")
-    undo = interrupted(monkeypatch, var_tokenizer, "_losses", 18)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_after(17):
         train_var_tokenizer(tiny_tokenizer(), TOKENIZER, tmp_path / "broken", every=8)
-    undo()
     resumed = tiny_tokenizer()
     torch.manual_seed(99)  # what is drawn must not depend on the state of PyTorch's generator
     record = train_var_tokenizer(resumed, TOKENIZER, tmp_path / "broken", every=8)
@@ -329,15 +313,13 @@ def test_the_loss_counts_slots_by_their_weights(vq_model, tmp_path, earlier_weig
     assert record["loss"][0][1] == pytest.approx(expected.item(), abs=1e-3)
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(vq_model, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_to_the_same_weights(vq_model, tmp_path):
     settings = replace(TRANSFORMER, steps=30, scales_from=1, earlier_weight=1.0)
     teacher = tiny_model(num_layers=1)
     whole = tiny_model()
     train_var(whole, vq_model, settings, tmp_path / "whole", teacher=teacher)
-    undo = interrupted(monkeypatch, var, "slot_losses", 25)
-    with pytest.raises(KeyboardInterrupt):
+    with killed_after(24):
         train_var(tiny_model(), vq_model, settings, tmp_path / "broken", teacher=teacher, every=10)
-    undo()
     resumed = tiny_model()
     record = train_var(resumed, vq_model, settings, tmp_path / "broken", teacher=teacher, every=10)
     assert same_weights(whole, resumed)
