@@ -1,4 +1,4 @@
-# make demo | test | test-bitwise | test-all | lint | bench.
+# make demo | test | test-bitwise | test-all | test-vllm | lint | bench.
 # PYTHON=python3.12 make test  picks another interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
@@ -25,7 +25,11 @@ DEMO_CLIPS = "a small red star moves right quickly and bounces on a plain sky ba
 DEMO_TUNES = "a slow sad organ melody in A minor, rising in even rhythm" \
              "a fast happy guitar melody in D major, arching in dotted rhythm over a bass line"
 
-.PHONY: demo test test-all test-bitwise lint bench clean
+# vLLM has versions of torch and transformers of its own, so its tests have an environment of their own (3.5 GB).
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.installed
+
+.PHONY: demo test test-all test-bitwise test-vllm lint bench clean
 
 $(STAMP): pyproject.toml weights/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
@@ -39,6 +43,17 @@ demo: $(STAMP)
 	$(BIN)/visual-spec generate $(DEMO_MASKED) --model shapes_masked --compare --out demo/masked --overwrite
 	$(BIN)/visual-spec generate $(DEMO_TUNES) --model tunes --masked tunes_masked --sampler masked:steps=10/5/5/5,clock=magnet,temperature=falling --compare --out demo/music --overwrite
 	$(BIN)/visual-spec generate --video $(DEMO_CLIPS) --compare --out demo/video --overwrite
+
+$(VLLM_STAMP): pyproject.toml weights/pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --requirement constraints-vllm.txt
+	# Their CUDA builds, which come along, break `import transformers` beside a torch for CPUs.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --editable . --editable weights
+	touch $@
+
+test-vllm: $(VLLM_STAMP)
+	env OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m '' tests/serving
 
 test: $(STAMP)
 	$(PYTEST)
@@ -60,4 +75,4 @@ bench: $(STAMP)
 	$(BIN)/visual-spec bench --samplers speculative-jacobi --windows 2 4 8 16 --batch-sizes 8
 
 clean:
-	rm -rf .venv build demo *.egg-info
+	rm -rf .venv .venv-vllm build demo *.egg-info

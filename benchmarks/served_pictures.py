@@ -39,7 +39,7 @@ def served(window: int, count: int, second: bool, together: int) -> dict[str, An
     from visual_spec.pipelines.image import ImagePipeline
     from visual_spec.serving.vllm.engine import draw_tokens, engine_arguments
     from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm
-    from visual_spec.serving.vllm.plugin import windows_of
+    from visual_spec.serving.vllm.start import windows_of
 
     pipe = ImagePipeline.from_pretrained("shapes")
     ids, law = PromptIds(pipe.transformer, pipe.text_encoder), pipe.make_law()

@@ -25,6 +25,7 @@ BELOW = {
     "data": set(),
     "training": {"pipelines", "samplers", "models", "kernels", "data", "files"},
     "eval": {"pipelines", "samplers", "models", "kernels", "data", "files"},
+    "serving": {"eval", "pipelines", "samplers", "models", "kernels", "files"},
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: visual-spec generate | convert | models | bench | eval | sample | score | report.
+"""The command line: visual-spec generate | convert | models | bench | eval | sample | score | report | serve.
 
 Only the standard library is imported before the arguments are known to be good, so that `--help`, a misspelt flag, or
 a file in the way are answered at once.
@@ -37,6 +37,7 @@ _OWN_ARGUMENTS = {
         "visual_spec.eval.quality.report_command",
         "a page of the results of eval, or of sampled sets",
     ),
+    "serve": ("visual_spec.serving.command", "pictures over HTTP, by vLLM or Ray Serve"),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -49,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar="generate | convert | models | bench | eval | sample | score | report",
+        metavar="generate | convert | models | bench | eval | sample | score | report | serve",
     )
     _add_generate(commands)
     _add_convert(commands)

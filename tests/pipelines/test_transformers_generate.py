@@ -152,10 +152,10 @@ def test_what_no_sampler_knows_is_refused(given, named):
 def test_a_language_model_is_refused():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2))
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2))
     config = GenerationConfig(max_new_tokens=2, do_sample=True)
     with pytest.raises(TypeError, match="LlamaForCausalLM"):
         model.generate(

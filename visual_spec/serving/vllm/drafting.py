@@ -5,6 +5,8 @@ the law and the noise before what the model returns as logits. It was run eagerl
 runner.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from visual_spec.serving.request import PictureRequest
-from visual_spec.serving.vllm.plugin import check_cache, windows_of
+from visual_spec.serving.vllm.start import check_cache, windows_of
 from visual_spec.serving.windows import Rows
 
 

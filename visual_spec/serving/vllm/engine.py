@@ -1,5 +1,7 @@
 """An engine for pictures: the settings that vLLM is started with, and pictures as its requests."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
 import json
@@ -14,7 +16,7 @@ from torch import Tensor
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.serving.request import settings_of
 from visual_spec.serving.vllm.folder import PromptIds
-from visual_spec.serving.vllm.plugin import PROPOSER
+from visual_spec.serving.vllm.start import PROPOSER
 
 
 def engine_arguments(

@@ -84,8 +84,8 @@ def save_for_vllm(pipe: Any, folder: str | os.PathLike) -> Path:
         raise ValueError(
             f"a {type(model).__name__} of order {order!r}; vLLM serves a raster-order LlamaGen of one frame."
         )
-    captions = model.config["caption_dim"] is not None
-    if captions != isinstance(encoder, CaptionEncoder):
+    reads = isinstance(encoder, CaptionEncoder)
+    if reads != (model.config["caption_dim"] is not None):
         raise ValueError(
             f"the text encoder is a {type(encoder).__name__}; as prompt tokens vLLM serves classes, or captions of a "
             "CaptionEncoder."
@@ -93,10 +93,10 @@ def save_for_vllm(pipe: Any, folder: str | os.PathLike) -> Path:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     weights = _named("transformer", model)
-    if captions:
+    if isinstance(encoder, CaptionEncoder):
         weights |= _named("text_encoder", encoder)
     save_file(weights, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(_config(model, encoder if captions else None), indent=1))
+    (path / "config.json").write_text(json.dumps(_config(model, encoder if reads else None), indent=1))
     return path
 
 

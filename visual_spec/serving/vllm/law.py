@@ -4,6 +4,8 @@ One class has both interfaces: both runners read the entry point `vllm.logits_pr
 not theirs. The first runner takes no logits processor beside drafts; there `JacobiProposer` calls the same code.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
 from itertools import groupby
@@ -17,7 +19,7 @@ from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as SecondInterface
 
 from visual_spec.serving.request import PictureRequest
-from visual_spec.serving.vllm.plugin import windows_of
+from visual_spec.serving.vllm.start import windows_of
 from visual_spec.serving.windows import Rows
 
 

@@ -7,6 +7,8 @@ more than the model's, which hold zeros, but for one: 1 in all queries, and in t
 that their weight is exactly 0.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -23,7 +25,7 @@ from visual_spec.models.next_token.llamagen_blocks import turns_of
 from visual_spec.models.next_token.llamagen_prefix import CaptionEmbedding
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.serving.vllm.folder import PromptIds
-from visual_spec.serving.vllm.plugin import windows_of
+from visual_spec.serving.vllm.start import windows_of
 
 _UNSEEN = -3e4  # times 1 and the scale of scores: further below any score than float32's smallest exponential
 
@@ -32,7 +34,7 @@ class ServedLlamaGen(nn.Module):
     """A raster-order LlamaGen of one frame, from a folder of `folder.save_for_vllm`. Eager, and on one device.
 
     Raises:
-        ValueError: vLLM was started with tensor parallelism, or to record graphs; or see `plugin.check_start`.
+        ValueError: vLLM was started with tensor parallelism, or to record graphs; or see `start.check_start`.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -52,7 +54,7 @@ class ServedLlamaGen(nn.Module):
         self.ids, self.vocab_size = PromptIds(self.transformer, self.text_encoder), config.vocab_size
         heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
         self.more = config.head_dim - width  # channels that the heads of vLLM have beside
-        self.attentions = nn.ModuleList(
+        self.attentions: Any = nn.ModuleList(
             Attention(
                 heads,
                 config.head_dim,
@@ -64,6 +66,7 @@ class ServedLlamaGen(nn.Module):
         )
         table = self.transformer.rotary_table()
         unturned = self.transformer.unturned(table)  # of the prefix, the last row
+        self.turns: Tensor
         self.register_buffer("turns", torch.cat([table, unturned]), persistent=False)
 
     def embed_input_ids(self, input_ids: Tensor, *more: Any, **named: Any) -> Tensor:
@@ -114,7 +117,8 @@ class ServedLlamaGen(nn.Module):
         turns = turns_of(self.turns[slots.clamp(max=last - 1).where(slots >= 0, last)][None])
         unseen = torch.where(input_ids == self.ids.padding, _UNSEEN, 0.0).to(hidden.dtype)
         change = None
-        for block, attention in zip(self.transformer.layers, self.attentions, strict=True):
+        blocks: Any = self.transformer.layers
+        for block, attention in zip(blocks, self.attentions, strict=True):
             hidden, x = block.attention_norm.after(hidden, change)
             mixed = self._attend(attention, *block.attention.project(x, turns), unseen)
             hidden, x = block.ffn_norm.after(hidden, block.attention.wo(mixed))

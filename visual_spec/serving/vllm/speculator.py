@@ -1,5 +1,7 @@
 """The window in the second model runner of vLLM: its speculator, and a sampler that keeps vLLM's own seeded noise."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +14,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from visual_spec.samplers.core.acceptance import accepted_prefix
-from visual_spec.serving.vllm.plugin import check_cache, num_drafts_of, windows_of
+from visual_spec.serving.vllm.start import check_cache, num_drafts_of, windows_of
 from visual_spec.serving.windows import Rows
 
 

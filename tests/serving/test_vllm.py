@@ -1,0 +1,139 @@
+"""Pictures of `shapes` through vLLM, by both of its model runners: tokens and calls of the pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.servers import CPU, NEEDS_VLLM
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(NEEDS_VLLM), reason=NEEDS_VLLM)]
+
+
+def run(*command: str, fails: bool = False) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | CPU | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert (done.returncode != 0) == fails, done.stderr[-4000:]
+    return done.stderr if fails else done.stdout
+
+
+@pytest.mark.parametrize("runner", ["first", "second"])
+def test_pictures_are_those_of_the_pipeline(runner, tmp_path):
+    """All pictures at once, with guidance, and a ragged finish; with a window and without."""
+    out, more = tmp_path / "out.json", ["--second"] if runner == "second" else []
+    count = 4 if runner == "first" else 2
+    run("benchmarks/served_pictures.py", "--prompts", str(count), "--out", str(out), *more)
+    facts: dict[str, Any] = json.loads(out.read_text())
+    assert [facts[name]["equal pictures"] for name in ("pipeline", "window", "plain")] == [count] * 3
+    # A call serves all pictures, so there are as many as the slowest picture takes.
+    assert (
+        facts["window"]["calls"]
+        == facts["pipeline"]["most calls of a picture"]
+        < facts["plain"]["calls"]
+        == 256
+    )
+
+
+REFUSED = """
+import json, sys
+from vllm import LLM
+from visual_spec.eval.machine import load
+from visual_spec.serving.vllm.engine import engine_arguments
+from visual_spec.serving.vllm.folder import save_for_vllm
+folder = save_for_vllm(load("shapes", "cpu", "float32"), sys.argv[1])
+errors = []
+for more in json.loads(sys.argv[2]):
+    try:
+        LLM(**engine_arguments(folder, requests=4, dtype="float32") | more)
+    except Exception as error:
+        errors.append(str(error))
+print(json.dumps(errors))
+"""
+
+
+def test_settings_under_which_pictures_are_not_safe_are_refused_at_start(tmp_path):
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    cases = {
+        "enable_prefix_caching=True": {"enable_prefix_caching": True},
+        "max_num_seqs=3": {"max_num_seqs": 3},
+        "max_num_batched_tokens=342; 40 requests need 1280": {"max_num_seqs": 40},
+        "method 'ngram' and model 'ngram'": {"speculative_config": ngram},
+        "enforce_eager=False": {"enforce_eager": False},
+    }
+    errors = json.loads(run("-c", REFUSED, str(tmp_path), json.dumps(list(cases.values()))).splitlines()[-1])
+    for named, error in zip(cases, errors, strict=True):
+        assert named in error
+
+
+OTHER_VERSION = """
+import vllm
+vllm.__version__ = "0.99.0"
+from visual_spec.serving.vllm.plugin import register
+from vllm.v1.worker.gpu import model_runner
+usual = model_runner.init_speculator
+register()
+assert model_runner.init_speculator is usual
+from types import SimpleNamespace
+from visual_spec.serving.vllm.start import check_start
+check_start(None, None)
+"""
+
+
+def test_a_version_that_was_not_run_is_refused_by_name():
+    assert "vLLM 0.99.0; visual_spec serves with 0.32.0" in run("-c", OTHER_VERSION, fails=True)
+
+
+OWN_NOISE = """
+import sys
+from tests.serving import interpreted
+from transformers import LlamaConfig, LlamaForCausalLM
+import json, torch, pathlib
+folder, window = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=63))
+model.lm_head.weight.data.mul_(4)
+model.save_pretrained(folder)
+config = json.loads((folder / "config.json").read_text())
+config["architectures"] = ["OwnNoiseLlama"]
+config["visual_spec"] = {"grid": [6, 6], "image_ids": [0, 60], "prompt_tokens": 8}
+(folder / "config.json").write_text(json.dumps(config))
+from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.model_executor.models.llama import LlamaForCausalLM as Llama
+from visual_spec.serving.vllm.engine import engine_arguments
+from visual_spec.serving.vllm.start import windows_of
+from visual_spec.serving.vllm.speculator import OwnNoiseState
+class OwnNoiseLlama(Llama):
+    @staticmethod
+    def get_model_state_cls():
+        return OwnNoiseState
+ModelRegistry.register_model("OwnNoiseLlama", OwnNoiseLlama)
+engine = LLM(**engine_arguments(folder, window=window, requests=4, second=True, dtype="float32"))
+windows = windows_of(engine.llm_engine.vllm_config)
+windows.calls = 0
+settings = dict(temperature=1.5, max_tokens=36, ignore_eos=True, detokenize=False)
+params = [SamplingParams(seed=seed, **settings) for seed in range(3)]
+outputs = engine.generate([{"prompt_token_ids": [5] * (3 + k)} for k in range(3)], params, use_tqdm=False)
+print(json.dumps([windows.calls, [list(output.outputs[0].token_ids) for output in outputs]]))
+"""
+
+
+def test_vllms_own_seeded_noise_gives_its_plain_tokens_in_fewer_calls(tmp_path):
+    plain, window = (
+        json.loads(run("-c", OWN_NOISE, str(tmp_path), str(size)).splitlines()[-1]) for size in (1, 8)
+    )
+    assert window[1] == plain[1] and len({tuple(tokens) for tokens in plain[1]}) == 3
+    assert window[0] < plain[0] == 36

@@ -1,0 +1,96 @@
+"""visual-spec serve: pictures over HTTP, as OpenAI's /v1/images/generations.
+
+    visual-spec serve shapes                              by vLLM, with a window of 32
+    visual-spec serve shapes_var --engine ray             what vLLM cannot hold, by Ray Serve
+
+Listens on 127.0.0.1 unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+# What vLLM reads when it is imported: one process, so that pairs enter together, and nothing that calls home.
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="visual-spec serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="embedded name, folder, or Hub id of a pipeline of pictures")
+    parser.add_argument("--engine", choices=("vllm", "ray"), default="vllm")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--api-key", help="what clients must send as a bearer token (default: VISUAL_SPEC_API_KEY, else none)"
+    )
+    parser.add_argument(
+        "--window", type=int, default=32, metavar="W", help="vllm: slots of a call; 1: no window"
+    )
+    parser.add_argument(
+        "--pictures", type=int, default=8, metavar="N", help="pictures drawn at once (ray: in a batch)"
+    )
+    parser.add_argument("--replicas", default="1", help="ray: a number, or auto")
+    parser.add_argument(
+        "--sampler", metavar="TEXT", help="ray: a sampler (default: the fast one of the model)"
+    )
+    parser.add_argument("--dtype", default="float32", help="vllm: of the computation")
+    parser.add_argument(
+        "--queue", type=int, default=64, metavar="N", help="pictures accepted and not finished"
+    )
+    parser.add_argument("--max-n", type=int, default=8, metavar="N", help="pictures of a request")
+    parser.add_argument("--max-prompt", type=int, default=2000, metavar="N", help="letters of a prompt")
+    parser.add_argument("--max-body", type=int, default=65536, metavar="N", help="bytes of a request")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    for name in ("pictures", "queue", "max_n", "max_prompt", "max_body", "window"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}; pass at least 1.")
+    key = args.api_key or os.environ.get("VISUAL_SPEC_API_KEY")
+    if key is None and args.host not in ("127.0.0.1", "::1", "localhost"):
+        raise ValueError(f"--host {args.host} without a key; pass --api-key, or anybody there may draw.")
+    uvicorn = _required("uvicorn")
+    http = _required("visual_spec.serving.http")
+    painter = _painter(args)
+    limits = http.Limits(body=args.max_body, prompt=args.max_prompt, n=args.max_n, queue=args.queue)
+    try:
+        uvicorn.run(http.make_app(painter, limits, key), host=args.host, port=args.port, log_level="info")
+    finally:
+        painter.close()
+    return 0
+
+
+def _painter(args: argparse.Namespace) -> Any:
+    if args.engine == "ray":
+        from visual_spec.serving.ray_painter import RayPainter
+
+        replicas = args.replicas if args.replicas == "auto" else int(args.replicas)
+        return RayPainter(args.model, sampler=args.sampler, replicas=replicas, batch=args.pictures)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    painter = _required("visual_spec.serving.vllm.painter")
+    from visual_spec.eval.machine import load
+
+    pipe = load(args.model, "cpu", "float32")
+    return painter.VllmPainter(pipe, args.model, window=args.window, pictures=args.pictures, dtype=args.dtype)
+
+
+def _required(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("visual_spec"):
+            raise
+        raise ImportError(
+            f"visual-spec serve needs {error.name}; see docs/SERVING.md for what to install"
+        ) from error

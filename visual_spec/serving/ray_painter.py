@@ -1,0 +1,148 @@
+"""A `Painter` that draws by Ray Serve: any pipeline of pictures, on as many replicas as Ray is told to keep.
+
+Batching, replicas, autoscaling and the restart of a lost replica are Ray's. A picture depends on its prompt, law and
+seed only, so one that was lost with its replica is asked for once more, and comes out the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.serving.painter import Drawn, Order, png_of
+
+_TRIES = 3  # of a picture whose replica was lost
+_LAW = ("guidance_scale", "temperature", "top_k", "top_p")
+
+
+def require_serve() -> Any:
+    """Return the module `ray.serve`.
+
+    Raises:
+        ImportError: Ray Serve is missing.
+    """
+    try:
+        from ray import serve  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("--engine ray needs Ray Serve: pip install 'visual-spec[serve]'") from error
+    return serve
+
+
+class Replica:
+    """The pipeline in a replica; a batch of orders at a time.
+
+    Args:
+        model: as for `load_pipeline`.
+        sampler: text of a sampler; None: the fast one that returns the same tokens.
+        device, threads: where it computes; None: PyTorch's choice.
+    """
+
+    def __init__(self, model: str, sampler: str | None, device: str | None, threads: int | None) -> None:
+        from visual_spec.eval.machine import load
+        from visual_spec.pipelines.accelerate import accelerate
+
+        self.pipe = accelerate(load(model, device, "float32", threads), sampler)
+
+    async def facts(self) -> dict[str, Any]:
+        """Return the size of its pictures and the law's defaults."""
+        return {"size": self.pipe.image_size, "law": self.pipe.default_settings()}
+
+    async def draw(self, orders: list[Order]) -> list[Any]:
+        """Return a `Drawn` for each order, or the error that refuses it."""
+        groups: dict[TokenLaw, list[int]] = defaultdict(list)
+        for index, order in enumerate(orders):
+            groups[order.law].append(index)
+        answers: list[Any] = [None] * len(orders)
+        for law, members in groups.items():
+            drawn = await asyncio.to_thread(self._draw, [orders[index] for index in members], law)
+            for index, answer in zip(members, drawn, strict=True):
+                answers[index] = answer
+        return answers
+
+    def _draw(self, orders: list[Order], law: TokenLaw) -> list[Any]:
+        generators = [torch.Generator().manual_seed(order.seed) for order in orders]
+        try:
+            prompts = [order.prompt for order in orders]
+            drawn = self.pipe(prompts, generator=generators, **{name: getattr(law, name) for name in _LAW})
+        except (ValueError, TypeError) as error:
+            # One bad prompt must not refuse the others of its batch.
+            return [error] if len(orders) == 1 else [self._draw([order], law)[0] for order in orders]
+        calls = drawn.trace.target_calls.tolist()
+        return [
+            Drawn(png_of(image), facts={"calls": count, "tokens": int(tokens.numel())})
+            for image, count, tokens in zip(drawn.images, calls, drawn.tokens, strict=True)
+        ]
+
+
+class RayPainter:
+    """Draws by a Ray Serve deployment of `Replica`.
+
+    Args:
+        model, sampler, device, threads: as for `Replica`.
+        replicas: how many; "auto": Ray's autoscaling decides.
+        batch: the most pictures of one call of the pipeline.
+        wait: seconds that an order waits for others.
+        options: of the deployment, such as `ray_actor_options={"num_gpus": 1}`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        sampler: str | None = None,
+        replicas: int | str = 1,
+        batch: int = 8,
+        wait: float = 0.02,
+        device: str | None = None,
+        threads: int | None = None,
+        **options: Any,
+    ) -> None:
+        serve = require_serve()
+        serve.start(proxy_location="Disabled")  # the endpoint is ours
+        batched = serve.batch(max_batch_size=batch, batch_wait_timeout_s=wait)
+        deployed = type("VisualSpecReplica", (Replica,), {"draw": batched(Replica.draw)})
+        deployment = serve.deployment(num_replicas=replicas, max_ongoing_requests=4 * batch, **options)(
+            deployed
+        )
+        app = deployment.bind(model, sampler, device, threads)
+        self.serve, self.name = serve, model
+        self.handle = serve.run(app, name="visual-spec", route_prefix=None)
+        facts = self.handle.facts.remote().result()
+        self.size, self.defaults = tuple(facts["size"]), facts["law"]
+
+    def law(self, **settings: Any) -> TokenLaw:
+        return TokenLaw(
+            **self.defaults | {name: value for name, value in settings.items() if value is not None}
+        )
+
+    def check(self, order: Order) -> None:
+        """Refuse partial pictures, which a replica does not send. Prompts are refused by the pipeline."""
+        if order.partial:
+            raise ValueError(f"partial_images={order.partial}; this model shows whole pictures only. Pass 0.")
+
+    async def draw(self, order: Order) -> AsyncIterator[Drawn]:
+        from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
+
+        for left in reversed(range(_TRIES)):
+            asked = self.handle.draw.remote(order)
+            try:
+                answer = await asked
+            except asyncio.CancelledError:
+                asked.cancel()
+                raise
+            except RayActorError:
+                if not left:
+                    raise
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            yield answer
+            return
+
+    def close(self) -> None:
+        self.serve.delete("visual-spec")

@@ -1,0 +1,168 @@
+"""A `Painter` that draws by vLLM, in one process: pictures of all requests in one engine, pairs entering together."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is installed in an environment of its own only.
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import tempfile
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.serving.painter import Drawn, Order, png_of
+from visual_spec.serving.vllm.engine import check_whole, engine_arguments, requests_of
+from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    """An order in the engine. `news` gets the tokens that it has, after calls, or what ended it."""
+
+    number: int
+    order: Order
+    loop: asyncio.AbstractEventLoop
+    news: asyncio.Queue[list[int] | Exception] = field(default_factory=asyncio.Queue)
+    names: list[str] = field(default_factory=list)
+    calls: int = 0
+
+    def tell(self, what: list[int] | Exception) -> None:
+        self.loop.call_soon_threadsafe(self.news.put_nowait, what)
+
+
+class VllmPainter:
+    """Draws by one engine, in a thread of its own. What vLLM schedules it schedules; this only lets pairs in together.
+
+    Args:
+        pipe: an `ImagePipeline` whose transformer vLLM serves (`save_for_vllm`); it encodes prompts and decodes tokens.
+        window: W of the windows; 1: none.
+        pictures: pictures in the engine at once; the next ones wait.
+        more: arguments of vLLM.
+
+    Raises:
+        ValueError: as `save_for_vllm` and `start.check_start`.
+    """
+
+    def __init__(self, pipe: Any, name: str, *, window: int = 32, pictures: int = 8, **more: Any) -> None:
+        self.pipe, self.name, self.size = pipe, name, pipe.image_size
+        self.ids = PromptIds(pipe.transformer, getattr(pipe, "text_encoder", None))
+        self.length, self.pictures = pipe.transformer.grid.num_tokens, pictures
+        with tempfile.TemporaryDirectory() as folder:
+            save_for_vllm(pipe, folder)
+            given = engine_arguments(folder, window=window, requests=2 * pictures, **more)
+            self.engine = LLMEngine.from_engine_args(EngineArgs(**given))
+        self._asked: queue.Queue[tuple[str, _Job | None]] = queue.Queue()
+        self._waiting: deque[_Job] = deque()
+        self._jobs: dict[int, _Job] = {}
+        self._number = 0
+        self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
+        self._thread.start()
+
+    def law(self, **settings: Any) -> TokenLaw:
+        return self.pipe.make_law(**settings)
+
+    def check(self, order: Order) -> None:
+        requests_of(self.ids, order.prompt, order.seed, order.law, self.length, "check")
+
+    async def draw(self, order: Order) -> AsyncIterator[Drawn]:
+        self._number += 1
+        job = _Job(self._number, order, asyncio.get_running_loop())
+        self._asked.put(("draw", job))
+        shown, finished = 0, False
+        try:
+            while not finished:
+                tokens = await job.news.get()
+                if isinstance(tokens, Exception):
+                    raise tokens
+                finished = len(tokens) == self.length
+                share = len(tokens) * (order.partial + 1) // self.length
+                if finished or share > shown:
+                    shown = share
+                    facts = {"calls": job.calls, "tokens": len(tokens)}
+                    yield Drawn(await asyncio.to_thread(self._png, tokens), finished, facts)
+        finally:
+            if not finished:
+                self._asked.put(("give up", job))
+
+    def close(self) -> None:
+        self._asked.put(("close", None))
+        self._thread.join(30)
+
+    @torch.no_grad()  # in a thread of its own, where gradients are on
+    def _png(self, tokens: list[int]) -> bytes:
+        """The picture of the tokens that there are; the newest one stands for the others."""
+        padded = tokens + [tokens[-1]] * (self.length - len(tokens))
+        return png_of(self.pipe.decode_tokens(torch.tensor([padded]))[0])
+
+    # -- the thread of the engine ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self._read():
+                    return
+                self._enter()
+                if self._jobs:
+                    for output in self.engine.step():
+                        self._tell(output)
+            except Exception as error:  # the engine is broken: say so to everybody, and go on for the next
+                logger.exception("vLLM failed")
+                for job in [*self._jobs.values(), *self._waiting]:
+                    job.tell(RuntimeError(f"vLLM failed: {error}."))
+                self._jobs.clear()
+                self._waiting.clear()
+
+    def _read(self) -> bool:
+        """Read what was asked; waits if there is nothing else to do. Returns whether to go on."""
+        while True:
+            try:
+                what, job = self._asked.get(block=not self._jobs and not self._waiting)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            if what == "draw":
+                self._waiting.append(job)
+            elif job in self._waiting:
+                self._waiting.remove(job)
+            elif self._jobs.pop(job.number, None) is not None:
+                self.engine.abort_request(job.names)
+
+    def _enter(self) -> None:
+        while self._waiting and len(self._jobs) < self.pictures:
+            job = self._waiting.popleft()
+            order, pair = job.order, f"{job.number}"
+            members = requests_of(self.ids, order.prompt, order.seed, order.law, self.length, pair)
+            for member, (prompt, params) in enumerate(members):
+                params.output_kind = RequestOutputKind.FINAL_ONLY if member else RequestOutputKind.CUMULATIVE
+                job.names.append(f"{pair}/{member}")
+                self.engine.add_request(job.names[-1], prompt, params)  # type: ignore[arg-type]
+            self._jobs[job.number] = job
+
+    def _tell(self, output: Any) -> None:
+        number, member = map(int, output.request_id.split("/"))
+        job = self._jobs.get(number)
+        if job is None or member:
+            return
+        tokens = list(output.outputs[0].token_ids)
+        job.calls += 1
+        if output.finished:
+            del self._jobs[number]
+            try:
+                check_whole(tokens, self.length)
+            except RuntimeError as error:
+                job.tell(error)
+                return
+        job.tell(tokens)

@@ -1,0 +1,122 @@
+"""What vLLM is refused to start with, and the pictures that all parts of one engine share."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is installed in an environment of its own only.
+from __future__ import annotations
+
+from typing import Any
+
+from visual_spec.serving.windows import Served, Windows
+
+FITS = ("0.32.0",)  # the versions of vLLM that were run
+PROPOSER = "visual_spec.serving.vllm.drafting.JacobiProposer"
+_WINDOWS = "_visual_spec_windows"
+
+
+def settings_of(vllm_config: Any) -> dict[str, Any] | None:
+    """Return `visual_spec` of `--additional-config`, or else of the model; None: it does not serve pictures."""
+    given = vllm_config.additional_config
+    given = given.get("visual_spec") if isinstance(given, dict) else None
+    return given or getattr(vllm_config.model_config.hf_config, "visual_spec", None)
+
+
+def windows_of(vllm_config: Any) -> Windows | None:
+    """Return the pictures of an engine, the same for all its parts; None if it does not serve pictures.
+
+    Raises:
+        ValueError: the engine was started with settings under which pictures are not safe; see `check_start`.
+    """
+    known = getattr(vllm_config, _WINDOWS, None)
+    settings = settings_of(vllm_config)
+    if known is None and settings is not None:
+        served = Served.of(settings, _end_of(vllm_config.model_config.hf_config))
+        check_start(vllm_config, served)
+        known = Windows(served, num_drafts_of(vllm_config))
+        object.__setattr__(vllm_config, _WINDOWS, known)
+    return known
+
+
+def num_drafts_of(vllm_config: Any) -> int:
+    """Return how many drafts of a request a call tests; 0 without a window."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else speculative.num_speculative_tokens
+
+
+def check_start(vllm_config: Any, served: Served) -> None:
+    """Refuse, before the model is loaded, settings under which pictures would be wrong or pairs would part.
+
+    Raises:
+        ValueError: names the setting, its value, and what to set.
+    """
+    from vllm import __version__
+
+    if __version__ not in FITS:
+        raise ValueError(
+            f"vLLM {__version__}; visual_spec serves with {', '.join(FITS)}. Install one of these."
+        )
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if cache.enable_prefix_caching:
+        raise ValueError(
+            "enable_prefix_caching=True; a request with a cached prompt starts before its pair does. Pass "
+            "enable_prefix_caching=False."
+        )
+    if scheduler.max_num_seqs % 2:
+        raise ValueError(
+            f"max_num_seqs={scheduler.max_num_seqs}; pairs take two places. Pass an even number."
+        )
+    longest = served.prompt_tokens or max(1, vllm_config.model_config.max_model_len - served.grid.num_tokens)
+    needed = scheduler.max_num_seqs * max(num_drafts_of(vllm_config) + 1, longest)
+    if scheduler.max_num_batched_tokens < needed:
+        raise ValueError(
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens}; {scheduler.max_num_seqs} requests need "
+            f"{needed} to be in every call. Pass that, or a smaller max_num_seqs."
+        )
+    if 0 < scheduler.long_prefill_token_threshold < longest:
+        raise ValueError(
+            f"long_prefill_token_threshold={scheduler.long_prefill_token_threshold} splits prompts of {longest} "
+            "tokens; leave it out."
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}; drafts are made where the model begins and "
+            "ends. Pass 1."
+        )
+    if speculative is not None:
+        _check_drafts(vllm_config)
+
+
+def _check_drafts(vllm_config: Any) -> None:
+    """Refuse drafts that are not ours: without our part an engine would draw the most probable tokens."""
+    speculative, second = vllm_config.speculative_config, vllm_config.use_v2_model_runner
+    ours = speculative.method == "ngram" if second else speculative.model == PROPOSER
+    if not ours:
+        use = '"ngram"' if second else f'"custom_class" and model "{PROPOSER}"'
+        raise ValueError(
+            f"speculative_config with method {speculative.method!r} and model {speculative.model!r}; with "
+            f"vLLM's {'second' if second else 'first'} model runner pass method {use}, or none for plain decoding."
+        )
+
+
+def check_cache(vllm_config: Any) -> None:
+    """Refuse a cache in which a request could be preempted: pairs would part. The size is known after loading only.
+
+    Raises:
+        ValueError: names the size of the cache, and what would do.
+    """
+    cache, most = vllm_config.cache_config, vllm_config.scheduler_config.max_num_seqs
+    length = vllm_config.model_config.max_model_len
+    if cache.num_gpu_blocks is None:
+        return
+    held = cache.num_gpu_blocks * cache.block_size
+    needed = most * -(-length // cache.block_size) * cache.block_size
+    if held < needed:
+        raise ValueError(
+            f"the cache holds {held} tokens; {most} requests of {length} need {needed}, or one could be preempted. "
+            "Pass a smaller max_num_seqs or max_model_len, or more memory."
+        )
+
+
+def _end_of(config: Any) -> int | None:
+    end = getattr(config, "eos_token_id", None)
+    return end[0] if isinstance(end, list) else end
