@@ -92,6 +92,8 @@ def test_a_lock_that_is_left_is_taken_again(tmp_path):
 
 EDITS: list[tuple[str, str, Any]] = [
     ("manifest.jsonl", "file", 3),
+    ("manifest.jsonl", "file", "000000"),
+    ("manifest.jsonl", "file", "000000.exe"),
     ("manifest.jsonl", "calls", "x"),
     ("manifest.jsonl", "calls", 10**400),
     ("manifest.jsonl", "calls", 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from visual_spec.eval.quality.media_files import MEDIA
 from visual_spec.files.names import inside
 from visual_spec.files.records import (
     COUNT,
@@ -21,6 +22,7 @@ from visual_spec.files.records import (
 )
 
 MANIFEST, TIMES, RUN, SCORES = "manifest.jsonl", "seconds.jsonl", "run.json", "scores/scores.json"
+_ENDINGS = tuple(ending for endings in MEDIA.values() for ending in endings)
 _AGAIN = "; run sample again"
 _LINE = {
     "index": COUNT,
@@ -55,6 +57,11 @@ def read_manifest(folder: Path, name: str = MANIFEST, *, whole: bool = False) ->
     lines = _refused_again(read_objects, inside(folder, name, folder), needed, _LINE)
     for line in lines:
         inside(folder, line["file"], folder / name)
+    kinds = sorted({Path(line["file"]).suffix for line in lines})
+    if kinds[1:] or (kinds and kinds[0].lower() not in _ENDINGS):
+        raise ValueError(
+            f"{folder / name} names files of kinds {kinds}; a set has one of {', '.join(_ENDINGS)}{_AGAIN}"
+        )
     if not lines:
         raise ValueError(f"{folder / name} is empty{_AGAIN}")
     return lines
