@@ -140,9 +140,7 @@ def test_other_settings_are_refused(order):
         SpeculativeAnyOrderSampler(0)
     with pytest.raises(ValueError, match="acceptance='grouped'; pass one of identical, exact"):
         SpeculativeAnyOrderSampler(acceptance="grouped")
-    with pytest.raises(
-        ValueError, match="steps=0; pass an integer of at least 1, or None for one call a token"
-    ):
+    with pytest.raises(ValueError, match="steps=0"):
         AnyOrderSampler(steps=0)
     with pytest.raises(ValueError, match="steps=9 for 8 tokens; pass at most 8"):
         AnyOrderSampler(steps=9)(MODEL, None, law=TokenLaw())

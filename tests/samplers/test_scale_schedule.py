@@ -326,7 +326,7 @@ def test_the_record_as_a_setting_and_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ("slow", "schedule='slow'; pass one of just-stop, skipvar, stagevar, fastvar, or values of stop_after, "),
+        ("slow", "schedule='slow'; pass one of just-stop, skipvar, stagevar, fastvar"),
         (3, "schedule=3"),
         ({"stop": 3}, "schedule has no setting 'stop'; pass some of preset, stop_after, guided_until, keep_share"),
         ({"stop_after": 2.0}, "stop_after=2.0; pass the number of a scale, -1 for the last, or None"),
