@@ -150,7 +150,7 @@ def deal(count: int, groups: int, strata: Sequence[str] | None = None) -> Tensor
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     if strata is not None:
         first: dict[str, int] = {}
-        ranks = [first.setdefault(strata[place], len(first)) for place in order.tolist()]
+        ranks = [first.setdefault(strata[int(place)], len(first)) for place in order]
         order = order[torch.tensor(ranks).argsort(stable=True)]
     dealt = torch.empty(count, dtype=torch.long)
     dealt[order] = torch.arange(count) % groups

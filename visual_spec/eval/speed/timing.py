@@ -68,7 +68,8 @@ def time_rounds(
         prepare: makes a condition of the index of a round's first sample; not timed.
         decode: (setting, condition, first sample) -> what was decoded, and its seconds.
     """
-    found = Rounds(*([[] for _ in range(count)] for _ in range(3)), [0] * count, [0] * count)
+    seconds, busy_seconds, calls = ([[] for _ in range(count)] for _ in range(3))
+    found = Rounds(seconds, busy_seconds, calls, [0] * count, [0] * count)
     for _ in range(warmup):
         condition = prepare(0)
         for index in range(count):
