@@ -55,7 +55,11 @@ def controlar_shapes(table: int = TRAINED * TRAINED) -> dict[str, tuple[int, ...
     shapes |= {"adapter_mlp.fc1.weight": (DIM, ADAPTER), "adapter_mlp.fc2.weight": (DIM, DIM)}
     for name in ("condition_mlp.cap_proj", *(f"condition_layers.{third}" for third in range(3))):
         shapes |= {f"{name}.fc1.weight": (DIM, DIM), f"{name}.fc2.weight": (DIM, DIM)}
-    return shapes | {"condition_mlp.uncond_embedding": (table, DIM)}
+    # The last table is in every file of the official program, and no forward reads it.
+    return shapes | {
+        "condition_mlp.uncond_embedding": (table, DIM),
+        "condition_embeddings.weight": (VOCAB, DIM),
+    }
 
 
 def controlar_weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

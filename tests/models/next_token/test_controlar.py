@@ -16,6 +16,7 @@ from tests.official import transformer_shapes, write_text_model
 from tests.tiny import seeded
 from tests.tiny_controlar import (
     ADAPTER,
+    DIM,
     LAYERS,
     PIXELS,
     SIDE,
@@ -257,6 +258,7 @@ def test_no_key_of_a_release_is_missing_or_left_over(width, heads, trained):
             continue
         sizes = (1, 1370, width) if "position" in key else tuple(scale.get(size, size) for size in shape)
         sizes = (trained * trained, 1280) if "uncond" in key else sizes
+        sizes = (16384, 1280) if key == "condition_embeddings.weight" else sizes
         for layer in range(12 if ".layer.0." in key else 1):
             shapes[key.replace(".layer.0.", f".layer.{layer}.")] = sizes
     model = load_controlar_checkpoint(on_meta(shapes), image_size=512)
@@ -269,6 +271,9 @@ def test_no_key_of_a_release_is_missing_or_left_over(width, heads, trained):
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="is no ControlAR: it lacks adapter_mlp"):
         load_controlar_checkpoint(write_text_model(tmp_path))
+    shapes = controlar_shapes() | {"condition_embeddings.weight": (VOCAB + 1, DIM)}
+    with pytest.raises(ValueError, match="1 unexpected.*condition_embeddings.weight"):
+        load_controlar_checkpoint(on_meta(shapes), image_size=PIXELS)
     shapes = controlar_shapes()
     del shapes["condition_layers.1.fc2.weight"]
     with pytest.raises(ValueError, match="1 missing: condition_layers.1.fc2.weight"):

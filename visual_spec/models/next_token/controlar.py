@@ -211,6 +211,7 @@ class ControlARTransformer(SavedModel, ModelMixin, ConfigMixin):
 
 _OWN = ("adapter.", "adapter_mlp.", "condition_mlp.", "condition_layers.")
 _TABLE = "condition_mlp.uncond_embedding"
+_UNREAD = "condition_embeddings.weight"  # [codes, dim]: the official network makes it and never reads it
 # Weights that DINOv2 has in files of older versions of transformers, and their names today.
 _RENAMED = {
     r"attention\.attention\.(query|key|value)\.": lambda found: f"attention.{found[1][0]}_proj.",
@@ -253,6 +254,9 @@ def load_controlar_checkpoint(
         )
     weights = {new_key(key): value for key, value in checkpoint.weights.items() if key.startswith(_OWN)}
     drawing = {key: value for key, value in checkpoint.weights.items() if not key.startswith(_OWN)}
+    codes = drawing.get("tok_embeddings.weight")
+    if codes is not None and _UNREAD in drawing and drawing[_UNREAD].shape == codes.shape:
+        del drawing[_UNREAD]
     found = Checkpoint(checkpoint.path, drawing, checkpoint.arguments)
     architecture = recognise(found)
     rotary = _trained_side(weights.get(_TABLE), name)
