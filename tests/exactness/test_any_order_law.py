@@ -96,7 +96,7 @@ def test_it_is_lossless_under_guidance_and_filters(law, acceptance):
         assert total_variation(Enumerator(sampler, model, law).run().law, want) < 1e-10
 
 
-@pytest.mark.parametrize(("steps", "groups"), [(2, [2, 4]), (3, [1, 2, 3]), (6, [1] * 6)])
+@pytest.mark.parametrize(("steps", "groups"), [(2, [1, 5]), (3, [1, 2, 3]), (6, [1] * 6)])
 @pytest.mark.parametrize("law", [PLAIN, GUIDED], ids=["plain", "guided"])
 def test_parallel_decoding_draws_each_group_given_those_before(steps, groups, law):
     model = TabularAnyOrderModel(TokenGrid(2, 3), 2)
@@ -106,6 +106,25 @@ def test_parallel_decoding_draws_each_group_given_those_before(steps, groups, la
     assert total_variation(found.law, want) < 1e-10 and found.calls == steps
     if law is PLAIN:  # a law of its own, unless every group is one token
         assert (total_variation(want, joint_along(model, order)) > 1e-2) == (steps < 6)
+
+
+@pytest.mark.parametrize("acceptance", ["identical", "exact"])
+def test_it_is_lossless_under_guidance_that_rises(acceptance):
+    """From 0.5 at the first place to 2.5 after the last of four: 0.5, 1, 1.5, 2."""
+    model, start = table(1), dict(guidance_start=0.5)
+    scales = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
+
+    def rising(logits: Tensor, guided: bool, places: Tensor) -> Tensor:
+        given, other = logits.chunk(2)
+        return (other + scales[places][..., None] * (given - other)).log_softmax(-1)
+
+    rising.guided = True  # type: ignore[attr-defined]
+    want: Any = law_of_groups(model, GIVEN, [1, 1, 1, 1], rising)  # type: ignore[arg-type]
+    for sampler in (
+        SpeculativeAnyOrderSampler(2, GIVEN, acceptance, **start),
+        AnyOrderSampler(GIVEN, **start),
+    ):
+        assert total_variation(Enumerator(sampler, model, GUIDED).run().law, want) < 1e-10
 
 
 def expected_calls(joint: Tensor, num_drafts: int) -> float:

@@ -72,7 +72,9 @@ class TabularAnyOrderModel(nn.Module):
         state.logits = self._scores(state, asked, nothing)
         return state
 
-    def forward(self, state: TabularState, tokens: Tensor, slots: Tensor, *, seen: Tensor) -> Tensor:
+    def forward(
+        self, state: TabularState, tokens: Tensor, slots: Tensor, *, seen: Tensor, together: bool = False
+    ) -> Tensor:
         """Return logits [R, W, V] of the slots, see `AnyOrderModel.__call__`."""
         state.tokens.scatter_(1, slots[:, : tokens.shape[1]], tokens)
         return self._scores(state, slots, seen)

@@ -162,8 +162,10 @@ CHANGED: dict[str, dict[str, Any]] = {
     ),
     "MultiscaleSampler": dict(pool=3, radius=None, max_rounds=None),
     "OrderedSampler": dict(order="diagonal", allow_approximate=True),
-    "AnyOrderSampler": dict(order=[4, 0, 2, 1, 3], steps=3),
-    "SpeculativeAnyOrderSampler": dict(num_drafts=2, order="raster", acceptance="exact"),
+    "AnyOrderSampler": dict(order=[4, 0, 2, 1, 3], steps=3, guidance_start=0.5),
+    "SpeculativeAnyOrderSampler": dict(
+        num_drafts=2, order="raster", acceptance="exact", guidance_start=0.5
+    ),
     "ZipARSampler": dict(window=2, adaptive=True, measure=True),
     "ParallelJacobiSampler": dict(
         rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True

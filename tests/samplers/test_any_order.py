@@ -79,7 +79,7 @@ def test_the_order_is_that_of_the_grid():
     assert len({tuple(order) for order in found}) > 1
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 8])
+@pytest.mark.parametrize("steps", [2, 5, 8])
 def test_parallel_decoding_takes_as_many_calls_as_asked_for(steps):
     sampler = AnyOrderSampler(GIVEN, steps)
     trace = decode(sampler).trace
@@ -93,16 +93,15 @@ def test_parallel_decoding_takes_as_many_calls_as_asked_for(steps):
 
 
 def test_the_schedule_is_a_cosine():
-    """By hand for 256 tokens: after step s of S, the whole part of 256 cos(pi s / 2 S) places are left to decode."""
-    for steps in (1, 7, 64, 88, 256):
+    """By hand for 256 tokens: one, then the whole part of 1 + 256 (1 - cos(pi s / 2 S)) after call s of S."""
+    for steps in (2, 7, 64, 88, 256):
         bounds = AnyOrderSampler(steps=steps).bounds(256)
-        assert len(bounds) == steps + 1 and (bounds[0], bounds[-1]) == (0, 256)
-        for step in range(1, steps):
-            left = min(
-                256 - bounds[step - 1] - 1, math.floor(256 * math.cos(math.pi * step / steps / 2) + 1e-9)
-            )
-            assert bounds[step] == 256 - left
+        assert len(bounds) == steps + 1 and (bounds[:2], bounds[-1]) == ((0, 1), 256)
+        for step in range(2, steps + 1):
+            reached = math.floor(1 + 256 * (1 - math.cos(math.pi * step / steps / 2)))
+            assert bounds[step] == min(256, max(bounds[step - 1] + 1, reached))
     assert AnyOrderSampler().bounds(5) == (0, 1, 2, 3, 4, 5)
+    assert AnyOrderSampler(steps=1).bounds(1) == (0, 1)
 
 
 def test_a_callback_ends_the_decode():
@@ -142,8 +141,16 @@ def test_other_settings_are_refused(order):
         SpeculativeAnyOrderSampler(acceptance="grouped")
     with pytest.raises(ValueError, match="steps=0"):
         AnyOrderSampler(steps=0)
-    with pytest.raises(ValueError, match="steps=9 for 8 tokens; pass at most 8"):
-        AnyOrderSampler(steps=9)(MODEL, None, law=TokenLaw())
+    for steps in (1, 9):
+        with pytest.raises(ValueError, match=f"steps={steps} for 8 tokens; pass 2 to 8"):
+            AnyOrderSampler(steps=steps)(MODEL, None, law=TokenLaw())
+
+
+@pytest.mark.parametrize("sampler", [AnyOrderSampler, SpeculativeAnyOrderSampler])
+@pytest.mark.parametrize("start", [-1.0, 2e6, float("nan"), "1", True])
+def test_other_first_guidance_is_refused(sampler, start):
+    with pytest.raises(ValueError, match=f"guidance_start={start!r}; pass a finite number from 0 to"):
+        sampler(guidance_start=start)
 
 
 # -- planted bugs ----------------------------------------------------------------------------------------------------
@@ -153,9 +160,9 @@ def test_catches_a_call_that_reads_a_refused_draft(monkeypatch):
     """The newest token is not fed again: its slot still holds the draft that it replaced."""
     real = TabularAnyOrderModel.forward
 
-    def stale(self: Any, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor) -> Tensor:
+    def stale(self: Any, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor, **more: Any) -> Tensor:
         fed = tokens[:, :0] if tokens.shape[1] == 1 else tokens
-        return real(self, state, fed, slots, seen=seen)
+        return real(self, state, fed, slots, seen=seen, **more)
 
     plain = decode(AnyOrderSampler(GIVEN)).tokens
     monkeypatch.setattr(TabularAnyOrderModel, "forward", stale)

@@ -21,7 +21,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.any_order import AlongOrderSampler, SlotOrder, check_slot_order
+from visual_spec.samplers.core.any_order import (
+    AlongOrderSampler,
+    GuidanceStart,
+    SlotOrder,
+    check_slot_order,
+)
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.checks import ACCEPTANCES
@@ -54,6 +59,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
         order: "random" (of each sample its own), "halton", "rolled_halton", "raster", or all slots of the grid in the
             order of decoding.
         acceptance: "identical" (the tokens of `AnyOrderSampler` for the same generator) or "exact" (its law).
+        guidance_start: as in `AnyOrderSampler`.
 
     Raises:
         ValueError: a setting has another value.
@@ -65,6 +71,7 @@ class SpeculativeAnyOrderSampler(AlongOrderSampler, ChainSampler):
         num_drafts: Annotated[int, CALLS] = 7,
         order: SlotOrder = "random",
         acceptance: Annotated[str, OneOf(ACCEPTANCES)] = "identical",
+        guidance_start: GuidanceStart = None,
     ) -> None:
         check_slot_order(order)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -52,8 +51,11 @@ def straight_line(
     order: Tensor,
     words: Tensor | None = None,
     prefix_turn: float = 0.0,
+    group: tuple[int, int] | None = None,
 ) -> Tensor:
     """Logits [L, V], by place, of one picture: prefix, then instruction and token of every place, causal.
+
+    With a group, the sequence ends in its instructions, and the logits are theirs.
 
     Two attention heads, of 8 channels each; a quarter of the channels turns by row, as many by column.
 
@@ -61,6 +63,7 @@ def straight_line(
         prefix: [T, dim].
         words: bool [T], the positions of the prefix that others see.
         prefix_turn: what queries and keys of the prefix are multiplied by.
+        group: first place that is asked together with others, and the last of them plus one.
     """
     frequencies = 10000.0 ** (-torch.arange(0, 4, 2, dtype=torch.float64) / 4)
     angles = torch.cat([(order // SIDE)[:, None] * frequencies, (order % SIDE)[:, None] * frequencies], 1)
@@ -68,15 +71,20 @@ def straight_line(
     embedding = weights["pos_instruct_embeddings"].view(2, 4, 2)  # heads, pairs
     told = torch.view_as_real(torch.view_as_complex(embedding) * turn[:, None]).flatten(1)  # [L, dim]
     pairs = torch.stack([told, weights["tok_embeddings.weight"][tokens[order]]], 1).flatten(0, 1)
-    x, length = torch.cat([prefix, pairs]), len(prefix)
-    turn = torch.cat([torch.full((length, 4), prefix_turn), turn.repeat_interleave(2, 0)])[:, None]
+    x, length, turns = torch.cat([prefix, pairs]), len(prefix), turn.repeat_interleave(2, 0)
+    if group is not None:
+        known = 2 * group[0]
+        x = torch.cat([x[: length + known], told[slice(*group)]])
+        turns = torch.cat([turns[:known], turn[slice(*group)]])
+    turn = torch.cat([torch.full((length, 4), prefix_turn), turns])[:, None]
     mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     if words is not None:
         mask[:, :length] &= words
         mask |= torch.eye(len(x), dtype=torch.bool)
     for layer in range(2):
         x = straight.layer(weights, layer, x, mask, turn)
-    return straight.norm(weights, x, "norm")[length::2] @ weights["output.weight"].T
+    heads = x[length::2] if group is None else x[length + known :]
+    return straight.norm(weights, heads, "norm") @ weights["output.weight"].T
 
 
 def expected(weights: dict[str, Tensor], tokens: Tensor, orders: Tensor = ORDERS) -> Tensor:
@@ -166,19 +174,46 @@ def test_samplers_draw_along_the_sequence(loaded, acceptance):
         assert torch.equal(sampler(model, LABELS, law=law, batch_size=2).tokens, tokens)
 
 
-def test_parallel_decoding_asks_every_place_of_a_group_as_the_next(loaded):
-    """The likeliest tokens: each place behind the groups before, which are fed in their order."""
+def test_instructions_of_one_call_see_the_earlier_ones_of_it(loaded):
+    """Five places after three known ones: the sequence ends in five instructions without tokens between them."""
     weights, model = loaded
-    order, sampler = ORDERS[0], AnyOrderSampler(ORDERS[0].tolist(), steps=3)
-    bounds, tokens = sampler.bounds(LENGTH), torch.zeros(2, LENGTH, dtype=torch.long)
-    assert bounds == (0, 2, 5, 9)
-    for first, stop in pairwise(bounds):
-        found = tokens.clone()
-        for place in range(first, stop):
-            moved = torch.cat([order[:first], order[place:], order[first:place]]).expand(2, -1)
-            found[:, order[place]] = expected(weights, tokens, moved)[:2, first].argmax(-1)
-        tokens = found
-    assert torch.equal(sampler(model, LABELS, law=TokenLaw(top_k=1), batch_size=2).tokens, tokens)
+    tokens, known, asked = drawn(), 3, 5
+    along, state = begun(model, window=LENGTH)
+    places = torch.arange(known + asked).expand(2, -1)
+    fed = tokens.gather(1, ORDERS)[:, :known]
+    logits = along.ask(state, fed, places, places.clamp(max=known), together=True)
+    labels = [*LABELS.tolist(), CLASSES, CLASSES]
+    prefixes = weights["cls_embedding.embedding_table.weight"][labels][:, None]
+    for row, (picture, order) in enumerate(zip(tokens.repeat(2, 1), ORDERS.repeat(2, 1), strict=True)):
+        want = straight_line(weights, prefixes[row], picture, order, group=(known, known + asked))
+        close(logits[row, known:], want)
+
+
+# Likeliest tokens of the public code (github.com/ziqipang/RandAR, `RandARTransformer.generate` with top_k=1), on these
+# weights, labels and orders: by calls, then by guidance (first place, end).
+PUBLISHED = {
+    (2, 1.0, 4.0): [[10, 10, 10, 0, 8, 2, 11, 11, 11], [7, 7, 0, 0, 0, 0, 0, 2, 2]],
+    (2, 4.0, 4.0): [[5, 6, 6, 11, 8, 2, 11, 11, 11], [0, 7, 0, 2, 0, 0, 0, 2, 11]],
+    (3, 1.0, 4.0): [[10, 10, 10, 2, 8, 0, 11, 2, 11], [7, 7, 0, 7, 7, 9, 1, 2, 2]],
+    (3, 4.0, 4.0): [[5, 8, 6, 6, 8, 11, 11, 2, 11], [0, 7, 0, 2, 2, 4, 7, 2, 11]],
+    (4, 1.0, 4.0): [[10, 10, 10, 2, 8, 2, 2, 2, 11], [7, 7, 4, 1, 1, 9, 1, 2, 2]],
+    (4, 1.0, 1.0): [[10, 10, 10, 2, 8, 2, 2, 2, 11], [7, 7, 0, 1, 1, 8, 1, 2, 2]],
+    (9, 1.0, 4.0): [[10, 10, 10, 2, 8, 11, 2, 2, 11], [7, 7, 4, 1, 1, 8, 1, 2, 2]],
+    (9, 4.0, 4.0): [[5, 8, 8, 11, 8, 11, 11, 11, 11], [4, 4, 1, 0, 0, 3, 0, 2, 11]],
+}
+
+
+@pytest.mark.parametrize(("steps", "start", "end"), PUBLISHED)
+def test_parallel_decoding_gives_the_tokens_of_the_public_code(loaded, steps, start, end):
+    law = TokenLaw(guidance_scale=end, top_k=1)
+    for row, order in enumerate(ORDERS.tolist()):
+        sampler = AnyOrderSampler(order, steps, guidance_start=start)
+        found = sampler(loaded[1], LABELS[row : row + 1], law=law).tokens[0]
+        assert found.tolist() == PUBLISHED[steps, start, end][row]
+    if steps == LENGTH:  # one token a call: the law that ASSD keeps
+        sampler = SpeculativeAnyOrderSampler(3, order, guidance_start=start)
+        found = sampler(loaded[1], LABELS[row : row + 1], law=law).tokens[0]
+        assert found.tolist() == PUBLISHED[steps, start, end][row]
 
 
 @pytest.mark.parametrize("zero", [True, False])

@@ -52,7 +52,9 @@ class AnyOrderModel(Protocol):
         """
         ...
 
-    def __call__(self, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor) -> Tensor:
+    def __call__(
+        self, state: Any, tokens: Tensor, slots: Tensor, *, seen: Tensor, together: bool = False
+    ) -> Tensor:
         """Predict slots, and feed tokens at the first of them. No host synchronisation.
 
         The cache is written by slot: feeding another token at a slot undoes a rejected one.
@@ -64,6 +66,8 @@ class AnyOrderModel(Protocol):
                 past the grid, up to num_tokens + window - 1 (scratch room; those logits are ignored).
             seen: bool [B, W, num_tokens], the slots that each position attends to; none may be its own. A slot fed in
                 the same call counts with its new token. Every position also sees the condition.
+            together: whether a position that is only asked also sees which slots were asked before it in this call.
+                A model that names slots in another way than by tokens of their own may leave it out.
 
         Returns:
             logits [R, W, V]; position w predicts slot `slots[b, w]` given what it sees, and not its own token.

@@ -384,6 +384,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         seen: Tensor | None = None,
         predicted: Tensor | None = None,
         answers: Tensor | None = None,
+        together: bool = False,
     ) -> Tensor:
         """Feed `tokens [B, W]` at `slots [B, W]`; logits `[R, W, V]`, position w predicting slot `slots[b, w] + 1`.
 
@@ -398,7 +399,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         if self.trained_order == ANY_ORDER:
             if seen is None:
                 raise ValueError("this model decodes in any order; pass seen.")
-            state.features = llamagen_any_order.forward(self, state, tokens, slots, seen)
+            state.features = llamagen_any_order.forward(self, state, tokens, slots, seen, together)
             return self._head(state.features)
         if self.trained_order == RASTER_ORDER:
             check_raster(slots, predicted, self.grid.num_tokens)

@@ -5,13 +5,15 @@ order: condition, instruction of the first slot, its token, instruction of the s
 over the whole sequence. An instruction is one learned embedding, turned by the rotary table at the slot that is to be
 predicted. Both tokens of a pair attend at the rotary index of their slot, and the head reads the instruction.
 
-The cache is written by slot: tokens at the slots, instructions behind them. Positions of one call that are only asked
-do not see each other's instructions, because the model was never shown an instruction without its token.
+The cache is written by slot: tokens at the slots, instructions after them. Positions of one call that are only asked do
+not see each other's instructions, as if each came next. With `together` they see those asked before them, as in the
+causal mask of RandAR's public code.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +21,21 @@ from torch import Tensor
 
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.next_token.llamagen_blocks import Shared, Turns, rotate, turns_of
+from visual_spec.models.next_token.llamagen_state import LlamaGenState
 
-if TYPE_CHECKING:
-    from visual_spec.models.next_token.llamagen import LlamaGenTransformer
-    from visual_spec.models.next_token.llamagen_state import LlamaGenState
+
+class Blocks(Protocol):
+    """What these functions read of a LlamaGen transformer."""
+
+    tok_embeddings: Any
+    pos_instruct_embeddings: Any
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    def unturned(self, table: Tensor) -> Tensor: ...
+
+    def run(self, hidden: Tensor, cache: StaticCache, shared: Shared) -> tuple[Tensor, Tensor]: ...
 
 
 def instructions(embedding: Tensor, table: Tensor, heads: int) -> Tensor:
@@ -32,7 +45,7 @@ def instructions(embedding: Tensor, table: Tensor, heads: int) -> Tensor:
 
 
 def _run(
-    model: LlamaGenTransformer,
+    model: Blocks,
     cache: StaticCache,
     hidden: Tensor,
     seen: Tensor,
@@ -50,7 +63,7 @@ def _run(
 
 
 def prefill(
-    model: LlamaGenTransformer,
+    model: Blocks,
     cache: StaticCache,
     prefix: Tensor,
     prefix_mask: Tensor,
@@ -81,7 +94,7 @@ def prefill(
 
 
 def forward(
-    model: LlamaGenTransformer, state: LlamaGenState, tokens: Tensor, slots: Tensor, seen: Tensor
+    model: Blocks, state: LlamaGenState, tokens: Tensor, slots: Tensor, seen: Tensor, together: bool = False
 ) -> Tensor:
     """Answer a call of `AnyOrderModel`: what the head reads, [R, W, dim]."""
     cache, length, fed = state.cache, state.prefix_mask.shape[1], tokens.shape[1]
@@ -91,6 +104,12 @@ def forward(
     held = F.pad(seen, (0, state.window))  # [R, W, L + window]
     seen = torch.cat([state.prefix_mask[:, None].expand(-1, slots.shape[1], -1), held, held], 2)
     seen = seen.scatter(2, own[..., None], True)
+    if together:
+        asked = own[:, fed:]  # [R, W - F]
+        earlier = torch.ones(asked.shape[1], asked.shape[1], dtype=torch.bool, device=asked.device).tril()
+        seen[:, fed:] = seen[:, fed:].scatter(
+            2, asked[:, None].expand(-1, asked.shape[1], -1), earlier.expand(len(asked), -1, -1)
+        )
     # A token that is fed sees its instruction and itself besides.
     places = length + slots[:, :fed]
     seen = torch.cat([seen, seen[:, :fed].scatter(2, places[..., None], True)], 1)  # [R, W + F, S]
@@ -103,5 +122,5 @@ def forward(
 
 
 def _instruction_places(cache: StaticCache, prefix: int, slots: Tensor) -> Tensor:
-    """Return the cache places of the instructions of slots: behind as many places of tokens."""
+    """Return the cache places of the instructions of slots: after as many places of tokens."""
     return prefix + (cache.num_slots - prefix) // 2 + slots

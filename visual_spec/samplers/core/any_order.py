@@ -14,13 +14,14 @@ from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.trained_order import trained_order
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_request
-from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
 from visual_spec.samplers.core.noise import CounterNoise
 from visual_spec.samplers.core.settings import OneOf, Within
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 
 SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0)]
+GuidanceStart = Annotated[float | None, Within(0, LARGEST, none="the law's guidance at every place")]
 
 
 @dataclass
@@ -51,11 +52,15 @@ class AlongOrder(nn.Module):
         model: the any-order model.
         order: long [B, L], the slots of each sample in the order of decoding.
         first: places that the prefill asks.
+        ramp: guidance at the first place, and the guidance of the law, which is reached linearly after the last;
+            None: that of the law at every place.
     """
 
-    def __init__(self, model: AnyOrderModel, order: Tensor, first: int = 1) -> None:
+    def __init__(
+        self, model: AnyOrderModel, order: Tensor, first: int = 1, ramp: tuple[float, float] | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.order, self.first = model, order, first
+        self.model, self.order, self.first, self.ramp = model, order, first, ramp
         self.grid = TokenGrid(1, model.grid.num_tokens)
         self.vocab_size = model.vocab_size
 
@@ -69,21 +74,38 @@ class AlongOrder(nn.Module):
             condition, batch_size=batch_size, guided=guided, window=window, asked=order[:, : self.first]
         )
         device = inner.logits.device
-        return AlongOrderState(inner.logits, guided, window, inner, order.to(device), rank.to(device))
+        places = torch.arange(self.first, device=device).expand(batch_size, -1)
+        logits = self._ramped(inner.logits, places, guided)
+        return AlongOrderState(logits, guided, window, inner, order.to(device), rank.to(device))
 
-    def ask(self, state: AlongOrderState, tokens: Tensor, places: Tensor, known: Tensor) -> Tensor:
+    def ask(
+        self, state: AlongOrderState, tokens: Tensor, places: Tensor, known: Tensor, together: bool = False
+    ) -> Tensor:
         """Predict places, and feed tokens at the first of them.
 
         Args:
             tokens: long [B, F].
             places: long [B, W].
             known: long [B, W], how many places of the order each position sees.
+            together: see `AnyOrderModel`; the ramp of guidance then goes by the places that are known.
 
         Returns:
             logits [R, W, V].
         """
         seen = state.rank[:, None] < known[..., None]  # [B, W, L]
-        return self.model(state.inner, tokens, state.order.gather(1, places), seen=seen)
+        logits = self.model(state.inner, tokens, state.order.gather(1, places), seen=seen, together=together)
+        return self._ramped(logits, known if together else places, state.guided)
+
+    def _ramped(self, logits: Tensor, places: Tensor, guided: bool) -> Tensor:
+        """Return logits [R, W, V] that the law guides as the ramp says at `places [B, W]`."""
+        if self.ramp is None or not guided:
+            return logits
+        first, last = self.ramp
+        share = (first + (last - first) * places.to(logits.dtype) / self.grid.num_tokens) / last  # [B, W]
+        conditional, other = logits.chunk(2)
+        forbidden = conditional.isneginf() | other.isneginf()
+        moved = other + share[..., None] * (conditional - other)
+        return torch.cat([moved.masked_fill(forbidden, -torch.inf), other])
 
     def forward(self, state: AlongOrderState, tokens: Tensor, slots: Tensor) -> Tensor:
         """As `NextTokenModel`: feed `tokens [B, W]` at consecutive places, predict the places behind: [R, W, V].
@@ -97,7 +119,7 @@ class AlongOrder(nn.Module):
 class AlongOrderSampler(Sampler):
     """A sampler of any-order models. A method reads places: `run.model` is an `AlongOrder`.
 
-    It reads the setting `order`, a `SlotOrder`.
+    It reads the settings `order`, a `SlotOrder`, and `guidance_start`, the guidance at the first place.
     """
 
     takes: tuple[str, ...] = ()
@@ -124,7 +146,9 @@ class AlongOrderSampler(Sampler):
         **parts: Any,
     ) -> Run:
         order = slots_in_order(self.config.order, model.grid, keys)
-        along = AlongOrder(model, order, self.first_places(order.shape[1]))
+        start = self.config.guidance_start
+        ramp = (start, law.guidance_scale) if start is not None and law.guided else None
+        along = AlongOrder(model, order, self.first_places(order.shape[1]), ramp)
         return super().begin(along, condition, law, keys, watch, **parts)
 
     def result(self, run: Run, state: Any, tokens: Tensor, trace: dict[str, Any]) -> SampleResult:

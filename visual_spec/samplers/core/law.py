@@ -14,7 +14,7 @@ from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_f
 
 # Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
-_LARGEST = 1e6  # guidance scale and temperature: products with logits stay finite in float32
+LARGEST = 1e6  # guidance scale and temperature: products with logits stay finite in float32
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class TokenLaw:
     guidance_until: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.guidance_scale <= _LARGEST:
+        if not 0 <= self.guidance_scale <= LARGEST:
             raise ValueError(
-                f"guidance_scale={self.guidance_scale}; pass a finite number of at least 0 and at most {_LARGEST:g} "
+                f"guidance_scale={self.guidance_scale}; pass a finite number of at least 0 and at most {LARGEST:g} "
                 "(1 or below: no guidance)."
             )
-        warm = _LEAST_TEMPERATURE <= self.temperature <= _LARGEST
+        warm = _LEAST_TEMPERATURE <= self.temperature <= LARGEST
         if self.temperature != 0 and not warm:
             raise ValueError(
                 f"temperature={self.temperature}; pass 0 (greedy), or a finite number of at least "
-                f"{_LEAST_TEMPERATURE} and at most {_LARGEST:g}."
+                f"{_LEAST_TEMPERATURE} and at most {LARGEST:g}."
             )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r}; pass an integer of at least 0 (0: keep every token).")
