@@ -68,7 +68,8 @@ def command_line(command: str, model: str, out: Path) -> list[str]:
         "generate": [prompt, "--model", model, "--out", str(out)],
         "bench": ["--model", model, "--samplers", SAMPLERS[model], "--batch-sizes", "1", "--prompts", "1",
                   "--warmup", "0", "--without-no-cache"],
-        "sample": ["--model", model, "--prompts", str(prompts), "--num", "1", "--out", str(out)],
+        "sample": ["--model", model, "--prompts", str(prompts), "--num", "1", "--batch-size", "1",
+                   "--out", str(out)],
     }[name]  # fmt: skip
 
 
