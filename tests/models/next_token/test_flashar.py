@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from typing import Any
 
@@ -50,14 +51,17 @@ def tiny_presets(monkeypatch):
     add_tiny_presets(monkeypatch)
 
 
-def file_of(tmp_path, **more: Any) -> tuple[dict[str, Tensor], LlamaGenTransformer]:
+def file_of(
+    tmp_path, training: dict[str, Any] | None = None, **more: Any
+) -> tuple[dict[str, Tensor], LlamaGenTransformer]:
     weights = random_weights(flashar_shapes(2, 16, vocab=VOCAB, **more), torch.float64)
     for key in [key for key in weights if key.startswith("hv_gate_mlp")]:
         weights[key] = 3 * torch.randn(
             weights[key].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(key))
         )
     fixed = torch.tensor(0.7, dtype=torch.float64)  # of a run before it had a gate; nothing reads it
-    torch.save({"model": weights | {"hv_mix_logit": fixed}}, tmp_path / "flashar.pt")
+    args = {} if training is None else {"args": argparse.Namespace(**training)}
+    torch.save({"model": weights | {"hv_mix_logit": fixed}} | args, tmp_path / "flashar.pt")
     return weights, load_transformer(tmp_path / "flashar.pt", image_size=2 * SIDE, patch_size=2)
 
 
@@ -92,6 +96,49 @@ def test_one_pass_and_step_by_step_compute_what_the_layout_says(tmp_path, more, 
     for steps in (order.steps[1:], (order.joined(),)):
         found = scores(model, condition, TOKENS, steps)
         assert float((found - want).abs().max()) < 1e-12 * float(want.abs().max())
+
+
+TRAININGS = [
+    pytest.param({"vertical_start_layer": 0}, 1, 0, id="from the first block"),
+    pytest.param({"vertical_start_layer": 1, "medusa_attention_num": 1}, 1, 1, id="from the second block"),
+    pytest.param({"vertical_start_last_minus_depth": True}, 2, 0, id="as deep as the trunk"),
+    pytest.param({"vertical_start_layer": -1}, 1, 2, id="after the trunk"),
+    pytest.param({"vertical_start_layer": 7}, 1, 2, id="past the trunk"),
+]
+
+
+@pytest.mark.parametrize(("training", "branch_layers", "start"), TRAININGS)
+def test_the_branch_starts_where_it_was_trained_to(tmp_path, training, branch_layers, start):
+    """As `_run_backbone_and_vertical` of github.com/lxazjk/LlamaGen-FlashAR: the trunk's output before that block."""
+    weights, model = file_of(tmp_path, training, classes=CLASSES, branch=branch_layers)
+    want = expected(weights, LABELS, TOKENS, gated, start)
+    order = order_of("flashar", model.grid)
+    for steps in (order.steps[1:], (order.joined(),)):
+        found = scores(model, LABELS, TOKENS, steps)
+        assert float((found - want).abs().max()) < 1e-12 * float(want.abs().max())
+    whole = order.joined()
+    right, below = model.teacher_forced_heads(
+        TOKENS[:, whole.sources],
+        LABELS,
+        slots=whole.sources,
+        seen=whole.seen[:, whole.sources],
+        answers=whole.answers.where(whole.answers < 0, whole.answers + 1),
+    )
+    merged = model.merge(right, below, whole.answers).detach()
+    assert float((merged - want[:3, whole.emitted]).abs().max()) < 1e-12 * float(want.abs().max())
+    again: Any = LlamaGenTransformer.from_config(model.config)
+    assert again.config["branch_start"] == model.config["branch_start"]
+
+
+def test_a_file_that_contradicts_its_training_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="medusa_attention_num=2, but has 1 blocks"):
+        file_of(tmp_path, {"medusa_attention_num": 2}, classes=CLASSES)
+
+
+@pytest.mark.parametrize(("order", "start"), [("flashar", 3), ("nar", -1), ("raster", 0)])
+def test_a_branch_that_starts_nowhere_is_refused(order, start):
+    with pytest.raises(ValueError, match=f"branch_start={start} of order '{order}'"):
+        LlamaGenTransformer(VOCAB, 16, 2, 2, SIDE, order=order, branch_start=start)
 
 
 def test_the_gate_matters_and_is_no_mean(tmp_path):

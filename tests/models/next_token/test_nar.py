@@ -57,11 +57,16 @@ def mean(weights: dict[str, Tensor], right: Tensor, below: Tensor) -> Tensor:
 
 
 def straight_line(
-    weights: dict[str, Tensor], prefix: Tensor, words: Tensor, tokens: Tensor, merge: Merge = mean
+    weights: dict[str, Tensor],
+    prefix: Tensor,
+    words: Tensor,
+    tokens: Tensor,
+    merge: Merge = mean,
+    branch: int = 2,
 ) -> Tensor:
     """Logits [L, V] of all slots of one picture, in one pass over prefix [T, dim] and tokens [L]: no cache, no calls.
 
-    Two layers before the right head, whatever follows before the lower one; two attention heads.
+    Two layers before the right head; the lower one's leave them before layer `branch`; two attention heads.
     """
     size, start, side = prefix.shape[1] // 2, len(prefix), math.isqrt(len(tokens))
     x = torch.cat([prefix, weights["tok_embeddings.weight"][tokens]])
@@ -74,12 +79,14 @@ def straight_line(
     angles = torch.cat([row[:, None] * frequencies, column[:, None] * frequencies], 1)
     turn = torch.cat([torch.zeros(start, size // 2), torch.polar(torch.ones_like(angles), angles)])[:, None]
 
-    taps = []
-    for layer in range(sum(name.endswith("attention.wo.weight") for name in weights)):
+    taps = [x]
+    for layer in range(2):
+        taps.append(straight.layer(weights, layer, taps[-1], mask, turn))
+    x = taps[branch]
+    for layer in range(2, sum(name.endswith("attention.wo.weight") for name in weights)):
         x = straight.layer(weights, layer, x, mask, turn)
-        taps.append(x)
-    right = straight.norm(weights, taps[1], "norm")[start - 1 :] @ weights["output.weight"].T
-    below = straight.norm(weights, taps[-1], "medusa_norm")[start - 1 :] @ weights["medusa_output.weight"].T
+    right = straight.norm(weights, taps[2], "norm")[start - 1 :] @ weights["output.weight"].T
+    below = straight.norm(weights, x, "medusa_norm")[start - 1 :] @ weights["medusa_output.weight"].T
     found = [merge(weights, right[0], below[0])]
     for slot in range(1, len(tokens)):
         left, up = right[slot], below[slot - side + 1] if slot >= side else None
@@ -90,7 +97,9 @@ def straight_line(
     return torch.stack(found)
 
 
-def expected(weights: dict[str, Tensor], condition: Any, tokens: Tensor, merge: Merge = mean) -> Tensor:
+def expected(
+    weights: dict[str, Tensor], condition: Any, tokens: Tensor, merge: Merge = mean, branch: int = 2
+) -> Tensor:
     """`straight_line` of a batch, conditional rows, then unconditional ones: [2B, L, V]."""
     found = []
     for guided in (False, True):
@@ -105,7 +114,7 @@ def expected(weights: dict[str, Tensor], condition: Any, tokens: Tensor, merge: 
                 inner = features @ weights["cls_embedding.cap_proj.fc1.weight"].T
                 inner = torch.nn.functional.gelu(inner, approximate="tanh")
                 prefix = inner @ weights["cls_embedding.cap_proj.fc2.weight"].T
-            found.append(straight_line(weights, prefix, words, tokens[sample], merge))
+            found.append(straight_line(weights, prefix, words, tokens[sample], merge, branch))
     return torch.stack(found)
 
 

@@ -77,9 +77,10 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             image tokens see the mean of the prefix values. False leaves prefix keys unrotated, so image tokens can
             attend to single words; a small model then learns captions far sooner.
         order: the order the model was trained for (`TrainedOrderModel`): "raster"; "nar", near to far, with a second
-            head that predicts the slot below and reads `branch_layers` more blocks than the first; "flashar", the same
-            with a learned gate between the heads (`HeadGate`); "par4" or "par16", regions, with learned tokens, whose
-            keys vanish like those of the prefix; "any", RandAR's any-order model (`llamagen_any_order`).
+            head that predicts the slot below and reads `branch_layers` blocks of its own; "flashar", the same with a
+            learned gate between the heads (`HeadGate`); "par4" or "par16", regions, with learned tokens, whose keys
+            vanish like those of the prefix; "any", RandAR's any-order model (`llamagen_any_order`).
+        branch_start: block of the trunk before which the lower head's blocks leave it; None: after the last.
         num_frames: frames of the grid. With several, the rotary table has a part for them (`rotary_table`), and
             learned embeddings of the frame, row and column of a token are added to it.
 
@@ -88,7 +89,8 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
 
     Raises:
         ValueError: not exactly one of `num_classes` and `caption_dim` is given, the head size is not a multiple of 4,
-            the order is unknown or has several frames, or the rotary table is smaller than the grid or of frames.
+            the order is unknown or has several frames, a branch starts in no block of the trunk or of a model without
+            one, or the rotary table is smaller than the grid or of frames.
     """
 
     _repeated_blocks = ["TransformerBlock"]
@@ -113,6 +115,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         order: str = RASTER_ORDER,
         branch_layers: int = 1,
         rotary_size: int | None = None,
+        branch_start: int | None = None,
     ):
         super().__init__()
         known = (RASTER_ORDER, *MERGES, *LEARNED_TOKENS, ANY_ORDER)
@@ -128,6 +131,11 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             raise ValueError(
                 f"rotary_size={rotary_size} of {grid_size} x {grid_size} tokens and {num_frames} frames; pass at least "
                 "grid_size, of one frame"
+            )
+        if branch_start is not None and (order not in MERGES or not 0 <= branch_start <= num_layers):
+            raise ValueError(
+                f"branch_start={branch_start} of order {order!r} with {num_layers} blocks; pass 0 to {num_layers} for "
+                f"order {' or '.join(MERGES)}, else None"
             )
         if dim % num_heads or dim // num_heads % 4:
             raise ValueError(
@@ -459,14 +467,17 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         Args:
             side, slots: see `entered`.
         """
-        features, change = hidden, None
+        features, change, branch = hidden, None, None
         for index, block in enumerate(self.layers):
+            if index == self.config["branch_start"]:
+                branch = hidden if change is None else hidden + change
             if side is not None:
                 hidden, change = hidden if change is None else hidden + change, None
                 hidden = entered(hidden, side, index, self.config["num_layers"], slots)
             hidden, change = block(hidden, change, cache.layer(index), shared)
             if index + 1 == self.config["num_layers"]:
                 (hidden, features), change = self.norm.after(hidden, change), None
+                hidden = hidden if branch is None else branch
         return features, hidden if change is None else hidden + change
 
     def _allocate(self, hidden: Tensor, batch_size: int, window: int) -> StaticCache:
@@ -617,12 +628,14 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
         mask[prefix:, prefix:] = seen
         words = F.pad(prefix_mask, (0, length), value=True)
         mask = (mask & words[:, None]) | torch.eye(total, dtype=torch.bool, device=tokens.device)
-        trunk = hidden
+        trunk, branch, last = hidden, None, self.config["num_layers"] - 1
         for index, block in enumerate(self.layers):
             assert isinstance(block, TransformerBlock)
+            branch = hidden if index == self.config["branch_start"] else branch
             q, k, v = block.attention.project(block.attention_norm(hidden), turns)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             hidden = hidden + block.attention.attend(q, k, v, mask[:, None])
             hidden = hidden + block.feed_forward(block.ffn_norm(hidden))
-            trunk = hidden if index < self.config["num_layers"] else trunk
+            trunk = hidden if index <= last else trunk
+            hidden = branch if index == last and branch is not None else hidden
         return trunk[:, prefix - 1 :], hidden[:, prefix - 1 :]

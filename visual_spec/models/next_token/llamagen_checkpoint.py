@@ -2,7 +2,8 @@
 
 The keys and shapes of a file determine its architecture. A NAR file (arXiv 2503.10696) has the keys of LlamaGen, blocks
 of the lower head behind those of the trunk, and `medusa_norm` and `medusa_output`, the lower head itself. A FlashAR
-file (2605.09430) has these and `hv_gate_mlp`, the gate between the heads. A PAR file (2412.15119) has learned tokens,
+file (2605.09430) has these and `hv_gate_mlp`, the gate between the heads; the arguments of its training say where the
+lower head's blocks leave the trunk. A PAR file (2412.15119) has learned tokens,
 `spe_tok_embeddings`, one for each region but the first. A RandAR file (2412.01827) has one embedding for its position
 instructions, `pos_instruct_embeddings`.
 """
@@ -292,7 +293,28 @@ def load_transformer(
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(source)
     architecture = _of_kind(checkpoint, LlamaGenTransformer)
     side = find_image_size(checkpoint, patch_size, image_size) // patch_size
-    return build(checkpoint, architecture, dtype=dtype, grid_size=side)
+    return build(checkpoint, architecture, dtype=dtype, grid_size=side, **_branch(checkpoint, architecture))
+
+
+def _branch(checkpoint: Checkpoint, architecture: Architecture) -> dict[str, int]:
+    """Return `branch_start` of a model with a lower head, where its training moved the start of it (FlashAR).
+
+    Raises:
+        ValueError: the arguments of the training contradict the number of blocks.
+    """
+    given, config = checkpoint.arguments, architecture.config
+    if "branch_layers" not in config:
+        return {}
+    own, trained = config["branch_layers"], given.get("medusa_attention_num", -1)
+    if trained >= 0 and trained != own:
+        raise ValueError(
+            f"{checkpoint.path} was trained with medusa_attention_num={trained}, but has {own} blocks after the "
+            f"{config['num_layers']} of {architecture.name}; pass the file as its training wrote it."
+        )
+    start = given.get("vertical_start_layer", -1)
+    if given.get("vertical_start_last_minus_depth"):
+        start = config["num_layers"] - own
+    return {"branch_start": min(start, config["num_layers"])} if start >= 0 else {}
 
 
 def load_tokenizer(source: Source, *, image_size: int = 256, dtype: torch.dtype | None = None) -> VQModel:
