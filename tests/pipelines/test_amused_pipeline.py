@@ -107,8 +107,8 @@ def test_the_folder_of_diffusers_draws_its_ids_for_equal_noise(folder, monkeypat
     found = pipe(PROMPTS, generator=seeded(1, 2))
     hidden = torch.full((2, SIDE * SIDE), MASK)
     wanted = diffusers_ids(
-        monkeypatch, pipe.transformer, pipe.encode_prompt(PROMPTS), draw_keys(seeded(1, 2), 2), hidden
-    )
+        monkeypatch, pipe.transformer, pipe.encode_prompt(PROMPTS), draw_keys(seeded(1, 2), 2), hidden, 2
+    )  # two pixels a token
     assert torch.equal(found.tokens, wanted) and len(wanted.unique()) > 5
     # Its pictures: diffusers' decoder, clipped, of the same ids.
     shape = (2, SIDE, SIDE, 8)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -167,7 +168,8 @@ class AmusedImagePipeline(TokenImagePipeline):
         )
         own = (pooled, states, told.null_pooled, told.null_states)
         reader = self.text_encoder if self.transformer is None else self.transformer
-        return ClipCondition(*(part.to(self._execution_device, reader.dtype) for part in own))
+        moved = ClipCondition(*(part.to(self._execution_device, reader.dtype) for part in own))
+        return moved if self.vq_model is None else replace(moved, pixels_per_token=self.vq_model.patch_size)
 
     @torch.no_grad()
     def __call__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -265,3 +266,15 @@ def test_pixels_need_a_decoder_and_a_picture():
         ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long))
     with pytest.raises(ValueError, match="are no image tokens"):
         ChameleonImageModel.pixels(MODEL, torch.zeros(1, 30, dtype=torch.long), decoder())
+
+
+def test_lumina_mgpt_2_is_refused_by_its_vocabulary():
+    """Its config names the class of 1.0 and keeps its loss weight; only the ids tell them apart."""
+    model: Any = copy(MODEL)
+    model.config = copy(MODEL.config)
+    model.config.architectures, model.config.z_loss_weight = ["ChameleonXLLMXForConditionalGeneration"], 1e-5
+    assert plan(model, INPUTS, image_sizes=SIZE)[0].grid.width == SIZE[1]
+    model.config.vocab_size = 171384
+    for more in ({}, LUMINA, {"layout": "chameleon"}):
+        with pytest.raises(ValueError, match=r"vocab_size=171384: this is a Lumina-mGPT 2\.0"):
+            plan(model, INPUTS, **more)

@@ -33,12 +33,14 @@ class ClipCondition:
     Attributes:
         pooled, states: [B, C] and [B, T, D], the projected summary, and the states before the last layer.
         null_pooled, null_states: [1, C] and [1, T, D], or as many rows as prompts.
+        pixels_per_token: of the tokenizer that makes the pictures, whose size the model is told.
     """
 
     pooled: Tensor
     states: Tensor
     null_pooled: Tensor
     null_states: Tensor
+    pixels_per_token: int = 16
 
 
 @torch.no_grad()
@@ -108,13 +110,12 @@ class AmusedTransformer(UVit2DModel):
         *,
         batch_size: int,
         guided: bool,
-        pixels_per_token: int = 16,
         aesthetic_score: float = AESTHETIC_SCORE,
     ) -> AmusedState:
         """See `MaskedModel`.
 
         Args:
-            pixels_per_token, aesthetic_score: of the pictures that are asked for.
+            aesthetic_score: of the pictures that are asked for.
 
         Raises:
             TypeError: a condition of another kind.
@@ -132,7 +133,7 @@ class AmusedTransformer(UVit2DModel):
         if guided:
             pooled = torch.cat([pooled, condition.null_pooled.expand_as(pooled)])
             states = torch.cat([states, condition.null_states.expand_as(states)])
-        side = float(self.grid.width * pixels_per_token)
+        side = float(self.grid.width * condition.pixels_per_token)
         sizes = torch.tensor(
             [side, side, 0.0, 0.0, aesthetic_score], device=states.device, dtype=states.dtype
         )

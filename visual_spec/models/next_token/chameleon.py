@@ -20,6 +20,7 @@ from visual_spec.models.next_token.cached_decoder import CachedDecoder
 
 LAYOUTS = ("chameleon", "lumina-mgpt")
 
+_SECOND_LUMINA = 155000  # the first picture token of Lumina-mGPT 2.0 (its item processor)
 _START, _END, _ROW_END = "<racm3:break>", "<eoss>", "<reserved08799>"
 
 
@@ -91,8 +92,10 @@ class ChameleonImageModel(CachedDecoder):
             pixel_values: pictures in the prompt, as the processor makes them.
 
         Raises:
-            ValueError: the layout is unknown, a size is given for a layout without one, or a needed size is missing.
+            ValueError: the layout is unknown, a size is given for a layout without one, a needed size is missing, or
+                the checkpoint is a Lumina-mGPT 2.0.
         """
+        _refuse_second_lumina(model.config)
         if layout is None:
             layout = "lumina-mgpt" if _is_lumina(model.config) else "chameleon"
         if layout not in LAYOUTS:
@@ -182,6 +185,20 @@ class ChameleonImageModel(CachedDecoder):
         for bpe, code in mapping.bpe2img.items():
             codes[bpe] = code
         return vq_decoder.decode_codes(codes.to(picture.device)[picture])
+
+
+def _refuse_second_lumina(config: Any) -> None:
+    """Refuse Lumina-mGPT 2.0, whose config names the same class.
+
+    Raises:
+        ValueError: the vocabulary reaches the ids of its picture tokens.
+    """
+    if config.vocab_size > _SECOND_LUMINA:
+        raise ValueError(
+            f"vocab_size={config.vocab_size}: this is a Lumina-mGPT 2.0, whose pictures are ids from {_SECOND_LUMINA} "
+            "on, of 8 pixels a token, for a MoVQGAN. Only Lumina-mGPT (1.0), Chameleon and Anole are read, with at most "
+            f"{_SECOND_LUMINA} ids."
+        )
 
 
 def _is_lumina(config: Any) -> bool:
