@@ -49,7 +49,7 @@ $(VLLM_STAMP): pyproject.toml weights/pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/python -m pip install --quiet --requirement constraints-vllm.txt
 	# Their CUDA builds, which come along, break `import transformers` beside a torch for CPUs.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python -m pip install --quiet --no-deps --editable . --editable weights
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --editable . --editable ./weights
 	touch $@
 
 test-vllm: $(VLLM_STAMP)

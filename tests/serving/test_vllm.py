@@ -137,3 +137,52 @@ def test_vllms_own_seeded_noise_gives_its_plain_tokens_in_fewer_calls(tmp_path):
     )
     assert window[1] == plain[1] and len({tuple(tokens) for tokens in plain[1]}) == 3
     assert window[0] < plain[0] == 36
+
+
+ANY_MODEL = """
+import json, pathlib, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+folder, window = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=63))
+model.lm_head.weight.data.mul_(4)
+model.save_pretrained(folder)
+from vllm import LLM, SamplingParams
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.samplers.core.noise import TOKEN, CounterNoise, draw_keys
+from visual_spec.serving.request import settings_of
+from visual_spec.serving.vllm.start import PROPOSER, windows_of
+law = TokenLaw(guidance_scale=2.0, temperature=0.9, top_k=30)
+prompts = [([5] * (3 + k) + [60 + k], [5, 7]) for k in range(3)]
+drafts = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": window - 1}
+engine = LLM(model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
+             enable_prefix_caching=False, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=400,
+             additional_config={"visual_spec": {"grid": [6, 6], "image_ids": [4, 60]}},
+             **({"speculative_config": drafts} if window > 1 else {}))
+windows = windows_of(engine.llm_engine.vllm_config)
+windows.calls = 0
+asked = [({"prompt_token_ids": ids}, SamplingParams(temperature=0, max_tokens=36, detokenize=False, extra_args=extra))
+         for k, pair in enumerate(prompts) for ids, extra in zip(pair, settings_of(law, k, str(k)))]
+outputs = engine.generate([ids for ids, _ in asked], [params for _, params in asked], use_tqdm=False)
+served, calls = [list(output.outputs[0].token_ids) for output in outputs], windows.calls
+expected = []
+for k, pair in enumerate(prompts):
+    noise = CounterNoise(draw_keys([torch.Generator().manual_seed(k)], 1), "cpu")
+    rows = [list(ids) for ids in pair]
+    for slot in range(36):
+        with torch.no_grad():
+            logits = torch.cat([model(torch.tensor([row])).logits[:, -1:, 4:60] for row in rows])
+        at = torch.tensor([[slot]])
+        token = 4 + int(noise.categorical(law(logits, True, at), at, TOKEN))
+        rows = [row + [token] for row in rows]
+    expected += [rows[0][-36:]] * 2
+print(json.dumps([calls, served == expected, len({tuple(tokens) for tokens in served})]))
+"""
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_any_model_of_vllm_draws_what_a_loop_over_its_own_logits_draws(window, tmp_path):
+    """An ordinary Llama that is told which of its ids are a picture's; pairs have prompts of different lengths."""
+    calls, equal, different = json.loads(run("-c", ANY_MODEL, str(tmp_path), str(window)).splitlines()[-1])
+    assert equal and different == 3 and (calls < 36 if window > 1 else calls == 36)
