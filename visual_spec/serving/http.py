@@ -15,7 +15,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ class Endpoint:
             return error.response()
         self.accepted += len(orders)  # given back where the drawing ends, however it ends
         if stream:
-            return StreamingResponse(self.events(orders[0]), media_type="text/event-stream")
+            return _Stream(self, orders[0])
         return await self.pictures(orders, request)
 
     def check_key(self, request: Request) -> None:
@@ -205,8 +205,8 @@ class Endpoint:
             {"created": int(time.time()), "data": data, "output_format": "png", "size": self._size()}
         )
 
-    async def events(self, order: Order) -> AsyncIterator[str]:
-        """Draw one picture as server-sent events. Starlette closes the iterator if the client goes away."""
+    async def events(self, order: Order) -> AsyncGenerator[str, None]:
+        """Draw one picture as server-sent events."""
         count, drawing = 0, self.painter.draw(order)
         try:
             async for one in drawing:
@@ -225,7 +225,6 @@ class Endpoint:
             refused = json.loads(bytes(self._failed(error).response().body))
             yield f"event: error\ndata: {json.dumps({'type': 'error'} | refused)}\n\n"
         finally:
-            self.accepted -= 1
             await drawing.aclose()  # type: ignore[attr-defined]
 
     async def _last(self, order: Order) -> Drawn:
@@ -248,6 +247,21 @@ class Endpoint:
     def _size(self) -> str:
         height, width = self.painter.size
         return f"{width}x{height}"
+
+
+class _Stream(StreamingResponse):
+    """A picture as server-sent events. Its place is given back also if the client has gone before the first event."""
+
+    def __init__(self, endpoint: Endpoint, order: Order) -> None:
+        self.endpoint, self.events = endpoint, endpoint.events(order)
+        super().__init__(self.events, media_type="text/event-stream")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.endpoint.accepted -= 1
+            await self.events.aclose()
 
 
 def make_app(painter: Painter, limits: Limits | None = None, api_key: str | None = None) -> FastAPI:

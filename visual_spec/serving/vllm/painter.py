@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import tempfile
@@ -121,6 +122,8 @@ class VllmPainter:
                 logger.exception("vLLM failed")
                 for job in [*self._jobs.values(), *self._waiting]:
                     job.tell(RuntimeError(f"vLLM failed: {error}."))
+                    with contextlib.suppress(Exception):
+                        self.engine.abort_request(job.names)
                 self._jobs.clear()
                 self._waiting.clear()
 
@@ -145,11 +148,18 @@ class VllmPainter:
             job = self._waiting.popleft()
             order, pair = job.order, f"{job.number}"
             members = requests_of(self.ids, order.prompt, order.seed, order.law, self.length, pair)
-            for member, (prompt, params) in enumerate(members):
-                params.output_kind = RequestOutputKind.FINAL_ONLY if member else RequestOutputKind.CUMULATIVE
-                job.names.append(f"{pair}/{member}")
-                self.engine.add_request(job.names[-1], prompt, params)  # type: ignore[arg-type]
-            self._jobs[job.number] = job
+            try:
+                for member, (prompt, params) in enumerate(members):
+                    params.output_kind = (
+                        RequestOutputKind.FINAL_ONLY if member else RequestOutputKind.CUMULATIVE
+                    )
+                    self.engine.add_request(f"{pair}/{member}", prompt, params)  # type: ignore[arg-type]
+                    job.names.append(f"{pair}/{member}")
+            except ValueError as error:  # vLLM refuses it; the others go on
+                self.engine.abort_request(job.names)
+                job.tell(error)
+            else:
+                self._jobs[job.number] = job
 
     def _tell(self, output: Any) -> None:
         number, member = map(int, output.request_id.split("/"))
