@@ -38,13 +38,11 @@ def test_pictures_are_those_of_the_pipeline(runner, tmp_path):
     run("benchmarks/served_pictures.py", "--prompts", str(count), "--out", str(out), *more)
     facts: dict[str, Any] = json.loads(out.read_text())
     assert [facts[name]["equal pictures"] for name in ("pipeline", "window", "plain")] == [count] * 3
-    # A call serves all pictures, so there are as many as the slowest picture takes.
-    assert (
-        facts["window"]["calls"]
-        == facts["pipeline"]["most calls of a picture"]
-        < facts["plain"]["calls"]
-        == 256
-    )
+    # A call serves all pictures, so there are as many as the slowest picture takes. The second runner schedules ahead:
+    # it may make one call more, for nothing.
+    ahead = runner == "second"
+    assert 0 <= facts["window"]["calls"] - facts["pipeline"]["most calls of a picture"] <= ahead
+    assert 0 <= facts["plain"]["calls"] - 256 <= ahead and facts["window"]["calls"] < 128
 
 
 REFUSED = """
@@ -71,11 +69,12 @@ def test_settings_under_which_pictures_are_not_safe_are_refused_at_start(tmp_pat
         "max_num_seqs=3": {"max_num_seqs": 3},
         "max_num_batched_tokens=342; 40 requests need 1280": {"max_num_seqs": 40},
         "method 'ngram' and model 'ngram'": {"speculative_config": ngram},
-        "enforce_eager=False": {"enforce_eager": False},
     }
     errors = json.loads(run("-c", REFUSED, str(tmp_path), json.dumps(list(cases.values()))).splitlines()[-1])
     for named, error in zip(cases, errors, strict=True):
         assert named in error
+    (eager,) = json.loads(run("-c", REFUSED, str(tmp_path), '[{"enforce_eager": false}]').splitlines()[-1])
+    assert "enforce_eager=False" in eager
 
 
 OTHER_VERSION = """
@@ -136,7 +135,7 @@ def test_vllms_own_seeded_noise_gives_its_plain_tokens_in_fewer_calls(tmp_path):
         json.loads(run("-c", OWN_NOISE, str(tmp_path), str(size)).splitlines()[-1]) for size in (1, 8)
     )
     assert window[1] == plain[1] and len({tuple(tokens) for tokens in plain[1]}) == 3
-    assert window[0] < plain[0] == 36
+    assert window[0] < 36 <= plain[0] <= 37  # the runner schedules ahead
 
 
 ANY_MODEL = """

@@ -225,14 +225,14 @@ class Endpoint:
             refused = json.loads(bytes(self._failed(error).response().body))
             yield f"event: error\ndata: {json.dumps({'type': 'error'} | refused)}\n\n"
         finally:
-            await drawing.aclose()  # type: ignore[attr-defined]
+            await drawing.aclose()
 
     async def _last(self, order: Order) -> Drawn:
         drawing = self.painter.draw(order)
         try:
             return [one async for one in drawing][-1]
         finally:
-            await drawing.aclose()  # type: ignore[attr-defined]
+            await drawing.aclose()
 
     def _failed(self, error: Exception) -> RefusedError:
         if isinstance(error, BusyError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,7 +60,7 @@ class Painter(Protocol):
         """Refuse, before any compute, what cannot be drawn. Raises ValueError."""
         ...
 
-    def draw(self, order: Order) -> AsyncIterator[Drawn]:
+    def draw(self, order: Order) -> AsyncGenerator[Drawn, None]:
         """Yield partial pictures, then the picture. If the iterator is closed before, the order is given up."""
         ...
 

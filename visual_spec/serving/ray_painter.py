@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class RayPainter:
         if order.partial:
             raise ValueError(f"partial_images={order.partial}; this model shows whole pictures only. Pass 0.")
 
-    async def draw(self, order: Order) -> AsyncIterator[Drawn]:
+    async def draw(self, order: Order) -> AsyncGenerator[Drawn, None]:
         from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
 
         for left in reversed(range(_TRIES)):

@@ -89,6 +89,9 @@ class Windows:
     Args:
         served: what the model says of its tokens.
         num_drafts: drafts of a picture that a call tests, W - 1; 0: plain decoding.
+
+    Attributes:
+        calls: calls so far that held a picture.
     """
 
     def __init__(self, served: Served, num_drafts: int) -> None:
@@ -137,10 +140,10 @@ class Windows:
 
         A picture whose other member is not in the batch with the same slots ends: it gets `Served.end`.
         """
-        self.calls += 1
         ids = torch.full((len(logits),), -1, dtype=torch.long, device=logits.device)
         groups: dict[tuple[TokenLaw, int], list[tuple[Rows, Rows]]] = defaultdict(list)
         members = {self._place(rows): rows for rows in batch if rows.handle in self._requests}
+        self.calls += bool(members)
         for rows in members.values():
             request = self._requests[rows.handle]
             other = members.get(self._place(rows, other=True)) if request.pair is not None else rows

@@ -11,7 +11,7 @@ import queue
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,7 @@ class VllmPainter:
     def check(self, order: Order) -> None:
         requests_of(self.ids, order.prompt, order.seed, order.law, self.length, "check")
 
-    async def draw(self, order: Order) -> AsyncIterator[Drawn]:
+    async def draw(self, order: Order) -> AsyncGenerator[Drawn, None]:
         self._number += 1
         job = _Job(self._number, order, asyncio.get_running_loop())
         self._asked.put(("draw", job))
