@@ -185,3 +185,36 @@ def test_any_model_of_vllm_draws_what_a_loop_over_its_own_logits_draws(window, t
     """An ordinary Llama that is told which of its ids are a picture's; pairs have prompts of different lengths."""
     calls, equal, different = json.loads(run("-c", ANY_MODEL, str(tmp_path), str(window)).splitlines()[-1])
     assert equal and different == 3 and (calls < 36 if window > 1 else calls == 36)
+
+
+BROKEN = """
+import json, sys, torch
+from vllm import LLM, SamplingParams
+from visual_spec.eval.machine import load
+from visual_spec.serving.request import settings_of
+from visual_spec.serving.vllm.engine import engine_arguments, requests_of
+from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm
+pipe = load("shapes", "cpu", "float32")
+ids, law = PromptIds(pipe.transformer, pipe.text_encoder), pipe.make_law()
+folder, window = save_for_vllm(pipe, sys.argv[1]), int(sys.argv[2])
+engine = LLM(**engine_arguments(folder, requests=6, window=window, dtype="float32"))
+good = requests_of(ids, "a large red circle", 3, law, 256, "good")
+def alone(prompt, extra):
+    params = SamplingParams(temperature=0, max_tokens=256, detokenize=False, extra_args=extra)
+    return {"prompt_token_ids": prompt}, params
+whole = good[0][0]["prompt_token_ids"]
+asked = [alone(whole[:5], {"seed": 1}), *good, alone(whole + whole[:1], {"seed": 1}),
+         alone(whole, settings_of(law, 1, "lonely")[0])]
+outputs = engine.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
+tokens = [list(output.outputs[0].token_ids) for output in outputs]
+drawn = pipe("a large red circle", generator=torch.Generator().manual_seed(3), output_type="latent")
+expected = drawn.tokens[0].tolist()
+print(json.dumps([[len(own) for own in tokens], [own == expected for own in tokens]]))
+"""
+
+
+@pytest.mark.parametrize("window", [1, 32])
+def test_a_request_that_cannot_be_drawn_ends_and_the_others_go_on(window, tmp_path):
+    """A prompt too short, one too long, and a member of a pair alone: each ends at once, beside a good pair."""
+    lengths, equal = json.loads(run("-c", BROKEN, str(tmp_path), str(window)).splitlines()[-1])
+    assert lengths == [1, 256, 256, 1, 1] and equal == [False, True, True, False, False]

@@ -119,6 +119,16 @@ def test_strange_requests_are_left_as_they_are():
     assert windows.next_drafts("text") == []
 
 
+def test_a_prompt_of_another_length_ends(caplog):
+    """One request names itself, and does not end the engine."""
+    windows = Windows(Served(MODEL.grid, FIRST, FIRST + 12, 20, prompt_tokens=4, exact_prompt=True), 0)
+    for handle in ("long", "right"):
+        windows.join(handle, PictureRequest.of({"seed": 0}))
+    batch = [Rows("long", 0, 0, [], prompt=5), Rows("right", 1, 0, [], prompt=4)]
+    ended, drawn = windows.force(torch.zeros(2, 21), batch).argmax(-1).tolist()
+    assert ended == SERVED.end != drawn and "a prompt of 5 tokens" in caplog.text
+
+
 def test_a_request_past_its_picture_ends():
     windows = Windows(SERVED, 0)
     windows.join("long", PictureRequest.of({"seed": 0}))

@@ -32,6 +32,7 @@ class Served:
         first, stop: half-open range of the picture's token ids in the vocabulary of the engine.
         end: the id that ends a request early; a served picture holds none.
         prompt_tokens: length of the longest prompt; None: unknown.
+        exact_prompt: whether all prompts have this length.
     """
 
     grid: TokenGrid
@@ -39,6 +40,7 @@ class Served:
     stop: int
     end: int
     prompt_tokens: int | None = None
+    exact_prompt: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], end: int | None) -> Self:
@@ -59,7 +61,7 @@ class Served:
                 f"eos_token_id={end} with image_ids {first} to {stop - 1}; a failed request ends with it, so set one "
                 "outside the image ids."
             )
-        return cls(grid, first, stop, end, settings.get("prompt_tokens"))
+        return cls(grid, first, stop, end, settings.get("prompt_tokens"), settings.get("exact_prompt", False))
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,14 @@ class Rows:
         first: the first of its rows.
         slot: the slot that this row predicts; the next rows predict the next slots.
         fed: the drafts that were fed, ids of the engine: one for each row but the first.
+        prompt: length of its prompt; None: not known.
     """
 
     handle: Hashable
     first: int
     slot: int
     fed: Sequence[int]
+    prompt: int | None = None
 
     @property
     def count(self) -> int:
@@ -147,8 +151,8 @@ class Windows:
         for rows in members.values():
             request = self._requests[rows.handle]
             other = members.get(self._place(rows, other=True)) if request.pair is not None else rows
-            if rows.slot >= self.served.grid.num_tokens or other is None:
-                ids[rows.first : rows.first + rows.count] = self._ended(rows, request, other)
+            if self._ends(rows, request, other) or other is None:
+                ids[rows.first : rows.first + rows.count] = self.served.end
             elif request.role == CONDITIONAL:
                 groups[request.law, rows.count].append((rows, other))
         for (law, count), pictures in groups.items():
@@ -205,8 +209,16 @@ class Windows:
             role = UNCONDITIONAL if role == CONDITIONAL else CONDITIONAL
         return "pair", request.pair, role, rows.slot, rows.count
 
-    def _ended(self, rows: Rows, request: PictureRequest, other: Rows | None) -> int:
-        """Say why a request ends. Returns the token that ends it."""
+    def _ends(self, rows: Rows, request: PictureRequest, other: Rows | None) -> bool:
+        """Whether a request ends here; says why, unless its picture is complete."""
+        served = self.served
+        if served.exact_prompt and rows.prompt not in (None, served.prompt_tokens):
+            logger.warning(
+                "a prompt of %s tokens; this model reads %s. The request ends here.",
+                rows.prompt,
+                served.prompt_tokens,
+            )
+            return True
         if other is None:
             logger.warning(
                 "pair %r: its %s request is in the batch at slot %d without the other; guidance needs both in every "
@@ -215,4 +227,5 @@ class Windows:
                 request.role,
                 rows.slot,
             )
-        return self.served.end
+            return True
+        return rows.slot >= served.grid.num_tokens

@@ -71,7 +71,7 @@ class JacobiProposer:
             state = runner.requests[handle]
             if handle not in known and state.sampling_params is not None:
                 self.windows.join(handle, PictureRequest.of(state.sampling_params.extra_args))
-            rows = Rows(handle, first, len(state.output_token_ids), list(fed))
+            rows = Rows(handle, first, len(state.output_token_ids), list(fed), state.num_prompt_tokens)
             batch.append(rows)
             first += rows.count
         return batch

@@ -130,6 +130,7 @@ def _config(model: LlamaGenTransformer, encoder: CaptionEncoder | None) -> dict[
             "grid": [grid.height, grid.width],
             "image_ids": [0, model.vocab_size],
             "prompt_tokens": model.prefix_length,
+            "exact_prompt": True,
         },
     }
 

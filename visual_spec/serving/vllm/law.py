@@ -34,7 +34,8 @@ class PictureLaw(FirstInterface, SecondInterface):
         """Take `(vllm_config, req_states)` of the second runner, or `(vllm_config, device, is_pin_memory)`."""
         self.windows = windows_of(vllm_config)
         self.states = more[0] if len(more) == 1 else None
-        self.places: dict[int, tuple[int, list[int]]] = {}  # first runner: row -> handle, output tokens
+        # Of the first runner, by row: handle, output tokens, length of the prompt.
+        self.places: dict[int, tuple[int, list[int], int | None]] = {}
         self.entered = 0
 
     @classmethod
@@ -86,10 +87,10 @@ class PictureLaw(FirstInterface, SecondInterface):
             return
         for index in batch_update.removed:
             self._leave(index)
-        for index, params, _, output in batch_update.added:
+        for index, params, prompt, output in batch_update.added:
             self._leave(index)
             self.entered += 1
-            self.places[index] = self.entered, output
+            self.places[index] = self.entered, output, None if prompt is None else len(prompt)
             self.windows.join(self.entered, PictureRequest.of(params.extra_args))
         for source, target, kind in batch_update.moved:
             moved, other = self.places.pop(source, None), self.places.pop(target, None)
@@ -103,7 +104,10 @@ class PictureLaw(FirstInterface, SecondInterface):
             self.windows.leave([self.places.pop(index)[0]])
 
     def _first_rows(self) -> list[Rows]:
-        return [Rows(handle, row, len(output), ()) for row, (handle, output) in self.places.items()]
+        return [
+            Rows(handle, row, len(output), (), prompt)
+            for row, (handle, output, prompt) in self.places.items()
+        ]
 
 
 def rows_of(ctx: Any, states: Any) -> list[Rows]:
@@ -120,5 +124,5 @@ def rows_of(ctx: Any, states: Any) -> list[Rows]:
         first, *drafts = rows
         slot = places[first] - int(lengths[owner]) + 1
         if slot >= 0:
-            batch.append(Rows(owner, first, slot, [fed[row] for row in drafts]))
+            batch.append(Rows(owner, first, slot, [fed[row] for row in drafts], int(lengths[owner])))
     return batch

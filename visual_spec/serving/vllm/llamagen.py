@@ -77,17 +77,18 @@ class ServedLlamaGen(nn.Module):
             hidden[in_prompt] = self._prompts(input_ids[in_prompt]).to(hidden.dtype)
         return hidden
 
-    def _prompts(self, ids: Tensor) -> Tensor:
-        """Return embeddings [P * T, dim] of the ids of P whole prompts, one behind the other.
+    def _whole(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """The ids, with 0 in place of prompts that are not whole. Such requests end, see `Windows`."""
+        length, at = self.transformer.prefix_length, torch.arange(len(input_ids), device=input_ids.device)
+        starts = at - positions  # where the first token of the request would be, if it is in this call
+        inside = (input_ids >= self.ids.first) & (positions < length) & (starts >= 0)
+        count = torch.zeros_like(at).index_add_(0, starts.clamp(min=0), inside.long())
+        broken = (input_ids >= self.ids.first) & ~(inside & (count[starts.clamp(min=0)] == length))
+        return torch.where(broken, 0, input_ids)
 
-        Raises:
-            ValueError: a prompt was split, or has another length.
-        """
+    def _prompts(self, ids: Tensor) -> Tensor:
+        """Return embeddings [P * T, dim] of the ids of P whole prompts, one behind the other."""
         length = self.transformer.prefix_length
-        if len(ids) % length:
-            raise ValueError(
-                f"{len(ids)} prompt tokens in a call; a prompt has {length}, all of them in one call."
-            )
         rows = ids.view(-1, length) - self.ids.first  # [P, T]
         embedding = self.transformer.cls_embedding
         if not isinstance(embedding, CaptionEmbedding):
@@ -111,6 +112,7 @@ class ServedLlamaGen(nn.Module):
     ) -> Tensor:
         """Return [N, dim], what the head reads. `input_ids`, `positions`: [N], of all requests of the batch."""
         assert input_ids is not None
+        input_ids = self._whole(input_ids, positions)
         hidden = self.embed_input_ids(input_ids)[None]  # [1, N, dim]
         slots = positions - self.transformer.prefix_length
         last = len(self.turns) - 1

@@ -67,9 +67,10 @@ def check_start(vllm_config: Any, served: Served) -> None:
         )
     longest = served.prompt_tokens or max(1, vllm_config.model_config.max_model_len - served.grid.num_tokens)
     needed = scheduler.max_num_seqs * max(num_drafts_of(vllm_config) + 1, longest)
-    if scheduler.max_num_batched_tokens < needed:
+    budget = getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
+    if budget < needed:
         raise ValueError(
-            f"max_num_batched_tokens={scheduler.max_num_batched_tokens}; {scheduler.max_num_seqs} requests need "
+            f"max_num_batched_tokens={budget}; {scheduler.max_num_seqs} requests need "
             f"{needed} to be in every call. Pass that, or a smaller max_num_seqs."
         )
     if 0 < scheduler.long_prefill_token_threshold < longest:
