@@ -21,11 +21,11 @@ BELOW = {
     "kernels": set(),
     "models": {"kernels", "files"},
     "samplers": {"models", "kernels"},
-    "pipelines": {"samplers", "models", "kernels", "files"},
+    "pipelines": {"families", "samplers", "models", "kernels", "files"},
     "data": set(),
-    "training": {"pipelines", "samplers", "models", "kernels", "data", "files"},
-    "eval": {"pipelines", "samplers", "models", "kernels", "data", "files"},
-    "serving": {"eval", "pipelines", "samplers", "models", "kernels", "files"},
+    "training": {"families", "pipelines", "samplers", "models", "kernels", "data", "files"},
+    "eval": {"families", "pipelines", "samplers", "models", "kernels", "data", "files"},
+    "serving": {"families", "eval", "pipelines", "samplers", "models", "kernels", "files"},
 }
 
 

@@ -10,8 +10,8 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from tests.tiny import seeded
 from tests.tiny_pipelines import KINDS
+from visual_spec.families import PIPELINES
 from visual_spec.pipelines import card
-from visual_spec.pipelines.components import PIPELINES
 from visual_spec.pipelines.embedded import describe, embedded_folder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.loading import load_pipeline
@@ -113,7 +113,7 @@ def test_the_card_says_what_the_pipeline_is(tmp_path):
         ("music", "text-to-audio"),
         ("bits", "text-to-image"),
         ("video", "text-to-video"),
-        ("classes", None),
+        ("classes", "unconditional-image-generation"),
     ]:
         assert front_and_text(card.model_card(KINDS[name].make()))[0].get("pipeline_tag") == tag
 

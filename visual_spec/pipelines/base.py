@@ -21,12 +21,13 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
+from visual_spec.families import PIPELINES
 from visual_spec.files.whole import written_whole
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
 from visual_spec.models.core.saved import SavedModel, check_loaded, check_transformers_model
 from visual_spec.pipelines.card import COMPANIONS, write_companions
-from visual_spec.pipelines.components import PIPELINES, resolved
+from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import (
     embedded_folder,
     embedded_models,

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from visual_spec.families import PIPELINES
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
-from visual_spec.pipelines.components import PIPELINES, resolved
+from visual_spec.pipelines.components import resolved
 
 _SCRIPT = '''"""Written by visual_spec: lets DiffusionPipeline.from_pretrained find this pipeline's class."""
 
@@ -18,19 +19,6 @@ from visual_spec import {name}
 
 __all__ = ["{name}"]
 '''
-_TAGS = {
-    "AmusedImagePipeline": "text-to-image",
-    "AudioPipeline": "text-to-audio",
-    "ChunkVideoPipeline": "text-to-video",
-    "ImagePipeline": "text-to-image",
-    "InfinityPipeline": "text-to-image",
-    "MageImagePipeline": "unconditional-image-generation",
-    "MaskedImagePipeline": "text-to-image",
-    "MaskgctPipeline": "text-to-speech",
-    "VideoPipeline": "text-to-video",
-}
-
-
 COMPANIONS = ("pipeline.py", "README.md")
 MEASURED = Path(__file__).parent / "measured.json"  # by fingerprint of the weights; scripts/write_measured.py
 
@@ -43,7 +31,8 @@ def write_companions(pipe: Any, folder: Path) -> None:
     """
     name = type(pipe).__name__
     index = folder / "model_index.json"
-    if PIPELINES.get(name) != type(pipe).__module__ or not index.is_file():
+    ours = name in PIPELINES and PIPELINES[name].module == type(pipe).__module__
+    if not ours or not index.is_file():
         return
     script = folder / "pipeline.py"
     if not script.exists() or script.read_text().startswith(_SCRIPT[:30]):
@@ -58,8 +47,8 @@ def model_card(pipe: Any) -> str:
     """The model card of a pipeline: how to load it, its parts, its settings, and what was measured of its weights."""
     name, measured = type(pipe).__name__, measured_of(pipe)
     front = ["library_name: diffusers", "tags:", "- visual_spec", "- autoregressive"]
-    if name in _TAGS:
-        front.insert(1, f"pipeline_tag: {_TAGS[name]}")
+    if name in PIPELINES:
+        front.insert(1, f"pipeline_tag: {PIPELINES[name].hub_tag}")
     if measured is not None:  # an embedded model
         front.insert(0, "license: apache-2.0")
     parts = [

@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from visual_spec.families import PIPELINES
 from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
-from visual_spec.pipelines.components import PIPELINES
 from visual_spec.pipelines.embedded import (
     embedded_drafters,
     embedded_folder,

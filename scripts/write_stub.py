@@ -1,0 +1,25 @@
+"""Write `visual_spec/__init__.pyi`, from which editors know the names that the package loads at first use.
+
+python scripts/write_stub.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import visual_spec
+
+STUB = Path(visual_spec.__file__).with_suffix(".pyi")
+
+
+def stub() -> str:
+    """The text of the stub: one import a name."""
+    homes = sorted((module, name) for name, module in visual_spec.HOMES.items())
+    names = [f"from {module} import {name} as {name}" for module, name in homes]
+    return "\n".join(
+        ["# Written by scripts/write_stub.py.", "# fmt: off", *names, "", "__version__: str", ""]
+    )
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub())

@@ -1,0 +1,90 @@
+"""The table of families: what reads it finds all it names, and a saved folder is of the right family."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import visual_spec
+from scripts import write_stub
+from visual_spec import families
+from visual_spec.families import FAMILIES, PIPELINES, family_of
+from visual_spec.pipelines import components
+from visual_spec.pipelines.embedded import embedded_folder, embedded_models
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_names_are_said_once_and_every_pipeline_has_a_family():
+    names = [family.name for family in FAMILIES]
+    assert len(names) == len(set(names))
+    assert {pipeline for family in FAMILIES for pipeline in family.pipelines} == set(PIPELINES)
+    parts = [part for family in FAMILIES for part in family.parts]
+    assert len(parts) == len(set(parts))
+
+
+@pytest.mark.parametrize("name", [*families.component_homes(), *PIPELINES])
+def test_every_class_is_where_the_table_says(name):
+    found = getattr(components, name)
+    home = PIPELINES[name].module if name in PIPELINES else families.component_homes()[name]
+    assert (found.__name__, found.__module__) == (name, home)
+
+
+def test_every_saved_class_of_a_public_pipeline_file_is_in_the_table():
+    """A pipeline that the table lacks would be refused when it is loaded."""
+    classes = set()
+    for path in (ROOT / "visual_spec" / "pipelines").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        classes |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    ours = {name for name in classes if name.endswith("Pipeline")}
+    assert ours - {"VisualPipeline", "TokenImagePipeline", "StudentPipeline"} == set(PIPELINES)
+
+
+def test_the_stub_for_editors_is_up_to_date():
+    assert write_stub.STUB.read_text() == write_stub.stub(), "run python scripts/write_stub.py"
+    assert set(visual_spec.HOMES) | {"__version__"} == set(visual_spec.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    {
+        "shapes": "LlamaGen",
+        "shapes_nar": "NAR, FlashAR, PAR",
+        "shapes_var": "VAR",
+        "shapes_mar": "MAR",
+        "shapes_masked": "MaskGIT",
+        "shapes_distilled": "DD1 student of captions",
+        "tunes": "MusicGen",
+        "tunes_masked": "MAGNeT",
+        "motion": "LlamaGen of clips",
+        "motion_masked": "frame-masked",
+        "motion_causal": "Self-Forcing",
+    }.items(),
+)
+def test_a_saved_folder_is_of_its_family(name, family):
+    assert name in embedded_models()
+    folder = embedded_folder(name)
+    index = components.resolved(json.loads((folder / "model_index.json").read_text()))
+    sampler = folder / "sampler" / "sampler_config.json"
+    config = json.loads(sampler.read_text()) if sampler.exists() else {}
+    assert family_of(index["_class_name"], index, config).name == family
+
+
+def test_every_card_names_a_task_of_the_hub():
+    """The Hub lists a model under its task only, and knows no others than these."""
+    tasks = {
+        "text-to-image",
+        "unconditional-image-generation",
+        "text-to-audio",
+        "text-to-speech",
+        "text-to-video",
+    }
+    assert {entry.hub_tag for entry in PIPELINES.values()} == tasks
+    for entry in PIPELINES.values():
+        assert (entry.condition == "text") == entry.hub_tag.startswith("text-to-"), entry
+
+
+def test_a_class_of_no_family_is_refused():
+    with pytest.raises(ValueError, match="Nobody.*ImagePipeline"):
+        family_of("Nobody", {}, {})

@@ -1,0 +1,54 @@
+# Written by scripts/write_stub.py.
+# fmt: off
+from visual_spec.models.core.projections import fuse_projections as fuse_projections
+from visual_spec.models.core.protocol import TokenGrid as TokenGrid
+from visual_spec.pipelines.accelerate import accelerate as accelerate
+from visual_spec.pipelines.accelerate import restore as restore
+from visual_spec.pipelines.accelerate import summary as summary
+from visual_spec.pipelines.amused_image import AmusedImagePipeline as AmusedImagePipeline
+from visual_spec.pipelines.audio import AudioPipeline as AudioPipeline
+from visual_spec.pipelines.chunk_video import ChunkVideoPipeline as ChunkVideoPipeline
+from visual_spec.pipelines.class_image import ClassImagePipeline as ClassImagePipeline
+from visual_spec.pipelines.distilled_image import DistilledImagePipeline as DistilledImagePipeline
+from visual_spec.pipelines.distilled_image import DistilledTextImagePipeline as DistilledTextImagePipeline
+from visual_spec.pipelines.distilled_scales import DistilledScalePipeline as DistilledScalePipeline
+from visual_spec.pipelines.image import ImagePipeline as ImagePipeline
+from visual_spec.pipelines.infinity import InfinityPipeline as InfinityPipeline
+from visual_spec.pipelines.latent_image import LatentImagePipeline as LatentImagePipeline
+from visual_spec.pipelines.mage_image import MageImagePipeline as MageImagePipeline
+from visual_spec.pipelines.masked_class_image import MaskedClassImagePipeline as MaskedClassImagePipeline
+from visual_spec.pipelines.masked_image import MaskedImagePipeline as MaskedImagePipeline
+from visual_spec.pipelines.maskgct import MaskgctPipeline as MaskgctPipeline
+from visual_spec.pipelines.scale_image import ScaleImagePipeline as ScaleImagePipeline
+from visual_spec.pipelines.transformers_generate import custom_generate as custom_generate
+from visual_spec.pipelines.transformers_generate import save_custom_generate as save_custom_generate
+from visual_spec.pipelines.video import VideoPipeline as VideoPipeline
+from visual_spec.samplers.any_order import AnyOrderSampler as AnyOrderSampler
+from visual_spec.samplers.any_order_speculative import SpeculativeAnyOrderSampler as SpeculativeAnyOrderSampler
+from visual_spec.samplers.autoregressive import AutoregressiveSampler as AutoregressiveSampler
+from visual_spec.samplers.columns import ColumnAutoregressiveSampler as ColumnAutoregressiveSampler
+from visual_spec.samplers.columns_drafted import DraftedColumnSampler as DraftedColumnSampler
+from visual_spec.samplers.columns_jacobi import ColumnJacobiSampler as ColumnJacobiSampler
+from visual_spec.samplers.continuous import ContinuousSampler as ContinuousSampler
+from visual_spec.samplers.continuous_drafted import SpeculativeContinuousSampler as SpeculativeContinuousSampler
+from visual_spec.samplers.continuous_head import HeadSpeculativeSampler as HeadSpeculativeSampler
+from visual_spec.samplers.continuous_jacobi import ContinuousJacobiSampler as ContinuousJacobiSampler
+from visual_spec.samplers.core.law import TokenLaw as TokenLaw
+from visual_spec.samplers.distilled import DistilledSampler as DistilledSampler
+from visual_spec.samplers.drafted import DraftedSampler as DraftedSampler
+from visual_spec.samplers.frames import FrameMaskedSampler as FrameMaskedSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler as SpeculativeJacobiSampler
+from visual_spec.samplers.masked import MaskedSampler as MaskedSampler
+from visual_spec.samplers.masked_self_speculative import SelfSpeculativeMaskedSampler as SelfSpeculativeMaskedSampler
+from visual_spec.samplers.masked_speculative import SpeculativeMaskedSampler as SpeculativeMaskedSampler
+from visual_spec.samplers.mulo import MultiscaleSampler as MultiscaleSampler
+from visual_spec.samplers.ordered import OrderedSampler as OrderedSampler
+from visual_spec.samplers.parallel_jacobi import ParallelJacobiSampler as ParallelJacobiSampler
+from visual_spec.samplers.proactive import ProactiveJacobiSampler as ProactiveJacobiSampler
+from visual_spec.samplers.scales import ScaleWiseSampler as ScaleWiseSampler
+from visual_spec.samplers.scales import Stage as Stage
+from visual_spec.samplers.scales import code_stages as code_stages
+from visual_spec.samplers.tree import TreeSampler as TreeSampler
+from visual_spec.samplers.zipar import ZipARSampler as ZipARSampler
+
+__version__: str

@@ -1,0 +1,443 @@
+"""The table of model families. Plain data, without PyTorch.
+
+Exports, the classes that saved folders name, the kinds of calls, cards, `visual-spec models`, drafters and the settings
+that `bench` and `eval` measure all read this table. To add a family, add its model file, its loader and one entry here
+(docs/EXTENDING.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from visual_spec.models.core.calls import (
+    ANY_ORDER,
+    CHUNKS,
+    COLUMNS,
+    CONTINUOUS,
+    DISTILLED,
+    FRAMES,
+    MASKED,
+    OWN_ORDER,
+    RASTER_TREE_ORDER,
+    SCALES,
+)
+from visual_spec.samplers.registry import SAMPLERS, fitting
+
+_PIPELINES, _MODELS = "visual_spec.pipelines", "visual_spec.models"
+
+
+@dataclass(frozen=True)
+class PipelineEntry:
+    """One pipeline class.
+
+    Attributes:
+        path: "module:class", below `visual_spec.pipelines`.
+        medium: a key of `MEDIA`.
+        condition: what its models read: "text", "label", or "" for nothing.
+        hub_tag: the task under which the Hub lists it.
+    """
+
+    path: str
+    medium: str
+    condition: str
+    hub_tag: str
+
+    @property
+    def class_name(self) -> str:
+        """The class name."""
+        return self.path.partition(":")[2]
+
+    @property
+    def module(self) -> str:
+        """The name of the class's module."""
+        return f"{_PIPELINES}.{self.path.partition(':')[0]}"
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """One size of a family, with the figures of the official weights; tests recompute them on the meta device.
+
+    Attributes:
+        name: name for display.
+        weights: the official files or repository; "" if none are released.
+        pixels: side of the pictures; 0 for an audio model.
+        tokens: slots of a picture, or columns of a clip.
+        prefix: positions before the first token (for a prompt of usual length if it is not fixed).
+        parameters: number of weights of the token model, without tokenizers and text encoders.
+        cached: numbers that the cache holds for one position of one row: keys and values of all layers.
+        uncached: slots that nothing reads and that are not cached: the last scale of a next-scale model.
+        load: the function that loads it; "": the family's.
+        verified: a key of `VERIFIED`; "": the family's.
+        calls: the kinds of calls it answers; (): the family's.
+    """
+
+    name: str
+    weights: str
+    pixels: int
+    tokens: int
+    prefix: int
+    parameters: int
+    cached: int
+    uncached: int = 0
+    load: str = ""
+    verified: str = ""
+    calls: tuple[str, ...] = ()
+
+    def memory(self, bytes_each: int, *, batch_size: int = 1, guided: bool = True) -> int:
+        """Return the bytes of weights and cache while `batch_size` pictures are drawn.
+
+        Args:
+            bytes_each: bytes of a number: 4 for float32, 2 for bfloat16.
+        """
+        rows = batch_size * (2 if guided else 1)
+        held = self.prefix + self.tokens - self.uncached
+        return (self.parameters + rows * held * self.cached) * bytes_each
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    Attributes:
+        name: name for display, once in the table.
+        calls: the kinds of calls its models answer (`visual_spec.models.core.calls`).
+        pipelines: classes of the pipelines that draw with it; none: models of other libraries (`accelerate`).
+        parts: "module:class" below `visual_spec.models` of the classes that a saved folder may name.
+        saved: settings in model_index.json, or class names of components, that tell a saved folder of this family from
+            others of the same pipeline; nothing: it is the usual one.
+        samplers: class names of samplers, likewise.
+        unit: what a call commits, in the plural.
+        plain: its plain decoding, as on the command line; of `name:...` the settings are those of the saved sampler,
+            of `name:setting=...` that setting alone.
+        fast: what `visual_spec.accelerate` sets when no sampler is named, likewise; "": the plain one.
+        shorter: one that takes less time and has a law of its own, where the fast one is the plain one.
+        comparable: whether an accelerated decoding is compared with the plain one.
+        stored_as: what keeps a sample: its token "ids", or the finished "canvas".
+        measured: "module:function" below `visual_spec`: what `bench` and `eval` measure if no settings are named; "":
+            they do not measure it.
+        drafters: classes among `parts` that `load_drafter` takes.
+        refiners: classes among `parts` that `load_refiner` takes.
+        of_diffusers: class of diffusers' pipeline whose folders its pipeline loads.
+        sizes: the official weights.
+        load, verified: see `KnownModel`.
+    """
+
+    name: str
+    calls: tuple[str, ...]
+    pipelines: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    samplers: tuple[str, ...] = ()
+    unit: str = "tokens"
+    plain: str = ""
+    fast: str = ""
+    shorter: str | None = None
+    comparable: bool = True
+    stored_as: str = "ids"
+    measured: str = "eval.defaults:settings_for"
+    drafters: tuple[str, ...] = ()
+    refiners: tuple[str, ...] = ()
+    of_diffusers: str = ""
+    sizes: tuple[KnownModel, ...] = ()
+    load: str = ""
+    verified: str = "official layout"
+
+    def fits(self, pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> bool:
+        """Whether a saved pipeline is of this family; arguments as for `family_of`."""
+        held = {name: settings.get(name) for name in self.saved}  # of a component: its module and class
+        same = all(
+            (held[name] or [None])[-1] == value if isinstance(value, str) else held[name] == value
+            for name, value in self.saved.items()
+        )
+        drawn = not self.samplers or sampler.get("_class_name") in self.samplers
+        return pipeline in self.pipelines and same and drawn
+
+
+# fmt: off
+PIPELINES = {entry.class_name: entry for entry in (
+    PipelineEntry("amused_image:AmusedImagePipeline", "image", "text", "text-to-image"),
+    PipelineEntry("audio:AudioPipeline", "audio", "text", "text-to-audio"),
+    PipelineEntry("chunk_video:ChunkVideoPipeline", "video", "text", "text-to-video"),
+    PipelineEntry("class_image:ClassImagePipeline", "image", "label", "unconditional-image-generation"),
+    PipelineEntry("distilled_image:DistilledImagePipeline", "image", "label", "unconditional-image-generation"),
+    PipelineEntry("distilled_image:DistilledTextImagePipeline", "image", "text", "text-to-image"),
+    PipelineEntry("distilled_scales:DistilledScalePipeline", "image", "label", "unconditional-image-generation"),
+    PipelineEntry("image:ImagePipeline", "image", "text", "text-to-image"),
+    PipelineEntry("infinity:InfinityPipeline", "image", "text", "text-to-image"),
+    PipelineEntry("latent_image:LatentImagePipeline", "image", "label", "unconditional-image-generation"),
+    PipelineEntry("mage_image:MageImagePipeline", "image", "", "unconditional-image-generation"),
+    PipelineEntry("masked_class_image:MaskedClassImagePipeline", "image", "label", "unconditional-image-generation"),
+    PipelineEntry("masked_image:MaskedImagePipeline", "image", "text", "text-to-image"),
+    PipelineEntry("maskgct:MaskgctPipeline", "audio", "text", "text-to-speech"),
+    PipelineEntry("scale_image:ScaleImagePipeline", "image", "label", "unconditional-image-generation"),
+    PipelineEntry("video:VideoPipeline", "video", "text", "text-to-video"),
+)}
+
+_PICTURES = ("ImagePipeline", "ClassImagePipeline")
+_LLAMAGEN = ("next_token.llamagen:LlamaGenTransformer", "next_token.llamagen_vq:VQModel")
+_CAPTIONS = ("text.caption_encoder:CaptionEncoder", "text.t5_features:T5Features")
+_JACOBI = ("EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
+_TEXT, _ACCELERATE = "ImagePipeline.from_official", "visual_spec.accelerate(model)"
+FAMILIES = (
+    Family(
+        "LlamaGen", RASTER_TREE_ORDER, _PICTURES,
+        (*_LLAMAGEN, *_CAPTIONS, "drafters.eagle:EagleDrafter", "drafters.mulo:MultiscaleDrafter"),
+        plain="autoregressive", fast="speculative-jacobi", drafters=_JACOBI, load="ClassImagePipeline.from_official",
+        sizes=(
+            KnownModel("LlamaGen-B class 256", "c2i_B_256.pt", 256, 256, 1, 110_888_448, 2 * 12 * 768),
+            KnownModel("LlamaGen-B class 384", "c2i_B_384.pt", 384, 576, 1, 110_888_448, 2 * 12 * 768),
+            KnownModel("LlamaGen-L class 256", "c2i_L_256.pt", 256, 256, 1, 342_910_976, 2 * 24 * 1024),
+            KnownModel("LlamaGen-L class 384", "c2i_L_384.pt", 384, 576, 1, 342_910_976, 2 * 24 * 1024),
+            KnownModel("LlamaGen-XL class 384", "c2i_XL_384.pt", 384, 576, 1, 774_699_520, 2 * 36 * 1280),
+            KnownModel("LlamaGen-XXL class 384", "c2i_XXL_384.pt", 384, 576, 1, 1_410_972_672, 2 * 48 * 1536),
+            KnownModel("LlamaGen-XXXL class 384", "", 384, 576, 1, 3_893_027_840, 2 * 48 * 2560),
+            KnownModel("LlamaGen-1B class 384", "", 384, 576, 1, 1_199_616_000, 2 * 22 * 2048),
+            KnownModel("LlamaGen-3B class 384", "c2i_3B_384.pt", 384, 576, 1, 3_096_659_200, 2 * 24 * 3200),
+            KnownModel("LlamaGen-7B class 384", "", 384, 576, 1, 6_614_589_440, 2 * 32 * 4096),
+            KnownModel("LlamaGen-XL text 256", "t2i_XL_stage1_256.pt", 256, 256, 120, 777_923_840, 2 * 36 * 1280,
+                load=_TEXT),
+            KnownModel("LlamaGen-XL text 512", "t2i_XL_stage2_512.pt", 512, 1024, 120, 777_923_840, 2 * 36 * 1280,
+                load=_TEXT),
+        ),
+    ),
+    Family(
+        "LlamaGen of clips", RASTER_TREE_ORDER, ("VideoPipeline",),
+        plain="autoregressive", fast="speculative-jacobi:window=128,initial_draft=previous_frame",
+    ),
+    Family(
+        "NAR, FlashAR, PAR", (OWN_ORDER,), (*_PICTURES, "VideoPipeline"), samplers=("OrderedSampler",), plain="ordered",
+    ),
+    Family(
+        "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"),
+        samplers=tuple(entry.class_name for entry in fitting((ANY_ORDER,))),
+        plain="any-order:order=...", fast="speculative-any-order:...",
+    ),
+    Family(
+        "ControlAR", RASTER_TREE_ORDER, ("ImagePipeline",), ("next_token.controlar:ControlARTransformer",),
+        saved={"transformer": "ControlARTransformer"}, plain="autoregressive", fast="speculative-jacobi", load=_TEXT,
+        sizes=(
+            KnownModel("ControlAR text 512", "edge_base.safetensors, depth_base.safetensors", 512, 1024, 120,
+                881_543_680, 2 * 36 * 1280),
+        ),
+    ),
+    Family(
+        "DD1 student", (DISTILLED,), ("DistilledImagePipeline",),
+        ("next_token.llamagen_student:LlamaGenStudent",),
+        plain="distilled", comparable=False, stored_as="canvas", measured="",
+        load="DistilledImagePipeline.from_official",
+        sizes=(
+            KnownModel("DD1 student B class 256", "llamagen-B.pt", 256, 256, 1, 98_321_672, 0),
+                 # a call reads the whole picture
+            KnownModel("DD1 student L class 256", "llamagen-L.pt", 256, 256, 1, 326_155_272, 0),
+        ),
+    ),
+    Family(
+        "DD1 student of captions", (DISTILLED,), ("DistilledTextImagePipeline",),
+        plain="distilled", comparable=False, stored_as="canvas", measured="eval.defaults:student_settings",
+    ),
+    Family(
+        "DD1 student of VAR", (DISTILLED,), ("DistilledScalePipeline",),
+        ("next_scale.var_student:VARStudent",),
+        plain="distilled", comparable=False, stored_as="canvas", measured="",
+        load="DistilledScalePipeline.from_official",
+        sizes=(
+            KnownModel("DD1 student VAR-d16 class 256", "var-d16.pth", 256, 680, 1, 328_165_664, 0),
+            KnownModel("DD1 student VAR-d20 class 256", "var-d20.pth", 256, 680, 1, 635_399_088, 0),
+            KnownModel("DD1 student VAR-d24 class 256", "var-d24.pth", 256, 680, 1, 1_092_478_560, 0),
+        ),
+    ),
+    Family(
+        "VAR", (SCALES,), ("ScaleImagePipeline",),
+        ("next_scale.var:VARTransformer", "next_scale.var_vq:MultiscaleVQModel"),
+        unit="scales", plain="scale-wise", measured="eval.defaults:scale_settings", refiners=("VARTransformer",),
+        load="ScaleImagePipeline.from_official",
+        sizes=(
+            KnownModel("VAR-d16 class 256", "var_d16.pth", 256, 680, 0, 310_283_520, 2 * 16 * 1024, 16 * 16),
+            KnownModel("VAR-d20 class 256", "var_d20.pth", 256, 680, 0, 600_917_136, 2 * 20 * 1280, 16 * 16),
+            KnownModel("VAR-d24 class 256", "var_d24.pth", 256, 680, 0, 1_033_399_360, 2 * 24 * 1536, 16 * 16),
+            KnownModel("VAR-d30 class 256", "var_d30.pth", 256, 680, 0, 2_010_020_356, 2 * 30 * 1920, 16 * 16),
+            KnownModel("VAR-d36 class 512", "var_d36.pth", 512, 2240, 0, 2_353_893_904, 2 * 36 * 2304, 32 * 32),
+        ),
+    ),
+    # Sizes of transformers' default configurations, which match the released weights.
+    Family(
+        "Chameleon, Anole", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
+        sizes=(
+            KnownModel("Chameleon-7B, Anole-7B", "leloy/Anole-7b-v0.1-hf", 512, 1024, 64, 7_013_666_816, 2 * 32 * 4096),
+        ),
+    ),
+    Family(
+        "Lumina-mGPT", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
+        sizes=(
+            KnownModel("Lumina-mGPT-7B 768", "Alpha-VLLM/Lumina-mGPT-7B-768", 768, 48 * 49, 64, 7_013_666_816,
+                2 * 32 * 4096),
+        ),
+    ),
+    Family(
+        "Emu3", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
+        sizes=(KnownModel("Emu3-Gen", "BAAI/Emu3-Gen-hf", 720, 90 * 91, 64, 8_492_011_520, 2 * 32 * 1024),),
+    ),
+    Family(
+        "GLM-Image", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers",
+        sizes=(
+            KnownModel("GLM-Image, its token stage", "zai-org/GLM-Image", 1024, 32 * 32 + 16 * 16, 64, 8_914_788_352,
+                2 * 40 * 256),
+        ),
+    ),
+    # Its sizes differ between releases: supported, but not in the table of memory.
+    Family("Janus, Janus-Pro", RASTER_TREE_ORDER, load=_ACCELERATE, verified="transformers"),
+    Family(
+        "MusicGen", (COLUMNS,), ("AudioPipeline",), ("drafters.column_eagle:ColumnEagleDrafter",),
+        unit="columns", plain="columns", drafters=("ColumnEagleDrafter",), verified="transformers",
+        load="AudioPipeline.from_musicgen, visual_spec.accelerate(model)",
+        sizes=(  # the prefix: the empty step, and the words
+            KnownModel("MusicGen-small 30 s", "facebook/musicgen-small", 0, 1503, 21, 420_371_456, 2 * 24 * 1024),
+            KnownModel("MusicGen-medium 30 s", "facebook/musicgen-medium", 0, 1503, 21, 1_838_737_920, 2 * 48 * 1536),
+            KnownModel("MusicGen-large 30 s", "facebook/musicgen-large", 0, 1503, 21, 3_256_956_928, 2 * 48 * 2048),
+            KnownModel("MusicGen-small stereo 30 s", "facebook/musicgen-stereo-small", 0, 1503, 21, 437_152_768,
+                2 * 24 * 1024),
+            KnownModel("MusicGen-medium stereo 30 s", "facebook/musicgen-stereo-medium", 0, 1503, 21, 1_863_909_888,
+                2 * 48 * 1536),
+            KnownModel("MusicGen-large stereo 30 s", "facebook/musicgen-stereo-large", 0, 1503, 21, 3_290_519_552,
+                2 * 48 * 2048),
+        ),
+    ),
+    Family(
+        "Infinity", (SCALES,), ("InfinityPipeline",),
+        ("next_scale.infinity:InfinityTransformer", "next_scale.infinity_vq:BitwiseVQModel"), unit="scales",
+        plain="scale-wise:...", fast="scale-wise", comparable=False, measured="", load="InfinityPipeline.from_official",
+        stored_as="canvas",  # its ids are bits, which only the decoding adds up
+        sizes=(
+            KnownModel("Infinity-2B", "infinity_2b_reg.pth", 1024, 10521, 0, 2_204_564_032, 2 * 32 * 2048, 64 * 64),
+            KnownModel("Infinity-8B", "infinity_8b_weights", 1024, 10521, 0, 8_375_791_824, 2 * 40 * 3584, 64 * 64),
+            KnownModel("Infinity-8B 512", "infinity_8b_512x512_weights", 512, 2521, 0, 8_375_791_824, 2 * 40 * 3584,
+                32 * 32),
+        ),
+    ),
+    # Masked models hold no cache: every call scores the whole picture or clip again. One of pictures decodes fast as it
+    # was saved, several tokens a call. Its plain decoding is one token a call in a fixed order: the law of the model
+    # alone, which the number of calls does not change.
+    Family(
+        "MaskGIT", (MASKED,), ("MaskedImagePipeline", "MaskedClassImagePipeline"),
+        ("masked.maskgit:MaskedImageTransformer", "masked.shortcut:FeatureShortcut", "masked.causal_layer:CausalLayer"),
+        plain="speculative-masked:num_drafts=0", fast="masked:...", measured="eval.defaults:masked_picture_settings",
+        load="MaskedClassImagePipeline.from_official",
+        sizes=(
+            KnownModel("MaskGIT-T class 256", "ImageNet_256_tiny.pth", 256, 256, 0, 23_031_425, 0),
+            KnownModel("MaskGIT-S class 256", "ImageNet_256_small.pth", 256, 256, 0, 69_344_769, 0),
+            KnownModel("MaskGIT-S class 384", "ImageNet_384_small.pth", 384, 576, 0, 69_508_609, 0),
+            KnownModel("MaskGIT-B class 256", "ImageNet_256_base.pth", 256, 256, 0, 142_224_641, 0),
+            KnownModel("MaskGIT-B class 384", "ImageNet_384_base.pth", 384, 576, 0, 142_470_401, 0),
+            KnownModel("MaskGIT-L class 384", "ImageNet_384_large.pth", 384, 576, 0, 479_984_641, 0),
+        ),
+    ),
+    Family(
+        "MAGE", (MASKED,), ("MageImagePipeline",), ("masked.mage:MageTransformer", "masked.mage_vq:MageVQModel"),
+        plain="speculative-masked:num_drafts=0", fast="masked:...", measured="eval.defaults:masked_picture_settings",
+        load="MageImagePipeline.from_official",
+        sizes=(
+            KnownModel("MAGE-B 256", "mage-vitb-1600.pth", 256, 256, 0, 144_896_745, 0),
+            KnownModel("MAGE-L 256", "mage-vitl-1600.pth", 256, 256, 0, 407_788_521, 0),
+        ),
+    ),
+    Family(
+        "aMUSEd", (MASKED,), ("AmusedImagePipeline",),
+        ("masked.amused:AmusedTransformer", "masked.amused:AmusedVQModel"),
+        plain="speculative-masked:num_drafts=0", fast="masked:...", measured="eval.defaults:masked_picture_settings",
+        of_diffusers="AmusedPipeline",
+    ),
+    Family(
+        "MAGNeT", (MASKED,), ("AudioPipeline",), saved={"masked": True}, unit="columns",
+        plain="masked:...", fast="masked", comparable=False,
+        measured="eval.defaults:masked_settings", load="AudioPipeline.from_magnet",
+        sizes=(
+            KnownModel("MAGNeT-small 10 s", "facebook/magnet-small-10secs", 0, 500, 0, 420_371_456, 0),
+            KnownModel("MAGNeT-small 30 s", "facebook/magnet-small-30secs", 0, 1500, 0, 420_371_456, 0),
+            KnownModel("MAGNeT-medium 10 s", "facebook/magnet-medium-10secs", 0, 500, 0, 1_838_737_920, 0),
+            KnownModel("MAGNeT-medium 30 s", "facebook/magnet-medium-30secs", 0, 1500, 0, 1_838_737_920, 0),
+        ),
+    ),
+    Family(
+        "MaskGCT", (MASKED,), ("MaskgctPipeline",),
+        ("masked.maskgct:SemanticNetwork", "masked.maskgct:AcousticNetwork", "masked.maskgct_codec:SemanticCodec",
+         "masked.maskgct_codec:AcousticCodec"),
+        unit="columns", plain="masked:...", comparable=False, measured="eval.defaults:masked_settings",
+        load="MaskgctPipeline.from_official",
+        sizes=(KnownModel("MaskGCT 10 s", "amphion/MaskGCT", 0, 500, 300, 1_430_188_032, 0),),  # both stages
+    ),
+    Family(
+        "frame-masked", (FRAMES,), ("VideoPipeline",), ("masked.frames:FrameMaskedTransformer",),
+        saved={"transformer": "FrameMaskedTransformer"}, plain="frame-masked:...", comparable=False,
+    ),
+    Family(
+        "Self-Forcing", (CHUNKS,), ("ChunkVideoPipeline",), unit="chunks", plain="full", comparable=False,
+        stored_as="canvas", measured="",
+    ),
+    Family(
+        "MAR", (CONTINUOUS,), ("LatentImagePipeline",),
+        ("continuous.mar:MARTransformer", "continuous.causal:CausalLatentTransformer"), stored_as="canvas",
+        plain="continuous", shorter="continuous:head_steps=25", measured="eval.defaults:latent_settings",
+        load="LatentImagePipeline.from_official",
+        sizes=(  # the prefix: places that hold the class
+            KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0),
+            KnownModel("MAR-L class 256", "checkpoint-last.pth", 256, 256, 64, 478_326_304, 0),
+            KnownModel("MAR-H class 256", "checkpoint-last.pth", 256, 256, 64, 942_403_104, 0),
+        ),
+    ),
+)
+# fmt: on
+
+VERIFIED = {
+    "embedded": "trained here; tokens, pictures and prompt accuracy in tests/pipelines/test_embedded.py",
+    "official layout": "keys and shapes of the official layout, logits equal to a straight-line computation; the "
+    "released weights themselves were not run",
+    "transformers": "tiny random configurations equal transformers' own generate token for token; the released "
+    "weights themselves were not run",
+}
+
+# Memory in addition to `KnownModel.parameters`.
+EXTRAS = {
+    "VQ-16 tokenizer": 71_883_403,
+    "VQ-8 tokenizer": 70_109_835,
+    "VAR tokenizer": 108_948_355,
+    "KL-16 tokenizer": 66_456_019,
+    "flan-t5-xl encoder": 1_223_527_424,
+    "t5-base encoder": 109_628_544,
+    "MAGE tokenizer": 54_515_587,
+    "MaskGCT codecs": 192_909_258,
+}
+
+
+def models() -> list[KnownModel]:
+    """Return all official sizes, with what the family says of them."""
+    return [
+        replace(size, load=size.load or family.load, verified=family.verified, calls=family.calls)
+        for family in FAMILIES
+        for size in family.sizes
+    ]
+
+
+def component_homes() -> dict[str, str]:
+    """Return the modules of all classes that a saved folder may name: {class: module}."""
+    parts = [part.partition(":") for family in FAMILIES for part in family.parts]
+    homes = {name: f"{_MODELS}.{module}" for module, _, name in parts}
+    return homes | {entry.class_name: entry.module for entry in SAMPLERS}
+
+
+def family_of(pipeline: str, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> Family:
+    """Return the family of a pipeline, loaded or saved.
+
+    Args:
+        pipeline: name of its class.
+        settings: what its model_index.json says.
+        sampler: the configuration of its sampler, as it is saved.
+
+    Raises:
+        ValueError: no family names this class; the message lists those that are named.
+    """
+    fitting_ones = [family for family in FAMILIES if family.fits(pipeline, settings, sampler)]
+    if not fitting_ones:
+        raise ValueError(f"{pipeline} is in no family; pass one of {', '.join(PIPELINES)}.")
+    return max(fitting_ones, key=lambda family: (len(family.samplers) > 0, len(family.saved)))
