@@ -1,0 +1,71 @@
+"""What `visual-spec serve` refuses before anything is loaded, and what a folder for vLLM holds. Needs no vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+import visual_spec
+from visual_spec.cli import main
+from visual_spec.eval.machine import load
+from visual_spec.samplers.core.law import TokenLaw
+from visual_spec.serving.request import PictureRequest, settings_of
+from visual_spec.serving.vllm.folder import PromptIds, save_for_vllm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["shapes", "--host", "0.0.0.0"], "--host 0.0.0.0 without a key"),
+        (["shapes", "--queue", "0"], "--queue 0"),
+        (["shapes", "--max-n", "-1"], "--max-n -1"),
+        (["shapes", "--window", "0"], "--window 0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, named, capsys, monkeypatch):
+    monkeypatch.delenv("VISUAL_SPEC_API_KEY", raising=False)
+    assert main(["serve", *arguments]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fastapi") is not None, reason="FastAPI is installed")
+def test_what_is_missing_is_named(capsys):
+    assert main(["serve", "shapes"]) == 2
+    assert "docs/SERVING.md" in capsys.readouterr().err
+
+
+def test_a_folder_says_what_vllm_and_the_windows_read(tmp_path):
+    pipe = load("shapes", "cpu", "float32")
+    config = json.loads((save_for_vllm(pipe, tmp_path) / "config.json").read_text())
+    assert config["visual_spec"]["grid"] == [16, 16] and config["visual_spec"]["image_ids"] == [0, 1024]
+    # Heads of 48 channels get more, of a size that vLLM has; no token of a prompt or a picture ends a request.
+    assert config["head_dim"] == 64 and config["eos_token_id"] == config["vocab_size"] - 1
+    ids = PromptIds(pipe.transformer, pipe.text_encoder)
+    words, none = ids.of("a large red circle")
+    assert len(words) == len(none) == 20 and max(words + none) < config["eos_token_id"]
+    assert words[:16] == none[:16] == [ids.padding] * 16 and len(set(none[16:])) == 4
+    assert ids.of("Red, CIRCLE!")[0][-2:] == words[-2:]
+    for prompt in ("!!!", 3):
+        with pytest.raises(ValueError, match=repr(prompt)):
+            ids.of(prompt)
+
+
+def test_other_models_are_refused(tmp_path):
+    for name in ("shapes_nar", "shapes_var"):
+        with pytest.raises(ValueError, match="LlamaGen of one frame"):
+            save_for_vllm(load(name, "cpu", "float32"), tmp_path)
+
+
+def test_the_settings_of_a_picture_are_read_as_they_were_written():
+    law = TokenLaw(guidance_scale=2.5, temperature=0.7, top_k=5, top_p=0.9, guidance_until=7)
+    both = [PictureRequest.of(settings) for settings in settings_of(law, 2**63, "a")]
+    assert [one and one.role for one in both] == ["conditional", "unconditional"]
+    assert all(one is not None and one.law == law and one.pair == "a" for one in both)
+    (alone,) = settings_of(TokenLaw(), 1)
+    assert PictureRequest.of(alone) == PictureRequest.of({"seed": 1})
+
+
+def test_the_names_are_offered():
+    assert callable(visual_spec.custom_generate) and callable(visual_spec.save_custom_generate)
