@@ -31,6 +31,7 @@ from visual_spec.data.shapes_classes import (
 )
 from visual_spec.models.continuous.causal import CausalLatentTransformer
 from visual_spec.models.continuous.mar import HEADS, MARTransformer
+from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.fill_order import guidance_scales, random_orders, step_slots
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.core.latents import guided
@@ -95,7 +96,7 @@ def latent_pictures(
     """Latents of scenes of one large object, kept in `cache`, a folder, if given, under the tokenizer's fingerprint."""
     path = cache / f"latents_{fingerprint([tokenizer])}_{count}_{seed}_{int(held_out)}.pt" if cache else None
     if path and path.exists():
-        return LatentPictures(**torch.load(path, weights_only=True))
+        return LatentPictures(**read_content(path))
     size = tokenizer.config["sample_size"]
     side = size // 2 ** (len(tokenizer.config["block_out_channels"]) - 1)
     scenes = sample_one_object_scenes(count, seed, held_out=held_out)
@@ -111,8 +112,7 @@ def latent_pictures(
         objects=torch.from_numpy(object_slots(scenes, [side])),
     )
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(vars(found), path)
+        write_content(path, vars(found))
     return found
 
 

@@ -32,7 +32,7 @@ from visual_spec.data.shapes_classes import (
     object_slots,
     sample_one_object_scenes,
 )
-from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.next_scale.var import VARTransformer
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel
 from visual_spec.samplers.core.law import TokenLaw
@@ -132,8 +132,7 @@ def tokenize_classes(
         tokens.append(vq_model.encode_tokens(pictures).to("cpu", torch.int32))
     labels = torch.tensor([class_of(scene) for scene in scenes])
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"labels": labels, "tokens": torch.cat(tokens), "codebook": codebook}, path)
+        write_content(path, {"labels": labels, "tokens": torch.cat(tokens), "codebook": codebook})
     return labels, torch.cat(tokens)
 
 

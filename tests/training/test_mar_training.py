@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,23 @@ def test_latents_are_those_of_the_pictures_and_their_objects(tmp_path, tokenizer
     pictures = decode(tokenizer, found.means)
     expected: Any = tokenizer.decode(means)
     torch.testing.assert_close(pictures, expected.sample)
+
+
+def test_a_kill_while_latents_are_kept_leaves_no_half_of_them(tmp_path, tokenizer, monkeypatch):
+    save = torch.save
+
+    def half(content: Any, file: Any) -> None:
+        save(content, file)
+        place = file if isinstance(file, Path) else Path(file.name)
+        place.write_bytes(place.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", half)
+        latent_pictures(tokenizer, 6, 3, cache=tmp_path)
+    assert not list(tmp_path.iterdir())
+    kept = latent_pictures(tokenizer, 6, 3, cache=tmp_path)
+    assert torch.equal(kept.means, latent_pictures(tokenizer, 6, 3).means)
 
 
 @pytest.mark.parametrize("kind", ["mar", "causal"])

@@ -25,9 +25,8 @@ from torch import Tensor
 from transformers import EncodecModel, MusicgenForCausalLM
 
 from visual_spec.data.tunes import NUM_FORMS, NUM_FRAMES, caption, held_out_prompts, sample_tunes
-from visual_spec.files.whole import whole_file
 from visual_spec.models.columns.musicgen import MusicgenColumnModel
-from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -137,8 +136,7 @@ def play(
         else:
             played = draw(prompts, seed * 100_003 + start).to("cpu", torch.int16)
             if path:
-                with whole_file(path) as part, part.open("wb") as file:
-                    torch.save({"codes": played, "owner": owner}, file)
+                write_content(path, {"codes": played, "owner": owner})
         words.append(encoder.word_ids(prompts).cpu())
         codes.append(played)
     return torch.cat(words), torch.cat(codes)

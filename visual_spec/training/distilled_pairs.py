@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.data.shapes import training_prompts
-from visual_spec.files.whole import whole_file
-from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_vq import VQModel
@@ -200,8 +199,7 @@ def drawn_pairs(
             captions = training_prompts(settings.batch_size, (settings.seed, shard))
             generator = torch.Generator().manual_seed(settings.seed * 100_003 + shard)
             pairs = draw_pairs(teacher, encoder, codes, captions, settings, generator)
-            with whole_file(path) as part, part.open("wb") as file:
-                torch.save({"owner": owner, **pairs._asdict()}, file)
+            write_content(path, {"owner": owner, **pairs._asdict()})
             print(f"pictures {(shard + 1) * settings.batch_size}/{settings.pictures}", flush=True)
         shards.append(_read(path, owner))
     return Pairs(*(torch.cat(parts) for parts in zip(*shards, strict=True)))

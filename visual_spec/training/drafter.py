@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.data.shapes import held_out_prompts, training_prompts
-from visual_spec.files.whole import whole_file
-from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.drafters.eagle import EagleDrafter, logits_of
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.pipelines.image import ImagePipeline
@@ -103,8 +102,7 @@ def draw_pictures(
         path = folder / f"{shard:05d}.pt"
         if not path.exists():
             drawn = draw(texts, scale, seed + shard)
-            with whole_file(path) as part, part.open("wb") as file:
-                torch.save({"tokens": drawn.cpu(), "prompts": texts, "guidance": scale}, file)
+            write_content(path, {"tokens": drawn.cpu(), "prompts": texts, "guidance": scale})
         saved = read_content(path)
         if saved["prompts"] != texts or saved["guidance"] != scale:
             raise ValueError(

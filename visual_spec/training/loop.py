@@ -16,8 +16,8 @@ from diffusers.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from visual_spec.files.whole import whole_file, write_atomically
-from visual_spec.models.core.checkpoints import read_content
+from visual_spec.files.whole import write_atomically
+from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 
 _ANEW = "remove the file to start anew, or choose another folder"
@@ -197,8 +197,7 @@ class Checkpoint:
         """Write atomically: an interrupted save leaves the previous file."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
         record = {"settings": self.settings, "curve": self.curve, "seconds": self.seconds, "step": step}
-        with whole_file(self.path) as part, part.open("wb") as file:
-            torch.save({**state, **record}, file)
+        write_content(self.path, {**state, **record})
 
     def remove(self) -> None:
         """Remove the file; the run is done."""

@@ -20,7 +20,7 @@ from visual_spec.data.tunes import NUM_FORMS
 from visual_spec.data.tunes import caption as caption_of_tune
 from visual_spec.data.tunes_synth import sample_dataset as sample_tunes
 from visual_spec.models.columns.encodec import encode_waves
-from visual_spec.models.core.checkpoints import read_content
+from visual_spec.models.core.checkpoints import read_content, write_content
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -69,8 +69,7 @@ def tokenize_dataset(
             tokens.append(vq_model.encode_tokens(part.to(vq_model.device)).to(torch.int16).cpu())
     result = torch.cat(words), torch.cat(tokens)
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"words": result[0], "tokens": result[1], "owner": owner}, path)
+        write_content(path, {"words": result[0], "tokens": result[1], "owner": owner})
     return result
 
 
@@ -130,6 +129,5 @@ def tokenize_tunes(
             codes.append(encode_waves(codec, part[:, None]).to("cpu", torch.int16))
     result = torch.cat(words), torch.cat(codes)
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"words": result[0], "codes": result[1], "codebooks": books}, path)
+        write_content(path, {"words": result[0], "codes": result[1], "codebooks": books})
     return result
