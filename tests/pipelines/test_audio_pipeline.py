@@ -121,11 +121,28 @@ def test_callback_and_progress_count_columns_over_all_windows(pipe):
     assert silent[-1] == {}
 
 
-@pytest.mark.parametrize("pattern", ["delay", "parallel", "flat", "coarse_first"])
-def test_patterns_by_name(pattern):
-    pipe = tiny_audio_pipeline(pattern=pattern)
+@pytest.mark.parametrize(
+    ("pattern", "settings"),
+    [
+        ("delay", None),
+        ("delay", {"delays": [0] * (BOOKS - 1) + [2]}),
+        ("parallel", None),
+        ("flat", None),
+        ("flat", {"levels": [0] * (BOOKS - 1) + [1]}),
+        ("coarse_first", None),
+        ("grouped", {"group_size": 1}),
+        ("grouped", {"group_size": BOOKS}),
+        ("stack", None),
+    ],
+)
+def test_patterns_by_name(pattern, settings, tmp_path):
+    pipe = tiny_audio_pipeline(pattern=pattern, pattern_settings=settings)
     codes = pipe(PROMPT, generator=seeded(1), output_type="latent").codes
-    columns = MusicgenColumnModel(pipe.transformer, FRAMES, pattern=CodebookPattern.named(pattern, BOOKS))
+    pipe.save_pretrained(tmp_path)
+    again = AudioPipeline.from_pretrained(tmp_path)
+    assert again(PROMPT, generator=seeded(1), output_type="latent").codes.equal(codes)
+    layout = CodebookPattern.named(pattern, BOOKS, **(settings or {}))
+    columns = MusicgenColumnModel(pipe.transformer, FRAMES, pattern=layout)
     result = ColumnAutoregressiveSampler()(
         columns, pipe.encode_prompt(PROMPT), law=pipe.make_law(), generator=seeded(1)
     )
@@ -402,6 +419,14 @@ def test_parts_that_do_not_fit_are_refused():
         AudioPipeline(tiny_decoder(), tiny_codec(chunk_length_s=1.0, overlap=0.01), tiny_words(), plain)
     with pytest.raises(ValueError, match="layout='spiral'; pass one of parallel, delay, flat"):
         tiny_audio_pipeline(pattern="spiral")
+    with pytest.raises(ValueError, match="layout='grouped' with no settings; .*needed: group_size"):
+        tiny_audio_pipeline(pattern="grouped")
+    with pytest.raises(ValueError, match=r"layout='parallel' with \['levels'\]; pass none"):
+        tiny_audio_pipeline(pattern="parallel", pattern_settings={"levels": [0, 1]})
+    with pytest.raises(ValueError, match="layout='stack_delay' with no settings; .*needed: frame_order"):
+        tiny_audio_pipeline(pattern="stack_delay")
+    with pytest.raises(ValueError, match="streams side by side"):
+        tiny_audio_pipeline(pattern="stack_delay", pattern_settings={"frame_order": [0, 2, 1, 3]})
     with pytest.raises(ValueError, match="padding='left'"):
         tiny_audio_pipeline(padding="left")
     with pytest.raises(ValueError, match="max_audio_length_in_s=0.001; pass the length"):

@@ -52,13 +52,15 @@ class AudioPipeline(AudioParts):
             none; saved with the pipeline.
         max_audio_length_in_s: the length that the model was trained on. Longer clips are played by a sliding window.
         pattern: how the codebooks are laid out in steps, a name of `visual_spec.models.columns.patterns.LAYOUTS`.
+        pattern_settings: arguments of the layout by name, such as {"group_size": 2} of "grouped" or {"levels": [0, 0,
+            1, 1]} of "flat", two calls a frame.
         padding: what padding of a caption is to the decoder, see `MusicgenModules`.
         masked: whether the transformer was trained to fill in hidden codes (MAGNeT), rather than to go on.
         reach: of a masked model, see `MagnetModel`.
 
     Raises:
         TypeError: a component that could not be saved, or a transformer of another kind.
-        ValueError: an unknown pattern, a codec with other codebooks than the transformer, a length below one frame.
+        ValueError: an unknown pattern, or one without its settings or that no model decodes; a codec with other codebooks than the transformer, a length below one frame.
 
     Example:
         >>> pipe = AudioPipeline.from_pretrained("tunes")

@@ -20,6 +20,7 @@ from visual_spec.models.columns.encodec import check_codec
 from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicgenModules
 from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.columns.stacks import check_stacked
 from visual_spec.models.core.calls import COLUMNS, MASKED
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
@@ -74,6 +75,7 @@ class AudioParts(VisualPipeline):
         masked: bool = False,
         reach: int | None = 5,
         drafter: ColumnEagleDrafter | MusicgenForCausalLM | MusicgenForConditionalGeneration | None = None,
+        pattern_settings: dict[str, Any] | None = None,
     ):
         super().__init__()
         self.register_modules(
@@ -89,6 +91,7 @@ class AudioParts(VisualPipeline):
             default_top_k=default_top_k,
             max_audio_length_in_s=max_audio_length_in_s,
             pattern=pattern,
+            pattern_settings=pattern_settings,
             padding=padding,
             default_temperature=default_temperature,
             default_top_p=default_top_p,
@@ -126,8 +129,8 @@ class AudioParts(VisualPipeline):
         if self.transformer is None:
             return  # it encodes prompts
         modules = MusicgenModules(self._model, self.config["padding"])
-        pattern = self.config["pattern"]
-        CodebookPattern.named(pattern, modules.num_codebooks)  # refuses unknown ones
+        if (pattern := self._pattern(modules.num_codebooks)) is not None and pattern.stacked:
+            check_stacked(pattern)
         if self._codec is None:
             return  # it makes codes, which nobody hears
         check_codec(self._codec)
@@ -194,12 +197,18 @@ class AudioParts(VisualPipeline):
 
     def _columns_of(self, model: Any, num_frames: int, prompt_frames: int) -> MusicgenColumnModel:
         settings: dict[str, Any] = {"padding": self.config["padding"]}
-        if (
-            self.config["pattern"] != "delay"
-        ):  # which is that of the model: of stereo, both channels lag alike
-            books = MusicgenModules(model).num_codebooks
-            settings["pattern"] = CodebookPattern.named(self.config["pattern"], books)
+        settings["pattern"] = self._pattern(MusicgenModules(model).num_codebooks)
         return MusicgenColumnModel(model, num_frames, prompt_frames=prompt_frames, **settings)
+
+    def _pattern(self, codebooks: int) -> CodebookPattern | None:
+        """Return the layout of the configuration; None is that of the model: of stereo, both channels lag alike.
+
+        Raises:
+            ValueError: as `CodebookPattern.named`.
+        """
+        settings = dict(self.config["pattern_settings"] or {})
+        pattern = CodebookPattern.named(self.config["pattern"], codebooks, **settings)
+        return pattern if settings or self.config["pattern"] != "delay" else None
 
     def _decoded(self) -> tuple[Any, dict[str, Any]] | None:
         if self.transformer is None:

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, Padding
 from visual_spec.models.columns.patterns import CodebookPattern
+from visual_spec.models.columns.stacks import Stacks, check_stacked
 from visual_spec.models.core.cache import seen_up_to
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_groups
@@ -44,6 +45,7 @@ class MusicgenState(DecodeState):
         free: bool [S + window, K], the entries that are decoded; the others are forced.
         forced: long [B, S + window, K], codes of the prompt and the special id.
         hidden: the output of each layer in the last call, as from `MusicgenModules.run`, for drafters.
+        stacks, held: of a stacked pattern, its tables, and long [B, S + window, K], the tokens by step.
     """
 
     cache: EncoderDecoderCache
@@ -54,6 +56,8 @@ class MusicgenState(DecodeState):
     forced: Tensor
     hidden: list[Tensor]
     prefix: int = 0
+    stacks: Stacks | None = None
+    held: Tensor | None = None
 
     def narrow(self, width: int) -> None:
         self.hidden = [layer[:, :width] for layer in self.hidden]
@@ -72,7 +76,7 @@ class MusicgenColumnModel(MusicgenModules):
 
     Raises:
         TypeError, ValueError: as in `MusicgenModules`; or the number of frames is below 1, the prompt leaves none to
-            decode, or the pattern is stacked or has another number of codebooks.
+            decode, the pattern has another number of codebooks, or it is stacked and has delays (`Stacks`).
     """
 
     def __init__(
@@ -88,11 +92,12 @@ class MusicgenColumnModel(MusicgenModules):
         # Both channels of a stereo codebook are adjacent: left, right, left, right.
         usual = CodebookPattern.delay([k // self.num_channels for k in range(self.num_codebooks)])
         self.pattern = usual if pattern is None else pattern
-        if self.pattern.codebooks != self.num_codebooks or self.pattern.stacked:
-            kind = "stacked" if self.pattern.stacked else f"for {self.pattern.codebooks} codebooks"
+        if self.pattern.codebooks != self.num_codebooks:
             raise ValueError(
-                f"the pattern is {kind}; pass one for {self.num_codebooks} codebooks that keeps all."
+                f"the pattern is for {self.pattern.codebooks} codebooks; pass one for {self.num_codebooks} codebooks."
             )
+        if self.pattern.stacked:
+            check_stacked(self.pattern)
         frames = self.pattern.frames_by_step(num_frames)  # [K, S]
         if not 0 <= prompt_frames < num_frames:
             raise ValueError(
@@ -128,6 +133,12 @@ class MusicgenColumnModel(MusicgenModules):
                 f"codes from {int(codes.min())} to {int(codes.max())} given; this model's are 0 to "
                 f"{self.vocab_size - 1}. Encode the clip with the codec that belongs to it."
             )
+
+    def _stacks(self, window: int = 0) -> Stacks | None:
+        """Return the tables of a stacked pattern; None of others."""
+        if not self.pattern.stacked:
+            return None
+        return Stacks(self.pattern, self.num_frames, self.special_id, window).to(self.device)
 
     def _forced(self, condition: TextCondition, batch_size: int) -> Tensor:
         """Return the values of the entries that are not decoded, long [B, S, K]."""
@@ -171,7 +182,12 @@ class MusicgenColumnModel(MusicgenModules):
             forced=forced,
             hidden=[],
             prefix=prefix,
+            stacks=self._stacks(window),
         )
+        if state.stacks is not None:
+            state.held = forced.clone()
+            every = torch.arange(self.first_step, device=self.device).expand(batch_size, -1)
+            given[:, 1:] = state.stacks.columns(forced, every)
         if prefix:
             self._run_at(state, states + positions[:prefix], torch.arange(-prefix, 0, device=self.device), 0)
         rows = given.repeat(2, 1, 1) if guided else given
@@ -190,6 +206,10 @@ class MusicgenColumnModel(MusicgenModules):
         at = steps + self.first_step  # [B, W]
         rows = torch.arange(len(at), device=at.device)[:, None]
         tokens = torch.where(state.free[at], tokens, state.forced[rows, at])
+        if state.stacks is not None:
+            assert state.held is not None
+            state.held[rows, at] = tokens
+            tokens = state.stacks.columns(state.held, at)
         if state.guided:
             tokens, at = tokens.repeat(2, 1, 1), at.repeat(2, 1)
         places = 1 + at
@@ -210,6 +230,10 @@ class MusicgenColumnModel(MusicgenModules):
         cache = state.cache.self_attention_cache
         assert isinstance(cache, SlotCache)
         seen = seen_up_to(at, state.prefix + num_places, state.fixed)
+        if state.stacks is not None:
+            seen[..., state.prefix :] &= state.stacks.seen(
+                places.clamp(min=0).expand_as(at), seen.shape[-1] - state.prefix
+            )
         cache.at(at, seen.shape[-1])
         return self.run(embeddings, seen, state.states, state.seen, state.cache)
 
@@ -256,6 +280,10 @@ class MusicgenColumnModel(MusicgenModules):
             states, seen: from `encoder_states`.
             hidden_steps: as in `teacher_forced`.
         """
+        stacks = self._stacks()
+        if stacks is not None:
+            every = torch.arange(self.num_steps, device=sequence.device).expand(len(sequence), -1)
+            sequence = stacks.columns(sequence, every)
         # The empty step is fed, and the last step is not: it predicts nothing.
         embeddings = self.embed(F.pad(sequence[:, :-1], (0, 0, 1, 0), value=self.special_id))
         if hidden_steps is not None:
@@ -266,6 +294,10 @@ class MusicgenColumnModel(MusicgenModules):
             count += states.shape[1]
         embeddings = embeddings + self.position_table(count).to(embeddings)
         causal = torch.ones(1, count, count, dtype=torch.bool, device=sequence.device).tril()
+        if stacks is not None:
+            places = torch.arange(self.num_steps, device=sequence.device)
+            first = count - self.num_steps
+            causal[:, first:, first:] &= stacks.seen(places[None], self.num_steps)
         outputs = self.run(embeddings, causal, states, seen)
         return [output[:, count - self.num_steps :] for output in outputs]
 

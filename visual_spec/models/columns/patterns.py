@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -141,7 +142,8 @@ class CodebookPattern:
     def stack(cls, codebooks: int) -> CodebookPattern:
         """As `flat`, but only the whole stack of a frame stays in the long-term cache, not its parts: S = K T.
 
-        Le Lan et al., "Stack-and-delay: a new codebook pattern for music generation", ICASSP 2024.
+        Le Lan et al., "Stack-and-delay: a new codebook pattern for music generation", ICASSP 2024. What a step is fed
+        and sees: `visual_spec.models.columns.stacks`.
         """
         numbers = tuple(range(_count(codebooks)))
         return cls((0,) * codebooks, numbers, (0,) * codebooks, stacked=True)
@@ -168,10 +170,19 @@ class CodebookPattern:
             settings: arguments of the layout's constructor except `codebooks`; "delay" without delays is [0 ... K - 1].
 
         Raises:
-            ValueError: the layout is unknown, or the number of delays is not that of the codebooks.
+            ValueError: the layout is unknown, lacks a setting or has one too many, or the number of delays is not that
+                of the codebooks.
         """
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r}; pass one of {', '.join(LAYOUTS)}.")
+        known = list(signature(getattr(cls, layout)).parameters.values())[layout != "delay" :]
+        missing = [one.name for one in known if one.default is one.empty and one.name != "delays"]
+        if set(settings) - {one.name for one in known} or not set(missing) <= set(settings):
+            raise ValueError(
+                f"layout={layout!r} with {sorted(settings) or 'no settings'}; pass "
+                f"{', '.join(one.name for one in known) or 'none'}"
+                f"{f' (needed: ' + ', '.join(missing) + ')' if missing else ''}."
+            )
         if layout == "delay":
             settings = {"delays": range(_count(codebooks)), **settings}
             pattern = cls.delay(**settings)  # type: ignore[arg-type]

@@ -196,7 +196,7 @@ def _refuse_second_lumina(config: Any) -> None:
     if config.vocab_size > _SECOND_LUMINA:
         raise ValueError(
             f"vocab_size={config.vocab_size}: this is a Lumina-mGPT 2.0, whose pictures are ids from {_SECOND_LUMINA} "
-            "on, of 8 pixels a token, for a MoVQGAN. Only Lumina-mGPT (1.0), Chameleon and Anole are read, with at most "
+            "on, of 8 pixels a token, for a MoVQGAN. Pass a Lumina-mGPT 1.0, Chameleon or Anole, with at most "
             f"{_SECOND_LUMINA} ids."
         )
 
