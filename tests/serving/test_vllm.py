@@ -78,7 +78,16 @@ def test_settings_under_which_pictures_are_not_safe_are_refused_at_start(tmp_pat
 
 
 OTHER_VERSION = """
+import sys
 import vllm
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+sys.modules["vllm.v1.worker.gpu.sample.logits_processor.interface"] = None  # a version that has none
+from visual_spec.serving.vllm.law import PictureLaw
+assert issubclass(PictureLaw, LogitsProcessor)
+del sys.modules["vllm.v1.worker.gpu.sample.logits_processor.interface"]
+from visual_spec.serving.vllm.start import fits
+vllm.__version__ = "0.32.0+cu129"
+assert fits()
 vllm.__version__ = "0.99.0"
 from visual_spec.serving.vllm.plugin import register
 from vllm.v1.worker.gpu import model_runner

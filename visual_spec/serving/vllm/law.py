@@ -8,19 +8,27 @@ not theirs. The first runner takes no logits processor beside drafts; there `Jac
 # vLLM is installed in an environment of its own only.
 from __future__ import annotations
 
+import contextlib
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.logits_processor.interface import LogitsProcessor as FirstInterface
-from vllm.v1.sample.logits_processor.interface import MoveDirectionality
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as SecondInterface
 
 from visual_spec.serving.request import PictureRequest
 from visual_spec.serving.vllm.start import windows_of
 from visual_spec.serving.windows import Rows
+
+# Every vLLM beside this package loads this class, whatever it serves. One without these interfaces serves no pictures
+# (`start.FITS`), but must not fail for them.
+FirstInterface: Any = type("NoFirstInterface", (), {})
+SecondInterface: Any = type("NoSecondInterface", (), {})
+with contextlib.suppress(ImportError):
+    from vllm.v1.sample.logits_processor.interface import LogitsProcessor as FirstInterface
+    from vllm.v1.sample.logits_processor.interface import MoveDirectionality
+with contextlib.suppress(ImportError):
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as SecondInterface
 
 
 class PictureLaw(FirstInterface, SecondInterface):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from visual_spec.serving.vllm.start import FITS, settings_of
+from visual_spec.serving.vllm.start import FITS, fits, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def register() -> None:
     from vllm import ModelRegistry, __version__
 
     ModelRegistry.register_model(ARCHITECTURE, "visual_spec.serving.vllm.llamagen:ServedLlamaGen")
-    if __version__ not in FITS:
+    if not fits():
         logger.warning("visual_spec was run with vLLM %s; with %s it serves nothing", FITS, __version__)
         return
     from vllm.v1.worker.gpu import model_runner

@@ -13,6 +13,13 @@ PROPOSER = "visual_spec.serving.vllm.drafting.JacobiProposer"
 _WINDOWS = "_visual_spec_windows"
 
 
+def fits() -> bool:
+    """Whether the installed vLLM is one that was run, of whatever build."""
+    from vllm import __version__
+
+    return __version__.split("+")[0] in FITS
+
+
 def settings_of(vllm_config: Any) -> dict[str, Any] | None:
     """Return `visual_spec` of `--additional-config`, or else of the model; None: it does not serve pictures."""
     given = vllm_config.additional_config
@@ -50,7 +57,7 @@ def check_start(vllm_config: Any, served: Served) -> None:
     """
     from vllm import __version__
 
-    if __version__ not in FITS:
+    if not fits():
         raise ValueError(
             f"vLLM {__version__}; visual_spec serves with {', '.join(FITS)}. Install one of these."
         )
