@@ -241,7 +241,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
-    from visual_spec.models import catalogue
+    from visual_spec import families
     from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, missing_models
     from visual_spec.samplers.registry import SAMPLERS, fit
 
@@ -253,23 +253,23 @@ def _models(args: argparse.Namespace) -> int:
                 "memory_bytes": {"float32": model.memory(4), "bfloat16": model.memory(2)},
                 "samplers": {sampler.class_name: fit(model.calls, sampler) for sampler in SAMPLERS},
             }
-            for model in catalogue.MODELS
+            for model in families.models()
         ]
         samplers = [vars(sampler) for sampler in SAMPLERS]
         print(
-            json.dumps({"embedded": facts, "models": known, "samplers": samplers, "extras": catalogue.EXTRAS})
+            json.dumps({"embedded": facts, "models": known, "samplers": samplers, "extras": families.EXTRAS})
         )
         return 0
     print("Embedded: need no download")
     print(missing_models() or _embedded_table(facts))
     print("\nOfficial weights (GB: weights and cache of one picture or clip with guidance)")
     print(_official_table())
-    extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in catalogue.EXTRAS.items())
+    extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in families.EXTRAS.items())
     print(f"On top, in parameters: {extras}.")
     print("\nSamplers x models")
     print(_fit_table(facts))
     print("\nVerified")
-    for name, how in catalogue.VERIFIED.items():
+    for name, how in families.VERIFIED.items():
         print(f"  {name}: {how}")
     print(
         "A folder written by save_pretrained or a Hub id 'owner/name' can be given in place of an embedded name."
@@ -294,7 +294,7 @@ def _embedded_table(facts: list[dict[str, Any]]) -> str:
 
 
 def _official_table() -> str:
-    from visual_spec.models import catalogue
+    from visual_spec import families
 
     lines = [
         [
@@ -308,30 +308,22 @@ def _official_table() -> str:
             f"{model.memory(2) / 1e9:.1f}",
             model.verified,
         ]
-        for model in catalogue.MODELS
+        for model in families.models()
     ]
-    lines += [
-        [name, "", load, "-", "-", "-", "-", "-", how] for name, (load, how) in catalogue.OTHER_MODELS.items()
-    ]
+    unsized = [one for one in families.FAMILIES if not one.sizes and not one.pipelines]
+    lines += [[one.name, "", one.load, "-", "-", "-", "-", "-", one.verified] for one in unsized]
     header = ["model", "weights", "load with", "pixels", "tokens", "parameters", "GB float32", "GB bfloat16"]
     return plain_table([*header, "verified by"], lines, _width())
 
 
 def _fit_table(facts: list[dict[str, Any]]) -> str:
-    from visual_spec.models import catalogue
-    from visual_spec.models.core.calls import RASTER_TREE_ORDER
+    from visual_spec import families
     from visual_spec.samplers.registry import SAMPLERS, fit
 
-    families = {fact["name"]: fact["calls"] for fact in facts}
-    families |= {
-        m.name.split("-")[0]
-        if m.name.startswith(("LlamaGen", "VAR", "MusicGen", "MAGNeT", "Infinity", "MaskGIT", "MAGE"))
-        else m.name.split(",")[0]: m.calls
-        for m in catalogue.MODELS
-    }
-    families |= {name.split(",")[0]: RASTER_TREE_ORDER for name in catalogue.OTHER_MODELS}
-    lines = [[s.class_name, s.promise, *(fit(calls, s) for calls in families.values())] for s in SAMPLERS]
-    return plain_table(["sampler", "result", *families], lines, _width())
+    columns = {fact["name"]: fact["calls"] for fact in facts}
+    columns |= {one.name: one.calls for one in families.FAMILIES}
+    lines = [[s.class_name, s.promise, *(fit(calls, s) for calls in columns.values())] for s in SAMPLERS]
+    return plain_table(["sampler", "result", *columns], lines, _width())
 
 
 def _width() -> int | None:

@@ -20,7 +20,6 @@ from visual_spec import cli
 from visual_spec.eval.defaults import settings_beside, settings_of_model
 from visual_spec.eval.pair import MaskedPair
 from visual_spec.eval.settings import parse_setting
-from visual_spec.models import catalogue
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.pipelines.embedded import describe
 from visual_spec.pipelines.loading import load_pipeline
@@ -80,7 +79,7 @@ def test_what_it_shares_stays_where_it_is(folder):
     pipe = load(folder)
     pixels = pipe(PROMPT, generator=seeded(0), output_type="np").images
     assert pixels.shape == (1, 32, 32, 3) and pipe.default_settings()["guidance_scale"] == 2.5
-    assert catalogue.PIPELINES["MaskedImagePipeline"] == pipe.calls
+    assert pipe.calls == describe(folder)["calls"] == ("masked",)
 
 
 def test_it_draws_as_it_was_saved_and_is_compared_with_one_token_a_call(folder, tmp_path, capsys):

@@ -10,8 +10,6 @@ from tests.tiny_audio import tiny_audio_pipeline
 from tests.tiny_infinity import tiny_bits, tiny_infinity
 from tests.tiny_scales import tiny_scale_pipeline, tiny_var, tiny_var_vq
 from tests.tiny_students import tiny_student, tiny_var_student
-from visual_spec.models.catalogue import PIPELINES
-from visual_spec.models.core.calls import FRAMES, OWN_ORDER
 from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.pipelines.accelerate import accelerate, restore
 from visual_spec.pipelines.distilled_image import DistilledImagePipeline
@@ -143,7 +141,6 @@ def test_a_pipeline_says_what_it_is_loaded_and_saved(kind, tmp_path):
     make, expected = EXPECTED[kind]
     pipe = make()
     assert pipe.facts == expected
-    assert set(pipe.calls) <= set(PIPELINES[type(pipe).__name__])
     assert (pipe.medium, pipe.unit, pipe.calls) == (expected.medium, expected.unit, expected.calls)
     assert (pipe.plain_sampler, pipe.fast_sampler) == (expected.plain_sampler, expected.fast_sampler)
     assert (pipe.comparable, pipe.stored_as) == (expected.comparable, expected.stored_as)
@@ -208,6 +205,4 @@ def test_accelerating_a_pipeline_without_a_faster_sampler_keeps_its_own():
 
 @pytest.mark.parametrize("name", embedded_models())
 def test_what_an_embedded_model_answers_is_known_without_loading_it(name):
-    answers, loaded = describe(embedded_folder(name))["calls"], read_facts(name).calls
-    assert set(loaded) <= set(answers)
-    assert (FRAMES in answers, OWN_ORDER in answers) == (FRAMES in loaded, OWN_ORDER in loaded)
+    assert describe(embedded_folder(name))["calls"] == read_facts(name).calls

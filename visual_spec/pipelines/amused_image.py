@@ -1,7 +1,6 @@
 """Text to image by aMUSEd (Patil et al. 2024), from the folders that diffusers' pipeline of that name reads."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,9 +16,8 @@ from visual_spec.models.masked.amused import (
     ClipCondition,
     clip_condition,
 )
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.masked_image import given_parts, masked_facts
+from visual_spec.pipelines.masked_image import given_parts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting
 from visual_spec.pipelines.saved_index import read_index_file
@@ -116,11 +114,6 @@ class AmusedImagePipeline(TokenImagePipeline):
         ] == DIFFUSERS_CLASS:
             return
         super()._refuse_other_class(name)
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
-        return masked_facts(cls, settings, sampler)
 
     def check_inputs(
         self,

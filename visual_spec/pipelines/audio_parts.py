@@ -1,7 +1,6 @@
 """The components of a music pipeline: what fits together, what they say about clips, and the models of a window."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,13 +20,11 @@ from visual_spec.models.columns.musicgen import MagnetModel, MusicgenColumnModel
 from visual_spec.models.columns.musicgen_modules import MusicgenModules
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.columns.stacks import check_stacked
-from visual_spec.models.core.calls import COLUMNS, MASKED
+from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.column_eagle import ColumnEagleDrafter
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.facts import PipelineFacts
-from visual_spec.pipelines.sampler_text import saved_sampler
 
 _LONGEST = (
     3600  # seconds of a window: no model is trained on an hour, and what a window needs is allocated at once
@@ -101,24 +98,6 @@ class AudioParts(VisualPipeline):
         self._check_parts()
 
     # -- what the parts are --------------------------------------------------------------------------------------------
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Of a masked model, plain decoding is that of its sampler.
-
-        A model of columns decodes plainly by default: no sampler of the same law has been faster by the clock
-        (docs/RESULTS.md, "Music").
-        """
-        masked = bool(settings.get("masked"))
-        return PipelineFacts(
-            medium="audio",
-            unit="columns",
-            calls=(MASKED,) if masked else (COLUMNS,),
-            plain_sampler=saved_sampler("masked", sampler) if masked else "columns",
-            fast_sampler="masked" if masked else "columns",
-            default_settings=cls._saved_law(settings),
-            comparable=not masked,
-        )
 
     @property
     def _fills_in(self) -> bool:

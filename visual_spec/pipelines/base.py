@@ -21,7 +21,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import deprecation_utils
 from huggingface_hub import snapshot_download
 
-from visual_spec.families import PIPELINES
+from visual_spec.families import PIPELINES, family_of
 from visual_spec.files.whole import written_whole
 from visual_spec.models.core.aligned import align_weights
 from visual_spec.models.core.calls import COLUMNS, MASKED, RASTER, SCALES
@@ -36,6 +36,7 @@ from visual_spec.pipelines.embedded import (
     shared_parts,
 )
 from visual_spec.pipelines.facts import LAW_DEFAULTS, PipelineFacts
+from visual_spec.pipelines.sampler_text import as_saved
 from visual_spec.pipelines.saved_index import INDEX, check_saved_pipeline, read_index_file
 from visual_spec.samplers import registry
 from visual_spec.samplers.core.base import Sampler
@@ -128,13 +129,27 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """What a pipeline of this class is, with these settings and this sampler; every subclass says it.
+        """What a pipeline of this class is, with these settings and this sampler: what the table of its families says.
 
         Args:
             settings: of the pipeline, as in its model_index.json.
             sampler: the configuration of its sampler, as it is saved.
         """
-        raise NotImplementedError(f"{cls.__name__} does not say what it is; give it a method facts_of.")
+        kind = next((one.__name__ for one in cls.__mro__ if one.__name__ in PIPELINES), None)
+        if kind is None:
+            raise NotImplementedError(f"{cls.__name__} does not say what it is; give it a method facts_of.")
+        family = family_of(kind, settings, sampler)
+        return PipelineFacts(
+            medium=PIPELINES[kind].medium,
+            unit=family.unit,
+            calls=family.calls,
+            plain_sampler=as_saved(family.plain, sampler),
+            fast_sampler=as_saved(family.fast or family.plain, sampler),
+            shorter_sampler=family.shorter,
+            default_settings=cls._saved_law(settings),
+            comparable=family.comparable,
+            stored_as=family.stored_as,
+        )
 
     @property
     def facts(self) -> PipelineFacts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.utils.outputs import BaseOutput
 from torch import Tensor
 
-from visual_spec.models.core.calls import CHUNKS
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
@@ -137,16 +136,8 @@ class ChunkVideoPipeline(VisualPipeline):
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`. No sampler of tokens fits it: the second argument says nothing."""
         policy = settings.get("default_policy", "full")
-        return PipelineFacts(
-            medium="video",
-            unit="chunks",
-            calls=(CHUNKS,),
-            plain_sampler=policy,
-            fast_sampler=policy,
-            default_settings={},
-            comparable=False,
-            stored_as="canvas",
-        )
+        facts = super().facts_of(settings, sampler)
+        return replace(facts, plain_sampler=policy, fast_sampler=policy, default_settings={})
 
     @property
     def frame_rate(self) -> float:

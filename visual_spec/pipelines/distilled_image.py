@@ -1,13 +1,13 @@
 """Pictures by students of Distilled Decoding: condition and noise -> all tokens in one call or two -> picture."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from einops import rearrange
 
-from visual_spec.models.core.calls import DISTILLED
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -57,16 +57,8 @@ class StudentPipeline(TokenImagePipeline):
         """See `VisualPipeline.facts_of`. The saved law is that of the teacher, where it draws."""
         alone = sampler.get("teacher_from") is None
         law = {"guidance_scale": 1.0, "top_k": 0} if alone else {}  # the student's law is in its weights
-        return PipelineFacts(
-            medium="image",
-            unit="tokens",
-            calls=(DISTILLED,),
-            plain_sampler="distilled",
-            fast_sampler="distilled",
-            default_settings=cls._saved_law(settings) | law,
-            comparable=False,
-            stored_as="canvas",
-        )
+        facts = super().facts_of(settings, sampler)
+        return replace(facts, default_settings={**facts.default_settings, **law})
 
     def make_law(self, **settings: Any) -> TokenLaw:
         """The law of the teacher's tokens; None is the default of this pipeline.

@@ -7,10 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from visual_spec.models.catalogue import PIPELINES
-from visual_spec.models.core.calls import FRAMES
+from visual_spec.families import family_of
 from visual_spec.pipelines.components import resolved
-from visual_spec.pipelines.facts import calls_beside
 
 SHARED = "shared.json"
 _PACKAGE = "visual_spec_models"
@@ -100,7 +98,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for paths in weights.values() for path in paths),
         "image_size": _image_size(folder),
         "sampling_rate": _sampling_rate(folder),
-        "calls": _calls(folder, index["_class_name"]),
+        "calls": family_of(index["_class_name"], index, _sampler_settings(folder)).calls,
     }
 
 
@@ -109,16 +107,9 @@ def _transformer_settings(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _calls(folder: Path, pipeline: str) -> tuple[str, ...]:
-    """As the `facts_of` of the pipeline says, without loading it."""
-    settings = _transformer_settings(folder)
-    kind = settings.get("_class_name")
-    if kind == "FrameMaskedTransformer":
-        return (FRAMES,)
-    if kind == "LlamaGenTransformer" and settings.get("order", "raster") != "raster":
-        path = part_folder(folder, "sampler") / "sampler_config.json"
-        return calls_beside(json.loads(path.read_text()) if path.exists() else {})
-    return tuple(call for call in PIPELINES.get(pipeline, ()) if call != FRAMES)
+def _sampler_settings(folder: Path) -> dict[str, Any]:
+    path = part_folder(folder, "sampler") / "sampler_config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _image_size(folder: Path) -> int | None:

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from visual_spec.models.core.calls import ANY_ORDER, OWN_ORDER, RASTER_TREE_ORDER
-from visual_spec.samplers.registry import fitting
-
 # The law's settings that a pipeline saves defaults of, and all that a call takes.
 LAW_DEFAULTS = ("guidance_scale", "temperature", "top_k", "top_p")
 LAW_SETTINGS = (*LAW_DEFAULTS, "guidance_until")
@@ -41,17 +38,3 @@ class PipelineFacts:
     comparable: bool = True
     stored_as: str = "ids"
     shorter_sampler: str | None = None
-
-
-def calls_beside(sampler: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of calls of a next-token model, by the sampler that it was saved with: a model of any order answers
-    those of one order or of all, as its sampler asks.
-
-    Args:
-        sampler: its saved configuration.
-    """
-    if "allow_approximate" in sampler:
-        return (OWN_ORDER,)
-    if sampler.get("_class_name") in [entry.class_name for entry in fitting((ANY_ORDER,))]:
-        return (ANY_ORDER,)
-    return RASTER_TREE_ORDER

@@ -6,7 +6,6 @@ from typing import Any, Self
 
 import torch
 
-from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.protocol import area_of
@@ -19,10 +18,8 @@ from visual_spec.models.next_scale.scale_cache import CompressedVAR
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.pipelines.texts import Texts
@@ -144,20 +141,6 @@ class InfinityPipeline(VisualPipeline):
         )
 
     # -- what it is made of ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
-        return PipelineFacts(
-            medium="image",
-            unit="scales",
-            calls=(SCALES,),
-            plain_sampler=saved_sampler("scale-wise", sampler),
-            fast_sampler="scale-wise",
-            default_settings=cls._saved_law(settings),
-            comparable=False,
-            stored_as="canvas",  # its ids are bits, which only the decoding adds up
-        )
 
     @property
     def image_size(self) -> tuple[int, int]:

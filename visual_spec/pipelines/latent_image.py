@@ -1,6 +1,5 @@
 """Class to image by models of continuous tokens: label -> vectors, each drawn by a small diffusion head -> picture."""
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -15,11 +14,9 @@ from visual_spec.models.continuous.mar_checkpoint import (
     load_kl16_checkpoint,
     load_mar_checkpoint,
 )
-from visual_spec.models.core.calls import CONTINUOUS
 from visual_spec.models.core.offload import at_hand
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.shown import ShownPictures
 
@@ -112,20 +109,6 @@ class LatentImagePipeline(ClassImagePipeline):
             sampler or make_sampler("continuous"),
             id2label,
             **settings,
-        )
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
-        return PipelineFacts(
-            medium="image",
-            unit="tokens",
-            calls=(CONTINUOUS,),
-            plain_sampler="continuous",
-            fast_sampler="continuous",
-            shorter_sampler="continuous:head_steps=25",
-            default_settings=cls._saved_law(settings),
-            stored_as="canvas",
         )
 
     @property

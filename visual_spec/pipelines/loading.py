@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from visual_spec.families import PIPELINES
+from visual_spec.families import FAMILIES, PIPELINES
 from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
@@ -19,11 +19,9 @@ from visual_spec.pipelines.embedded import (
 from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.saved_index import INDEX, read_index_file
 
-_DRAFTERS = ("ColumnEagleDrafter", "EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
-_REFINERS = ("VARTransformer",)
-_OF_DIFFUSERS = {
-    "AmusedPipeline": "AmusedImagePipeline"
-}  # diffusers' pipelines, and ours that load their folders
+_DRAFTERS = sorted({name for family in FAMILIES for name in family.drafters})
+_REFINERS = sorted({name for family in FAMILIES for name in family.refiners})
+_OF_DIFFUSERS = {family.of_diffusers: family.pipelines[0] for family in FAMILIES if family.of_diffusers}
 
 
 def load_pipeline(name: str | os.PathLike, **kwargs: Any) -> Any:
@@ -128,7 +126,7 @@ def load_refiner(name: str | os.PathLike, **kwargs: Any) -> Any:
 
 
 def _load_part(
-    name: str | os.PathLike, kind: str, embedded: list[str], classes: tuple[str, ...], **kwargs: Any
+    name: str | os.PathLike, kind: str, embedded: list[str], classes: list[str], **kwargs: Any
 ) -> Any:
     folder = embedded_folder(os.fspath(name)) if os.fspath(name) in embedded else Path(name)
     if not (folder / "config.json").is_file():

@@ -1,6 +1,5 @@
 """Pictures of nothing in particular by MAGE (Li et al., CVPR 2023), which draws without a condition."""
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -9,9 +8,8 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from visual_spec.models.core.checkpoints import Checkpoint, Source, read_checkpoint
 from visual_spec.models.masked.mage import MageTransformer, load_mage_checkpoint
 from visual_spec.models.masked.mage_vq import MageVQModel, load_mage_tokenizer
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator
-from visual_spec.pipelines.masked_image import given_parts, masked_facts
+from visual_spec.pipelines.masked_image import given_parts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting
 from visual_spec.pipelines.steps import StepCallback
@@ -79,11 +77,6 @@ class MageImagePipeline(TokenImagePipeline):
         tokenizer = load_mage_tokenizer(checkpoint if vq_model is None else vq_model, dtype=dtype, **groups)
         tokenizer.register_to_config(image_size=model.grid.width * tokenizer.patch_size)
         return cls(model, tokenizer, sampler or MaskedSampler(**PRESETS["mage"].settings))
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
-        return masked_facts(cls, settings, sampler)
 
     @torch.no_grad()
     def __call__(

@@ -1,6 +1,6 @@
 """Class to image by masked models: label -> tokens, many at a time -> picture."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -13,9 +13,8 @@ from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.labels import Labels, one_of
-from visual_spec.pipelines.masked_image import default_sampler, given_parts, masked_facts
+from visual_spec.pipelines.masked_image import default_sampler, given_parts
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting
 
@@ -103,11 +102,6 @@ class MaskedClassImagePipeline(ClassImagePipeline):
         tokenizer.register_to_config(image_size=side)
         scale = PUBLISHED_GUIDANCE.get((model.grid.width, model.config["dim"]), 1.7)
         return cls(model, tokenizer, sampler or default_sampler(), id2label, default_guidance_scale=scale)
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
-        return masked_facts(cls, settings, sampler)
 
     @torch.no_grad()
     def __call__(

@@ -1,12 +1,11 @@
 """Text to image by masked models: caption -> features -> tokens, many at a time -> picture."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from visual_spec.models.core.calls import MASKED
 from visual_spec.models.masked.causal_layer import CausalLayer
 from visual_spec.models.masked.maskgit import MaskedImageTransformer
 from visual_spec.models.masked.shortcut import FeatureShortcut
@@ -14,35 +13,12 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.text.t5_features import T5Features
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.repaint import Pictures, check_repainting, known_tokens
-from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.texts import Texts
 from visual_spec.samplers.core.masked_presets import PRESETS
 from visual_spec.samplers.masked import MaskedSampler
-
-ONE_A_CALL = "speculative-masked:num_drafts=0"
-
-
-def masked_facts(
-    cls: type[VisualPipeline], settings: Mapping[str, Any], sampler: Mapping[str, Any]
-) -> PipelineFacts:
-    """What a pipeline of a masked image model is.
-
-    It decodes fast as it was saved, several tokens a call. Its plain decoding is one token a call in a fixed order: the
-    law of the model alone, which the number of calls does not change.
-    """
-    saved = saved_sampler("masked", sampler) if "steps" in sampler else "speculative-masked"
-    return PipelineFacts(
-        medium="image",
-        unit="tokens",
-        calls=(MASKED,),
-        plain_sampler=ONE_A_CALL,
-        fast_sampler=saved,
-        default_settings=cls._saved_law(settings),
-    )
 
 
 def given_parts(pipe: Any, image: Pictures | None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -123,11 +99,6 @@ class MaskedImagePipeline(ImagePipeline):
             "no masked model of captions was released in this layout; official ones of classes are loaded by "
             "MaskedClassImagePipeline.from_official."
         )
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
-        return masked_facts(cls, settings, sampler)
 
     def sampler_parts(self) -> dict[str, Any]:
         """What the sampler asks for beside the model: the shortcut, or the causal layer."""

@@ -7,7 +7,7 @@ into phones stays outside: the caller gives phone ids.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import SeamlessM4TFeatureExtractor, Wav2Vec2BertModel
 
-from visual_spec.models.core.calls import MASKED
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.masked.maskgct import (
@@ -40,10 +39,8 @@ from visual_spec.models.masked.maskgct_checkpoint import (
 from visual_spec.models.masked.maskgct_codec import AcousticCodec, SemanticCodec
 from visual_spec.pipelines.audio_files import prepare_clip, write_audio
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline, check_sampler
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator
 from visual_spec.pipelines.output import AudioPipelineOutput
-from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.base import Sampler
 from visual_spec.samplers.core.law import TokenLaw
@@ -216,20 +213,6 @@ class MaskgctPipeline(VisualPipeline):
             speech_encoder=speech_encoder,
             semantic_codec=semantic_codec,
             **settings,
-        )
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`; these are the facts of the semantic codes."""
-        saved = saved_sampler("masked", sampler)
-        return PipelineFacts(
-            medium="audio",
-            unit="columns",
-            calls=(MASKED,),
-            plain_sampler=saved,
-            fast_sampler=saved,
-            default_settings=cls._saved_law(settings),
-            comparable=False,
         )
 
     @property

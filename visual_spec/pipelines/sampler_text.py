@@ -56,6 +56,24 @@ def saved_sampler(name: str, config: Mapping[str, Any]) -> str:
     return write_sampler(name, changed)
 
 
+def as_saved(text: str, config: Mapping[str, Any]) -> str:
+    """The text of a family's sampler, where dots stand for settings of the saved one.
+
+    Args:
+        text: of `name:...` the settings of a sampler of that name, if it is the saved one; of `name:setting=...` this
+            setting of any saved sampler.
+        config: the configuration of a sampler, as it is saved.
+    """
+    if not text.endswith("..."):
+        return text
+    name, _, setting = text.removesuffix("...").removesuffix("=").partition(":")
+    if setting:
+        config = {setting: config[setting]}
+    elif config.get("_class_name", own := by_name(name).class_name) != own:
+        config = {}
+    return saved_sampler(name, config)
+
+
 def make_sampler(name: str, **settings: Any) -> Any:
     """The sampler of a name, as the command line calls it.
 

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 
-from visual_spec.models.core.calls import SCALES
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
@@ -181,15 +180,9 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
     @classmethod
     def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
         """See `VisualPipeline.facts_of`."""
-        return PipelineFacts(
-            medium="image",
-            unit="scales",
-            calls=(SCALES,),
-            plain_sampler=write_sampler("scale-wise", ScalePlan.plain(settings).describe()),
-            fast_sampler="scale-wise",
-            default_settings=cls._saved_law(settings),
-            stored_as="canvas" if sampler.get("smooth") else "ids",
-        )
+        plain = write_sampler("scale-wise", ScalePlan.plain(settings).describe())
+        stored = "canvas" if sampler.get("smooth") else "ids"
+        return replace(super().facts_of(settings, sampler), plain_sampler=plain, stored_as=stored)
 
     @property
     def image_size(self) -> tuple[int, int]:

@@ -1,22 +1,20 @@
 """What the pipelines that draw one picture per grid of tokens share: input checks, decoding, tokens to pixels."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from einops import rearrange
 
 from visual_spec.models.core import any_order
-from visual_spec.models.core.calls import ANY_ORDER, OWN_ORDER
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, official_defaults
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
-from visual_spec.pipelines.facts import PipelineFacts, calls_beside
 from visual_spec.pipelines.output import ImagePipelineOutput
-from visual_spec.pipelines.sampler_text import make_sampler, saved_sampler
+from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.samplers.core.checks import check_count
@@ -64,25 +62,6 @@ class TokenImagePipeline(VisualPipeline):
                 f"the transformer predicts {grid.height} x {grid.width} tokens out of {vocab_size}, but the "
                 f"tokenizer decodes {side} x {side} out of {codes}; load both from the same model."
             )
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`. Beside `OrderedSampler` in any order stands the model's own order, and beside
-        samplers of any-order models one token a call in the same order."""
-        calls, plain, fast = calls_beside(sampler), "autoregressive", "speculative-jacobi"
-        if calls == (OWN_ORDER,):
-            plain, fast = "ordered", "ordered"
-        elif calls == (ANY_ORDER,):
-            plain = saved_sampler("any-order", {"order": sampler["order"]})
-            fast = saved_sampler("speculative-any-order", sampler)
-        return PipelineFacts(
-            medium="image",
-            unit="tokens",
-            calls=calls,
-            plain_sampler=plain,
-            fast_sampler=fast,
-            default_settings=cls._saved_law(settings),
-        )
 
     @property
     def _patch(self) -> int:

@@ -1,7 +1,5 @@
 """Text to video by models of tokens: caption -> features -> tokens of all frames -> clip."""
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,17 +7,14 @@ import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from einops import rearrange
 
-from visual_spec.models.core.calls import FRAMES
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.models.text.caption_encoder import CaptionEncoder
-from visual_spec.pipelines.facts import PipelineFacts
 from visual_spec.pipelines.inputs import check_generator, check_own_words
 from visual_spec.pipelines.output import VideoPipelineOutput
-from visual_spec.pipelines.sampler_text import saved_sampler
 from visual_spec.pipelines.steps import StepCallback
 from visual_spec.pipelines.texts import Texts, warn_unknown
 from visual_spec.pipelines.token_image import TokenImagePipeline
@@ -95,24 +90,6 @@ class VideoPipeline(TokenImagePipeline):
             )
         if grid.frames < 2:
             raise ValueError("the transformer draws one picture, no frames; use ImagePipeline.")
-
-    @classmethod
-    def facts_of(cls, settings: Mapping[str, Any], sampler: Mapping[str, Any]) -> PipelineFacts:
-        """See `VisualPipeline.facts_of`."""
-        fast = "speculative-jacobi:window=128,initial_draft=previous_frame"
-        facts = super().facts_of(settings, sampler)
-        if (settings.get("transformer") or [None])[-1] == FrameMaskedTransformer.__name__:
-            # It has one way to decode, with the settings that it was saved with.
-            saved = saved_sampler("frame-masked", sampler) if "history_hidden" in sampler else "frame-masked"
-            return replace(
-                facts,
-                medium="video",
-                calls=(FRAMES,),
-                plain_sampler=saved,
-                fast_sampler=saved,
-                comparable=False,
-            )
-        return replace(facts, medium="video", fast_sampler=fast)
 
     @property
     def frame_rate(self) -> float:

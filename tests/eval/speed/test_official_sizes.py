@@ -7,15 +7,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.next_token import tiny_transformers
+from visual_spec import families
 from visual_spec.eval.speed import official_sizes
 from visual_spec.eval.speed.official_sizes import official_model
-from visual_spec.models import catalogue
 
 CPU = torch.device("cpu")
 
 
 def known(name):
-    (found,) = (model for model in catalogue.MODELS if model.name == name)
+    (found,) = (model for model in families.models() if model.name == name)
     return found
 
 

@@ -18,11 +18,12 @@ from transformers import (
 from transformers.models.emu3.modeling_emu3 import Emu3TextModel
 from transformers.models.glm_image.modeling_glm_image import GlmImageTextModel
 
-from visual_spec.models import catalogue
+from visual_spec import families
 from visual_spec.models.columns.patterns import CodebookPattern
 from visual_spec.models.continuous import mar
 from visual_spec.models.continuous.mar import MARTransformer
 from visual_spec.models.continuous.mar_checkpoint import KL16
+from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, MASKED, SCALES
 from visual_spec.models.core.protocol import area_of
 from visual_spec.models.masked import mage, maskgit
 from visual_spec.models.masked.mage import MageTransformer
@@ -50,7 +51,7 @@ def architectures():
 
 
 @pytest.mark.parametrize(
-    "model", [m for m in catalogue.MODELS if m.name.startswith("LlamaGen")], ids=lambda m: m.name
+    "model", [m for m in families.models() if m.name.startswith("LlamaGen")], ids=lambda m: m.name
 )
 def test_sizes_of_llamagen(model, architectures):
     preset, kind, pixels = model.name.removeprefix("LlamaGen-").split()
@@ -63,7 +64,7 @@ def test_sizes_of_llamagen(model, architectures):
 
 def test_every_preset_is_listed():
     assert {
-        m.name.split()[0].removeprefix("LlamaGen-") for m in catalogue.MODELS if "LlamaGen" in m.name
+        m.name.split()[0].removeprefix("LlamaGen-") for m in families.models() if "LlamaGen" in m.name
     } == set(PRESETS)
 
 
@@ -97,7 +98,7 @@ def test_sizes_of_the_models_of_transformers():
         "MAGE",
         "MaskGCT",
     )
-    others = {model.name: model for model in catalogue.MODELS if not model.name.startswith(own)}
+    others = {model.name: model for model in families.models() if not model.name.startswith(own)}
     assert set(others) == set(found)
     for name, (module, config, head) in found.items():
         assert others[name].parameters == parameters(module) + head * config.hidden_size, name
@@ -124,36 +125,36 @@ def test_sizes_of_musicgen(channels):
         with torch.device("meta"):
             decoder, between = MusicgenForCausalLM(config), torch.nn.Linear(768, width)
         name = f"MusicGen-{size}{' stereo' if channels == 2 else ''} 30 s"
-        (model,) = (model for model in catalogue.MODELS if model.name == name)
+        (model,) = (model for model in families.models() if model.name == name)
         assert model.parameters == parameters(decoder) + parameters(between)
         assert model.cached == 2 * layers * width
         assert model.tokens == CodebookPattern.delay([0, 1, 2, 3]).steps(1500)
         # MAGNeT has the same modules.
-        same = [m for m in catalogue.MODELS if m.name.startswith(f"MAGNeT-{size} ")] if channels == 1 else []
+        same = [m for m in families.models() if m.name.startswith(f"MAGNeT-{size} ")] if channels == 1 else []
         assert all(m.parameters == model.parameters for m in same)
         assert sorted(m.tokens for m in same) == ([500, 1500] if same else [])
 
 
 @pytest.mark.parametrize("name", ["Infinity-2B", "Infinity-8B", "Infinity-8B 512"])
 def test_sizes_of_infinity(name):
-    (model,) = (model for model in catalogue.MODELS if model.name == name)
+    (model,) = (model for model in families.models() if model.name == name)
     scales = scales_for(model.pixels)
     with torch.device("meta"):
         network = InfinityTransformer(**infinity.PRESETS["2b" if "2B" in name else "8b"], scales=scales)
     width, layers = network.config["dim"], network.config["num_layers"]
     assert model.parameters == parameters(network)
     assert (model.tokens, model.uncached) == (sum(map(area_of, scales)), area_of(scales[-1]))
-    assert (model.cached, model.calls) == (2 * layers * width, (catalogue.SCALES,))
+    assert (model.cached, model.calls) == (2 * layers * width, (SCALES,))
 
 
 @pytest.mark.parametrize("name", var.PRESETS)
 def test_sizes_of_var(name):
     with torch.device("meta"):
         network = VARTransformer(**var.PRESETS[name])
-    (model,) = (model for model in catalogue.MODELS if model.name.startswith(f"VAR-{name} "))
+    (model,) = (model for model in families.models() if model.name.startswith(f"VAR-{name} "))
     assert model.parameters == parameters(network)
     assert (model.tokens, model.prefix) == (network.offsets[-1], 0)
-    assert var.SCALES[model.pixels] == network.scales and model.calls == (catalogue.SCALES,)
+    assert var.SCALES[model.pixels] == network.scales and model.calls == (SCALES,)
     # Weights and the cache that decoding allocates.
     cache = cache_bytes(dict(network.config), None, 3, True, torch.bfloat16).held
     assert model.memory(2, batch_size=3) == 2 * model.parameters + cache
@@ -165,7 +166,7 @@ def test_size_of_controlar():
     dino = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, image_size=518, patch_size=14)
     with torch.device("meta"):
         network = ControlARTransformer({**PRESETS["XL"], **captions}, dino)
-    (model,) = (m for m in catalogue.MODELS if m.name == "ControlAR text 512")
+    (model,) = (m for m in families.models() if m.name == "ControlAR text 512")
     assert (model.parameters, model.tokens) == (parameters(network), network.grid.num_tokens)
     assert (model.prefix, model.cached) == (network.prefix_length, 2 * 36 * 1280)
 
@@ -174,33 +175,33 @@ def test_size_of_controlar():
 def test_sizes_of_students(name):
     with torch.device("meta"):
         network = LlamaGenStudent(**llamagen_student.STUDENTS[name])  # pyright: ignore[reportArgumentType]
-    (model,) = (m for m in catalogue.MODELS if m.name.startswith(f"DD1 student {name} "))
+    (model,) = (m for m in families.models() if m.name.startswith(f"DD1 student {name} "))
     assert model.parameters == parameters(network)
     assert (model.tokens, model.prefix) == (network.grid.num_tokens, 1)
-    assert (model.cached, model.calls) == (0, (catalogue.DISTILLED,))
+    assert (model.cached, model.calls) == (0, (DISTILLED,))
 
 
 @pytest.mark.parametrize("name", var_student.STUDENTS)
 def test_sizes_of_students_of_var(name):
     with torch.device("meta"):
         network = VARStudent(**var_student.STUDENTS[name])
-    (model,) = (m for m in catalogue.MODELS if m.name.startswith(f"DD1 student VAR-{name} "))
+    (model,) = (m for m in families.models() if m.name.startswith(f"DD1 student VAR-{name} "))
     assert model.parameters == parameters(network)
-    assert (model.tokens, model.calls) == (network.grid.num_tokens, (catalogue.DISTILLED,))
+    assert (model.tokens, model.calls) == (network.grid.num_tokens, (DISTILLED,))
 
 
 @pytest.mark.parametrize("name", mar.PRESETS)
 def test_sizes_of_mar(name):
     with torch.device("meta"):
         network = MARTransformer(**mar.PRESETS[name])  # pyright: ignore[reportArgumentType]
-    (model,) = (model for model in catalogue.MODELS if model.name.startswith(f"MAR-{name} "))
+    (model,) = (model for model in families.models() if model.name.startswith(f"MAR-{name} "))
     assert model.parameters == parameters(network)
     assert (model.tokens, model.prefix) == (network.grid.num_tokens, network.config["buffer_size"])
-    assert (model.cached, model.calls) == (0, (catalogue.CONTINUOUS,))
+    assert (model.cached, model.calls) == (0, (CONTINUOUS,))
 
 
 @pytest.mark.parametrize(
-    "model", [m for m in catalogue.MODELS if m.name.startswith(("MaskGIT", "MAGE"))], ids=lambda m: m.name
+    "model", [m for m in families.models() if m.name.startswith(("MaskGIT", "MAGE"))], ids=lambda m: m.name
 )
 def test_sizes_of_masked_models(model):
     family, size = model.name.split()[0].split("-")
@@ -212,15 +213,15 @@ def test_sizes_of_masked_models(model):
             network = MaskedImageTransformer(**maskgit.PRESETS[preset], grid_size=model.pixels // 16)
             assert model.weights == f"ImageNet_{model.pixels}_{preset}.pth"
     assert (model.parameters, model.tokens) == (parameters(network), network.grid.num_tokens)
-    assert model.calls == (catalogue.MASKED,) and model.cached == 0
+    assert model.calls == (MASKED,) and model.cached == 0
 
 
 def test_sizes_of_maskgct():
-    (model,) = (model for model in catalogue.MODELS if model.name.startswith("MaskGCT"))
+    (model,) = (model for model in families.models() if model.name.startswith("MaskGCT"))
     with torch.device("meta"):
         networks = SemanticNetwork(), AcousticNetwork(codebooks=1), AcousticNetwork()
     assert model.parameters == sum(map(parameters, networks))
-    assert (model.calls, model.tokens) == ((catalogue.MASKED,), 10 * 50)
+    assert (model.calls, model.tokens) == ((MASKED,), 10 * 50)
 
 
 def test_sizes_of_what_comes_on_top(architectures):
@@ -235,7 +236,7 @@ def test_sizes_of_what_comes_on_top(architectures):
         encoder, small = T5EncoderModel(T5Config(**sizes)), T5EncoderModel(T5Config(**base))
         vq, mage_vq, kl16 = MultiscaleVQModel(), MageVQModel(), AutoencoderKL(**KL16)
         speech = AcousticCodec(), SemanticCodec()
-    assert catalogue.EXTRAS == {
+    assert families.EXTRAS == {
         "VQ-16 tokenizer": architectures["LlamaGen's tokenizer vq-16"],
         "VQ-8 tokenizer": architectures["LlamaGen's tokenizer vq-8"],
         "VAR tokenizer": parameters(vq),
@@ -248,12 +249,10 @@ def test_sizes_of_what_comes_on_top(architectures):
 
 
 def test_memory_is_weights_and_cache():
-    model = catalogue.KnownModel(
-        "m", "", "", 32, tokens=4, prefix=2, parameters=100, cached=10, verified="embedded"
-    )
+    model = families.KnownModel("m", "", 32, tokens=4, prefix=2, parameters=100, cached=10)
     assert model.memory(4) == (100 + 2 * 6 * 10) * 4
     assert model.memory(2, batch_size=3, guided=False) == (100 + 3 * 6 * 10) * 2
 
 
 def test_every_way_of_verifying_is_explained():
-    assert {model.verified for model in catalogue.MODELS} <= set(catalogue.VERIFIED)
+    assert {model.verified for model in families.models()} <= set(families.VERIFIED)
