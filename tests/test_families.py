@@ -1,6 +1,7 @@
 """The table of families: what reads it finds all it names, and a saved folder is of the right family."""
 
 import ast
+import importlib
 import json
 from pathlib import Path
 
@@ -88,3 +89,9 @@ def test_every_card_names_a_task_of_the_hub():
 def test_a_class_of_no_family_is_refused():
     with pytest.raises(ValueError, match="Nobody.*ImagePipeline"):
         family_of("Nobody", {}, {})
+
+
+def test_what_measures_a_family_exists():
+    for path in {family.measured for family in FAMILIES} - {""}:
+        module, _, name = path.partition(":")
+        assert callable(getattr(importlib.import_module(f"visual_spec.{module}"), name))

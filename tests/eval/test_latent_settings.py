@@ -22,7 +22,7 @@ def settings_of(model: Any, index: Any = PAIR, plain: str = "continuous") -> Any
     facts = PipelineFacts(
         "image", "tokens", (CONTINUOUS,), plain, "head-speculation", {"guidance_scale": 2.0}
     )
-    return latent_settings(facts, index, dict(model.config))
+    return latent_settings(facts, index, lambda part: dict(model.config))
 
 
 def test_rivals_and_rules_of_a_masked_model():

@@ -147,10 +147,14 @@ def test_a_refiner_of_some_scales_draws_no_others(pipe, tmp_path):
     assert drawn(pipe, ScalePlan(3)).trace.model_calls == (3, 1)
     assert drawn(pipe, ScalePlan(1, refiner=str(tmp_path / "other"))).trace.model_calls == (1, 3)
     assert pipe.config["refiner_first_scale"] == 3
-    texts = scale_settings(pipe.facts, {"refiner": ["a", "b"], "refiner_first_scale": 3}, SIDES).others
+
+    def scales(part):
+        return {"scales": SIDES}
+
+    texts = scale_settings(pipe.facts, {"refiner": ["a", "b"], "refiner_first_scale": 3}, scales).others
     splits = {text.split("num_draft_scales=")[1].split(",")[0] for text in texts}
     assert splits == {"3", "all"}
-    free = scale_settings(pipe.facts, {"refiner": ["a", "b"]}, SIDES).others
+    free = scale_settings(pipe.facts, {"refiner": ["a", "b"]}, scales).others
     assert any("num_draft_scales=0" in text for text in free) and any(
         "num_draft_scales=2" in text for text in free
     )

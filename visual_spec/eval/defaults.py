@@ -6,19 +6,21 @@ a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from visual_spec.models.core.calls import CONTINUOUS, DISTILLED, MASKED
+from visual_spec.models.core.calls import MASKED
 from visual_spec.samplers.registry import SAMPLERS, fitting
 
 if TYPE_CHECKING:
     from visual_spec.pipelines.facts import PipelineFacts
     from visual_spec.samplers.core.law import TokenLaw
 
-# Pipelines with one way to decode, and no data of ours to judge it by.
-_NOT_MEASURED = ("ChunkVideoPipeline", "DistilledImagePipeline", "DistilledScalePipeline", "InfinityPipeline")
+# The configuration of a component of a pipeline, by its name.
+Read = Callable[[str], Mapping[str, Any]]
 # Plain decoding with other seeds says how far apart two sets from one law are.
 _OTHER_SEEDS = "seed=1000000"
 _COOLER = 0.9  # and with less noise: its temperature as a share of the model's own
@@ -84,23 +86,19 @@ def settings_of_model(name: str) -> ModelSettings:
     Raises:
         ValueError: there is no pipeline, or one that is not measured.
     """
-    from visual_spec.pipelines.loading import read_config, read_facts, read_index
+    from visual_spec.pipelines.loading import read_config, read_facts, read_family, read_index
 
     index, facts = read_index(name), read_facts(name)
-    if index["_class_name"] in _NOT_MEASURED:
+    module, _, function = read_family(name).measured.partition(":")
+    if not function:  # one way to decode, and no data of ours to judge it by
         raise ValueError(f"{name} holds a {index['_class_name']}, which is not measured here.")
-    if facts.unit == "scales":
-        return scale_settings(facts, index, read_config(name, "vq_model")["scales"])
-    if MASKED in facts.calls:
-        return _masked_settings(facts) if facts.medium == "audio" else masked_picture_settings(facts, index)
-    if DISTILLED in facts.calls:
-        return student_settings(facts, index)
-    if CONTINUOUS in facts.calls:
-        return latent_settings(facts, index, read_config(name, "transformer"))
-    return settings_for(facts, index)
+    rows = getattr(importlib.import_module(f"visual_spec.{module}"), function)
+    return rows(facts, index, partial(read_config, name))
 
 
-def settings_for(facts: PipelineFacts, index: Mapping[str, Any] | None = None) -> ModelSettings:
+def settings_for(
+    facts: PipelineFacts, index: Mapping[str, Any] | None = None, read: Read | None = None
+) -> ModelSettings:
     """The settings that the registry names for a model of tokens or columns, one call after the other.
 
     Args:
@@ -113,9 +111,15 @@ def settings_for(facts: PipelineFacts, index: Mapping[str, Any] | None = None) -
         if not entry.plain and (not entry.needs or _holds(index or {}, entry.needs))
         for text in entry.settings
     )
+    return _beside_plain(facts, others)
+
+
+def _beside_plain(facts: PipelineFacts, others: Iterable[str]) -> ModelSettings:
+    """Settings beside plain decoding, which is controlled with less noise and with other seeds."""
+    plain = facts.plain_sampler
     cooler = f"temperature={_COOLER * facts.default_settings.get('temperature', 1.0):g}"
-    controls = (with_setting(facts.plain_sampler, cooler), with_setting(facts.plain_sampler, _OTHER_SEEDS))
-    return ModelSettings(facts, facts.plain_sampler, controls, others)
+    controls = (with_setting(plain, cooler), with_setting(plain, _OTHER_SEEDS))
+    return ModelSettings(facts, plain, controls, tuple(dict.fromkeys(others)))
 
 
 def settings_beside(name: str | None, settings: ModelSettings) -> ModelSettings | None:
@@ -138,7 +142,7 @@ def settings_beside(name: str | None, settings: ModelSettings) -> ModelSettings 
     return found
 
 
-def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], scales: Sequence[int]) -> ModelSettings:
+def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
     """The settings of a `ScaleImagePipeline`.
 
     They are the refiner alone, both models for some numbers of scales, parts of the large model's cache, and both
@@ -147,10 +151,11 @@ def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], scales: Seque
     Args:
         facts: of the pipeline.
         index: its configuration.
-        scales: of its models.
+        read: of a component its configuration; the tokenizer's says the scales.
     """
     from visual_spec.pipelines.sampler_text import write_sampler
 
+    scales: Sequence[int] = read("vq_model")["scales"]
     count = len(scales)
     paired = _holds(index, "refiner")
     known = index.get("refiner_first_scale")  # what the refiner cannot draw is not measured
@@ -162,13 +167,11 @@ def scale_settings(facts: PipelineFacts, index: Mapping[str, Any], scales: Seque
     found += [{"num_draft_scales": "all", "cache_share": share} for share in shares]
     share = _SHARE_OF_TWO if _SHARE_OF_TWO in shares else shares[0]
     found += [{"num_draft_scales": split, "cache_share": share} for split in splits[1:3]]
-    plain = facts.plain_sampler
-    controls = (with_setting(plain, f"temperature={_COOLER}"), with_setting(plain, _OTHER_SEEDS))
-    return ModelSettings(facts, plain, controls, tuple(write_sampler("scale-wise", one) for one in found))
+    return _beside_plain(facts, (write_sampler("scale-wise", one) for one in found))
 
 
-def _masked_settings(facts: PipelineFacts) -> ModelSettings:
-    """Of a masked model: decoding as it was saved, and with half of the steps."""
+def masked_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
+    """Of a masked model of sound: decoding as it was saved, and with half of the steps."""
     from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
     from visual_spec.samplers.masked import MaskedSampler
 
@@ -180,7 +183,7 @@ def _masked_settings(facts: PipelineFacts) -> ModelSettings:
     return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), (fewer,))
 
 
-def student_settings(facts: PipelineFacts, index: Mapping[str, Any]) -> ModelSettings:
+def student_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
     """Of a student: one call, two, and what the second call keeps drawn by the teacher.
 
     Args:
@@ -194,7 +197,7 @@ def student_settings(facts: PipelineFacts, index: Mapping[str, Any]) -> ModelSet
     return ModelSettings(facts, plain, (with_setting(plain, _OTHER_SEEDS),), tuple(others))
 
 
-def masked_picture_settings(facts: PipelineFacts, index: Mapping[str, Any]) -> ModelSettings:
+def masked_picture_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
     """Of a masked model of pictures: fewer calls in the order of confidence and in Halton's, with reuse and by entropy.
 
     All are compared with one token a call, the law of the model alone, and measure how far they are from it. Groups of
@@ -223,15 +226,10 @@ def masked_picture_settings(facts: PipelineFacts, index: Mapping[str, Any]) -> M
     found = [write_sampler("masked", {**row, "measure": True}) for row in rows]
     if _holds(index, "causal_layer"):
         found += [write_sampler("self-speculative-masked", {"steps": steps}) for steps in _PICTURE_STEPS[:3]]
-    plain = facts.plain_sampler
-    cooler = f"temperature={_COOLER * facts.default_settings.get('temperature', 1.0):g}"
-    controls = (with_setting(plain, cooler), with_setting(plain, _OTHER_SEEDS))
-    return ModelSettings(facts, plain, controls, tuple(found))
+    return _beside_plain(facts, found)
 
 
-def latent_settings(
-    facts: PipelineFacts, index: Mapping[str, Any], config: Mapping[str, Any]
-) -> ModelSettings:
+def latent_settings(facts: PipelineFacts, index: Mapping[str, Any], read: Read) -> ModelSettings:
     """The settings of a model of continuous tokens: its rivals at lower cost, and every rule of speculation.
 
     Rules that compare densities may need noise that the model's chain does not have, or none. Then plain decoding with
@@ -240,11 +238,12 @@ def latent_settings(
     Args:
         facts: of the pipeline.
         index: its configuration.
-        config: of its transformer.
+        read: of a component its configuration.
     """
     from visual_spec.models.core.latents import ChainSettings
     from visual_spec.pipelines.sampler_text import parse_sampler, write_sampler
 
+    config = read("transformer")
     name, own = parse_sampler(facts.plain_sampler)
     usual = ChainSettings()
 
@@ -294,10 +293,7 @@ def latent_settings(
                 if rule != "cspd-release" or not causal:
                     settings = {"rule": rule, **tolerance, **chain, **more}
                     found.append(write_sampler("speculative-continuous", settings))
-    cooler = f"temperature={_COOLER * facts.default_settings.get('temperature', 1.0):g}"
-    plain = facts.plain_sampler
-    controls = (with_setting(plain, cooler), with_setting(plain, _OTHER_SEEDS))
-    return ModelSettings(facts, plain, controls, tuple(dict.fromkeys(found)))
+    return _beside_plain(facts, found)
 
 
 def is_masked(text: str) -> bool:

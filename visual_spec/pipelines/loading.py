@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from visual_spec.families import FAMILIES, PIPELINES
+from visual_spec.families import FAMILIES, PIPELINES, Family, family_of
 from visual_spec.models.core.saved import read_settings
 from visual_spec.pipelines import components
 from visual_spec.pipelines.base import VisualPipeline, refuse_no_pipeline
@@ -67,14 +67,23 @@ def read_facts(name: str | os.PathLike, **kwargs: Any) -> PipelineFacts:
         ValueError: as `load_pipeline`.
     """
     index = read_index(name, **kwargs)
-    sampler = _folder(name, **kwargs) / "sampler" / "sampler_config.json"
-    config = read_settings(sampler) if sampler.is_file() else {}
     try:
-        return _pipeline_class(name, index).facts_of(index, config)
+        return _pipeline_class(name, index).facts_of(index, _read_sampler(name, **kwargs))
     except (TypeError, AttributeError, KeyError) as error:  # values of a wrong kind
         raise ValueError(
             f"{_folder(name, **kwargs) / INDEX} does not describe a pipeline: {error}"
         ) from error
+
+
+def read_family(name: str | os.PathLike, **kwargs: Any) -> Family:
+    """The family of a saved pipeline, without loading it; arguments and errors as of `read_facts`."""
+    index = read_index(name, **kwargs)
+    return family_of(_pipeline_class(name, index).__name__, index, _read_sampler(name, **kwargs))
+
+
+def _read_sampler(name: str | os.PathLike, **kwargs: Any) -> dict[str, Any]:
+    sampler = _folder(name, **kwargs) / "sampler" / "sampler_config.json"
+    return read_settings(sampler) if sampler.is_file() else {}
 
 
 def read_config(

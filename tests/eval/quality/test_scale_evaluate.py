@@ -187,19 +187,22 @@ def test_the_rows_of_a_model_follow_from_what_it_has(tmp_path):
     rows = settings_of_model(str(tmp_path / "pair"))
     assert rows.facts.unit == "scales" and rows.plain == PLAIN
     assert rows.controls == (f"{PLAIN},temperature=0.9", f"{PLAIN},seed=1000000")
-    assert rows.law == {"guidance_scale": 2.0, "top_k": 5, "top_p": 0.96}
+    assert rows.law == {"guidance_scale": 2.0, "temperature": 1.0, "top_k": 5, "top_p": 0.96}
     # Shares below 9 of 14 tokens do not hold the observation window.
     splits = [f"scale-wise:num_draft_scales={split}" for split in (0, 1, 2, 3)]
     both = [f"{split},cache_share=1.0" for split in splits[2:]]
     assert rows.others == (*splits, f"{PLAIN},cache_share=1.0", *both)
     sides = (1, 2, 3, 4, 6, 8, 12, 16)
-    alone = scale_settings(pipe.facts, tiny_scale_pipeline(pair=False).config, sides)
+    alone = scale_settings(pipe.facts, tiny_scale_pipeline(pair=False).config, lambda part: {"scales": sides})
     assert alone.others == tuple(f"{PLAIN},cache_share={share}" for share in (0.1, 0.2, 0.5, 1.0))
-    paired = scale_settings(pipe.facts, {"refiner": ["a", "b"]}, sides).others
+    paired = scale_settings(pipe.facts, {"refiner": ["a", "b"]}, lambda part: {"scales": sides}).others
     assert paired[:5] == tuple(f"scale-wise:num_draft_scales={split}" for split in (0, 4, 5, 6, 7))
     assert paired[-2:] == tuple(f"scale-wise:num_draft_scales={split},cache_share=0.1" for split in (5, 6))
     compressed = pipe.facts_of({**pipe.config, "budget": {"scales": SIDES}}, {})
-    assert scale_settings(compressed, pipe.config, SIDES).plain == f"{PLAIN},cache_share=off"
+    assert (
+        scale_settings(compressed, pipe.config, lambda part: {"scales": SIDES}).plain
+        == f"{PLAIN},cache_share=off"
+    )
     tiny_pipeline().save_pretrained(tmp_path / "next")
     other = settings_of_model(str(tmp_path / "next"))
     exact = [f"coupling={one},acceptance=exact" for one in ("gumbel", "maximal", "independent")]

@@ -192,7 +192,9 @@ def run(args: argparse.Namespace, known: ModelSettings | None, report: Report) -
         sizes = scale_cost.var_sizes(args.model, args.image_size)
         counted = scale_cost.pipeline_on_meta(sizes.transformer, sizes.vq_model, sizes.refiner, dtype=dtype)
         index = {**counted.config, "refiner": None if counted.refiner is None else ["", ""]}
-        groups = read_groups(args, scale_settings(counted.facts, index, counted.vq_model.scales))
+        groups = read_groups(
+            args, scale_settings(counted.facts, index, lambda part: counted.components[part].config)
+        )
     check_samplers(counted, groups[0], calibrated=False)
     facts = environment(device, dtype)
     for name in ("transformer", "refiner", "vq_model"):
