@@ -1,8 +1,8 @@
 """The table of model families. Plain data, without PyTorch.
 
-Exports, the classes that saved folders name, the kinds of calls, cards, `visual-spec models`, drafters and the settings
-that `bench` and `eval` measure all read this table. To add a family, add its model file, its loader and one entry here
-(docs/EXTENDING.md).
+Exports, the classes that saved folders name, the kinds of calls, cards, `visual-spec models`, drafters, the settings
+that `bench` and `eval` measure, and the words for a sample all read this table. To add a family, add its model file,
+its loader and one entry here (docs/EXTENDING.md).
 """
 
 from __future__ import annotations
@@ -26,6 +26,32 @@ from visual_spec.models.core.calls import (
 from visual_spec.samplers.registry import SAMPLERS, fitting
 
 _PIPELINES, _MODELS = "visual_spec.pipelines", "visual_spec.models"
+
+
+@dataclass(frozen=True)
+class MediumWords:
+    """What the samples of a medium are called.
+
+    Attributes:
+        samples: in the plural.
+        truth: true samples, in the plural.
+        key: the list of them in a document.
+        nameless: the file of one whose prompt has no letters.
+        ending: of the file that keeps one exactly, but for the 16 bits of sound.
+    """
+
+    samples: str
+    truth: str
+    key: str
+    nameless: str
+    ending: str
+
+
+MEDIA = {
+    "image": MediumWords("pictures", "scenes", "images", "picture", "png"),
+    "video": MediumWords("clips", "clips", "videos", "clip", "npy"),
+    "audio": MediumWords("clips", "clips", "clips", "tune", "wav"),
+}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visual_spec import families
 from visual_spec.eval.tables import plain_table
+from visual_spec.families import MediumWords
 from visual_spec.files.whole import ready_folder, refuse_existing, write_atomically
 from visual_spec.models.core.calls import CHUNKS, COLUMNS, MASKED
 from visual_spec.pipelines.facts import LAW_SETTINGS
@@ -38,9 +40,7 @@ class Medium:
     """What differs from medium to medium.
 
     Attributes:
-        samples: what samples are called, in the plural.
-        key: under which the document lists them.
-        nameless: name of a file whose prompt has no letters.
+        words: what samples are called.
         unit: what a call commits, in the singular.
         suffix: of the files, from the options.
         reports: endings of the files that a comparison writes.
@@ -51,9 +51,7 @@ class Medium:
         write_reports: (rows, files, facts, options) -> None.
     """
 
-    samples: str
-    key: str
-    nameless: str
+    words: MediumWords
     unit: str
     suffix: Callable[[argparse.Namespace], str]
     reports: tuple[str, ...]
@@ -82,7 +80,7 @@ def generate(args: argparse.Namespace) -> int:
         )
     suffix = medium.suffix(args)
     files = [
-        args.out / f"{index:03d}-{_slug(text, medium.nameless)}-seed{seed}.{suffix}"
+        args.out / f"{index:03d}-{_slug(text, medium.words.nameless)}-seed{seed}.{suffix}"
         for index, (text, seed) in enumerate(jobs)
     ]
     reports = [args.out / f"comparison.{kind}" for kind in medium.reports] if args.compare else []
@@ -163,7 +161,7 @@ class _Run:
                             **_near_ties(output.trace, index),
                         }
                     )
-        self.document[self.medium.key] = rows
+        self.document[self.medium.words.key] = rows
         lines = [
             [
                 row["file"],
@@ -209,7 +207,7 @@ class _Run:
         ]
         write_atomically(reports[-1], json.dumps(self.document, indent=2) + "\n", overwrite=overwrite)
         print(_comparison_table(rows, medium.unit))
-        samples = medium.samples if len(self.files) != 1 else medium.samples.removesuffix("s")
+        samples = medium.words.samples if len(self.files) != 1 else medium.words.samples.removesuffix("s")
         print(f"wrote {', '.join(map(str, reports))} and {len(self.files)} {samples}")
         return _verdict(rows, medium)
 
@@ -255,7 +253,7 @@ def _verdict(rows: Sequence[Any], medium: Medium) -> int:
         laws = "; ".join(_joined([row.output_law for row in rows]))
         laws = with_near_ties(laws, sum(counts) if counts else None)
         same = sum(row.identical for row in rows)
-        some = f"{same} of {len(rows)} {medium.samples} are those of plain decoding" if same else ""
+        some = f"{same} of {len(rows)} {medium.words.samples} are those of plain decoding" if same else ""
         print(f"{some or 'Not what plain decoding draws with these seeds'}. The output is: {laws}.")
     return 0
 
@@ -559,9 +557,7 @@ def _video_reports(
 
 MEDIA = {
     "video": Medium(
-        samples="clips",
-        key="videos",
-        nameless="clip",
+        words=families.MEDIA["video"],
         unit="token",
         suffix=_clip_suffix,
         reports=("html", "json"),
@@ -572,9 +568,7 @@ MEDIA = {
         write_reports=_video_reports,
     ),
     "image": Medium(
-        samples="pictures",
-        key="images",
-        nameless="picture",
+        words=families.MEDIA["image"],
         unit="token",
         suffix=lambda args: "png",
         reports=("png", "html", "json"),
@@ -585,9 +579,7 @@ MEDIA = {
         write_reports=_picture_reports,
     ),
     "audio": Medium(
-        samples="clips",
-        key="clips",
-        nameless="tune",
+        words=families.MEDIA["audio"],
         unit="column",
         suffix=_sound_suffix,
         reports=("html", "json"),

@@ -9,6 +9,7 @@ from tests.test_package import PACKAGE, ROOT, imported_modules
 from visual_spec.eval import words
 from visual_spec.eval.quality.figures import quality_table
 from visual_spec.eval.report import frontier
+from visual_spec.pipelines.loading import read_facts
 
 # `quality` and `speed` know nothing of each other: what both need lies in the files of `eval` itself.
 ROOMS = {"report": set(), "quality": {"report"}, "speed": set()}
@@ -39,7 +40,7 @@ def test_committed_results_are_still_read(name, unit, tmp_path):
     """They were written before documents held their unit."""
     document = json.loads((RESULTS / f"{name}.json").read_text())
     assert words.words_of(document).unit == unit
-    assert words.words_of({"unit": f"{unit}s"}).unit == unit
+    assert words.words_of({"unit": f"{unit}s", "medium": "image"}).unit == unit
     extractor = next(iter(document["rows"][0]["features"]))
     assert len(quality_table(document, extractor).splitlines()) == 3 + len(document["rows"])
     pytest.importorskip("matplotlib")
@@ -47,3 +48,20 @@ def test_committed_results_are_still_read(name, unit, tmp_path):
     assert frontier.main([str(RESULTS / f"{name}.json"), "--out", str(page)]) == 0
     text = page.read_text()
     assert all(Path(row["name"]).name.split(":")[0] in text for row in document["rows"])
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "truth", "fewest"),
+    [
+        ("shapes", "pictures", "scenes", 2),
+        ("shapes_var", "pictures", "scenes", 2),
+        ("motion", "clips", "clips", 2),
+        ("motion_masked", "clips", "clips", 2),
+        ("tunes", "clips", "clips", 3),
+    ],
+)
+def test_words_are_of_the_medium_and_not_of_the_unit(name, samples, truth, fewest):
+    facts = read_facts(name)
+    found = words.words_of({"medium": facts.medium, "unit": facts.unit})
+    assert (found.samples, found.truth, found.fewest) == (samples, truth, fewest)
+    assert found.unit + "s" == facts.unit

@@ -1,4 +1,4 @@
-"""What tables, charts and pages call the samples of a model, by what a call of the model commits."""
+"""What tables, charts and pages call the samples of a model, by medium and by what a call commits."""
 
 from __future__ import annotations
 
@@ -6,26 +6,50 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from visual_spec.families import MEDIA
+
 
 @dataclass(frozen=True)
 class Words:
     """The words for one kind of model, and which figures it has.
 
     Attributes:
-        unit: what a call commits, in the singular.
-        samples: what is drawn or played, in the plural.
-        truth: what the true samples are called.
-        whole: what is right if every attribute is.
-        caches: whether settings differ in the size of caches rather than in calls.
-        kernels: whether kernel distances are told beside Frechet distances.
+        medium: a key of `visual_spec.families.MEDIA`.
+        units: what a call commits, in the plural.
     """
 
-    unit: str
-    samples: str
-    truth: str
-    whole: str
-    caches: bool = False
-    kernels: bool = False
+    medium: str
+    units: str
+
+    @property
+    def unit(self) -> str:
+        """What a call commits, in the singular."""
+        return self.units.removesuffix("s")
+
+    @property
+    def samples(self) -> str:
+        """What is drawn or played, in the plural."""
+        return MEDIA[self.medium].samples
+
+    @property
+    def truth(self) -> str:
+        """What the true samples are called."""
+        return MEDIA[self.medium].truth
+
+    @property
+    def caches(self) -> bool:
+        """Whether settings differ in the size of caches rather than in calls."""
+        return self.units == "scales"
+
+    @property
+    def whole(self) -> str:
+        """What is right if every attribute is."""
+        return "class" if self.caches else "whole prompt"
+
+    @property
+    def kernels(self) -> bool:
+        """Whether kernel distances are told beside Frechet distances."""
+        return self.medium == "audio"
 
     @property
     def fewest(self) -> int:
@@ -33,17 +57,11 @@ class Words:
         return 3 if self.kernels else 2
 
 
-WORDS = {
-    "tokens": Words("token", "pictures", "scenes", "whole prompt"),
-    "scales": Words("scale", "pictures", "scenes", "class", caches=True),
-    "columns": Words("column", "clips", "clips", "whole prompt", kernels=True),
-}
-
-
 def words_of(document: Mapping[str, Any]) -> Words:
-    """The words for the results of an evaluation; those of older versions do not hold their unit."""
-    if "unit" in document:
-        return WORDS[document["unit"]]
-    if "sampling_rate" in document["settings"]:
-        return WORDS["columns"]
-    return WORDS["tokens" if document["rows"][0].get("cache") is None else "scales"]
+    """The words for the results of an evaluation; those of older versions hold neither their medium nor their unit."""
+    sound = "sampling_rate" in document.get("settings", {})
+    units = document.get("unit")
+    if units is None:
+        units = "tokens" if document["rows"][0].get("cache") is None else "scales"
+        units = "columns" if sound else units
+    return Words(document.get("medium", "audio" if sound else "image"), units)

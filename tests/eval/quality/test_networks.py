@@ -320,7 +320,7 @@ def test_videos_that_cannot_be_scored_are_refused(tmp_path, i3d, capsys):
     asked = ["score", str(folder), "--reference", str(folder), "--metrics"]
     for arguments, message in (
         (["fvd"], "pass --i3d"),
-        (["fid"], "holds videos; pass some of fvd frames"),
+        (["fid"], "holds clips; pass some of fvd frames"),
         (["fvd", "--i3d", str(tmp_path / "none.pt")], "no I3D network at"),
         (["fvd", "--trust-program", "--i3d", str(tmp_path / "other.pt")], "is no TorchScript file"),
         (["fvd", "--i3d", str(i3d)], "pass --trust-program; its SHA-256 is"),

@@ -23,7 +23,7 @@ from visual_spec.eval.quality.samples import Judge, SampleFolder, Samples, judge
 from visual_spec.eval.quality.tasks import Task
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
-from visual_spec.eval.words import WORDS
+from visual_spec.eval.words import Words
 from visual_spec.files.records import COUNT, LIST, read_object
 from visual_spec.files.whole import write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
@@ -97,6 +97,11 @@ class _Run:
     report: Report
 
     @property
+    def words(self) -> Words:
+        """What its samples are called."""
+        return Words(self.pipe.medium, self.pipe.unit)
+
+    @property
     def blocks(self) -> list[tuple[int, int]]:
         """Half-open ranges of samples."""
         starts = range(0, self.samples, self.batch_size)
@@ -104,7 +109,7 @@ class _Run:
 
     def check(self, rank: int, shards: int, alone: int) -> None:
         """Refuse sizes out of range."""
-        fewest = WORDS[self.pipe.unit].fewest
+        fewest = self.words.fewest
         if self.samples < fewest or self.batch_size < 1 or alone < 0 or not 0 <= rank < shards:
             raise ValueError(
                 f"samples={self.samples}, batch_size={self.batch_size}, alone={alone}, rank={rank} of {shards}; pass "
@@ -172,7 +177,7 @@ class _Run:
         path, texts = self.folder / "alone.json", [setting.text for setting in self.settings]
         found = _read_timings(path, texts, rounds)
         if found is None and measure:
-            noun = WORDS[self.pipe.unit].samples
+            noun = self.words.samples
             self.report(f"timing {rounds} {noun} of each setting at batch 1")
             seconds = time_alone(self.pipe, self.settings, self.task.prompts, rounds)
             found = {"settings": texts, "pictures": rounds, **seconds}
@@ -191,7 +196,8 @@ class _Run:
         first = self.settings[0]
         return {
             "kind": "quality",
-            "unit": self.pipe.unit,
+            "medium": self.words.medium,
+            "unit": self.words.units,
             "settings": {
                 **self.shared,
                 "samples": self.samples,
@@ -208,14 +214,14 @@ class _Run:
                 self.judge,
                 timings,
                 on_processor=self.pipe.device.type == "cpu",
-                kernels=WORDS[self.pipe.unit].kernels,
+                kernels=self.words.kernels,
             ),
         }
 
     def write_sheet(self, drawn: list[Samples], encoded: Samples) -> None:
         """Write `pictures.png`: the first samples of every setting below the true ones."""
         shown = min(self.samples, _SHOWN)
-        sheet = {f"true {WORDS[self.pipe.unit].truth}": self.task.pictures[:shown]}
+        sheet = {f"true {self.words.truth}": self.task.pictures[:shown]}
         titles = ["tokenizer alone", *(setting.text for setting in self.settings)]
         for title, found in zip(titles, [encoded, *drawn], strict=True):
             sheet[title] = show(self.pipe, found.stored[:shown])

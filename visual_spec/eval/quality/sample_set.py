@@ -40,13 +40,13 @@ from visual_spec.eval.quality.samples import settle, stored_name
 from visual_spec.eval.quality.set_files import MANIFEST, RUN, TIMES, read_manifest, read_times
 from visual_spec.eval.report.drawing import png_bytes
 from visual_spec.eval.settings import Setting, check_samplers
+from visual_spec.families import MEDIA
 from visual_spec.files.names import inside, read_regular, refuse_link
 from visual_spec.files.whole import ready_folder, write_atomically
 from visual_spec.models.core.fingerprint import fingerprint
 from visual_spec.pipelines.audio_files import audio_bytes
 
 Report = Callable[[str], Any]
-_ENDINGS = {"image": "png", "audio": "wav", "video": "npy"}  # all exact, but for the 16 bits of sound
 _MINUTE = 60.0  # seconds
 BATCHES = "batches"
 
@@ -184,7 +184,7 @@ class SampleSet:
         if self.prompts.layout == GENEVAL:
             turn, place = divmod(index, self.prompts.per_prompt)
             return f"{turn:05d}/samples/{place:05d}.png"
-        return f"{index:06d}.{_ENDINGS[self.pipe.medium]}"
+        return f"{index:06d}.{MEDIA[self.pipe.medium].ending}"
 
     def _content(self, sample: np.ndarray) -> bytes:
         if self.pipe.medium == "image":

@@ -21,8 +21,7 @@ from visual_spec.eval.quality.feature_sets import FeatureFolder, SampleFiles
 from visual_spec.eval.quality.metric_table import EXTRACTORS, METRICS, Metric, names_of
 from visual_spec.eval.quality.set_files import RUN, read_run
 from visual_spec.eval.quality.statistics import Report, Sets
-
-_SAMPLES = {"image": "pictures", "audio": "clips", "video": "videos"}
+from visual_spec.families import MEDIA
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Scoring:
         """
         known = names_of(self.drawn.medium)
         if wrong := [name for name in self.metrics if name not in known]:
-            what = _SAMPLES[self.drawn.medium]
+            what = MEDIA[self.drawn.medium].samples
             raise ValueError(
                 f"--metrics {' '.join(wrong)}: {self.drawn.path} holds {what}; pass some of {' '.join(known)}"
             )
