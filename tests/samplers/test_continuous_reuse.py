@@ -110,6 +110,8 @@ def test_the_hand_computation_is_the_model_without_reuse():
         {"reuse": 1, "local": {1: (0, 3), 3: (3, 8), 5: (8, 16)}},
         {"reuse": 2, "local": {1: (0, 5), 2: (0, 5), 4: (5, 16), 5: (5, 16)}},
         {"reuse": 2, "reuse_from": 0.3, "local": {3: (3, 12), 4: (3, 12)}},
+        # ReCAP's scripts: full calls for the first half, and 0.4 of the levels, rounded down, in local calls.
+        {"reuse": 1, "reuse_from": 0.5, "local_levels": 0.7, "local": {4: (5, 12)}},
     ],
     ids=str,
 )
@@ -136,9 +138,10 @@ def test_the_loop_is_the_one_by_hand(calls):
                 conditions = [hand.local(tokens, before, places[first:last]) for hand in hands]
             else:
                 conditions = [hand.full(tokens, places[:start]) for hand in hands]
+            levels = int(4 * calls.get("local_levels", 1.0)) if call in local else 4
             for place in places[start:end]:
                 z, other = (one[place] for one in conditions)
-                tokens[place] = token(model, "diffloss.net", z, other, 3.0, place, noise, head_steps=4)
+                tokens[place] = token(model, "diffloss.net", z, other, 3.0, place, noise, head_steps=levels)
         torch.testing.assert_close(
             found.tokens[row], tokens, rtol=1e-6, atol=1e-5 * float(tokens.abs().max())
         )

@@ -87,6 +87,26 @@ def test_a_random_pattern_is_a_samples_own_and_one_for_all_frames():
     assert not torch.equal(first[0], first[1])
 
 
+def test_noise_may_end_with_the_first_frame():
+    """As Lumos-1's code, which never sets its noise again: later frames are drawn as without noise."""
+    both = dict(steps=3, history_hidden=0.5, falls="product", choice_temperature=4.0)
+    whole, first = (
+        draw(FrameMaskedSampler(**both, later_noise=later), model_of(3)) for later in (True, False)
+    )
+    assert torch.equal(whole.tokens[:, :8], first.tokens[:, :8])
+    assert not torch.equal(whole.tokens, first.tokens)
+    given = first.tokens.clone()
+    given[:, 8:] = MASK
+    without = FrameMaskedSampler(**both | {"choice_temperature": 0.0})
+    assert torch.equal(draw(without, model_of(3), given=given).tokens, first.tokens)
+    # The first frame that is drawn has it, whatever is given before.
+    again = draw(FrameMaskedSampler(**both, later_noise=False), model_of(3), given=given).tokens
+    assert torch.equal(
+        again[:, 8:16], draw(FrameMaskedSampler(**both), model_of(3), given=given).tokens[:, 8:16]
+    )
+    assert not torch.equal(again[:, 8:16], first.tokens[:, 8:16])
+
+
 def test_given_frames_cost_the_call_that_writes_them():
     model = model_of(3)
     given = torch.full((2, 24), MASK)

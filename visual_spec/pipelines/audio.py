@@ -60,7 +60,8 @@ class AudioPipeline(AudioParts):
 
     Raises:
         TypeError: a component that could not be saved, or a transformer of another kind.
-        ValueError: an unknown pattern, or one without its settings or that no model decodes; a codec with other codebooks than the transformer, a length below one frame.
+        ValueError: an unknown pattern, or one without its settings or that no model decodes; a codec with other
+            codebooks than the transformer, a length below one frame.
 
     Example:
         >>> pipe = AudioPipeline.from_pretrained("tunes")

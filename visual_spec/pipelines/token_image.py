@@ -129,7 +129,9 @@ class TokenImagePipeline(VisualPipeline):
             parts["drafter"] = self.drafter
         if getattr(self.sampler, "needs_codebook", False):
             with at_hand(self.vq_model):
-                parts["codebook"] = self.vq_model.quantize.codes
+                raw = "acceptance" in self.sampler.config and self.sampler.relaxation.codes == "raw"
+                quantize = self.vq_model.quantize
+                parts["codebook"] = quantize.embedding.weight if raw else quantize.codes
         return parts
 
     def decode_tokens(

@@ -74,7 +74,8 @@ class ContinuousSampler(LatentSampler):
         reuse: of a masked model, local calls behind each full one. A local call computes the slots of its group only,
             those that it and the other local calls behind the same full one draw; all other slots stay as the full call
             left them. 0: every call is full, as published.
-        reuse_from: share of the calls that are full before any reuse, from 0 to 1.
+        reuse_from: share of the calls that are full before any reuse, from 0 to 1. (ReCAP's scripts: 0.5.)
+        local_levels: share of their levels that the chains of local calls have, rounded down. (ReCAP's scripts: 0.4.)
         graph: replay the calls as CUDA graphs, see `visual_spec.samplers.core.graph`. "auto": wherever possible,
             and never with reuse.
 
@@ -101,6 +102,7 @@ class ContinuousSampler(LatentSampler):
         graph: Graph = AUTO,
         reuse: Annotated[int, Within(0)] = 0,
         reuse_from: Annotated[float, SHARE] = 0.0,
+        local_levels: Annotated[float, Within(above=0, most=1)] = 1.0,
     ) -> None:
         self.records_steps = reuse == 0
         if reuse and graph is True:
@@ -133,7 +135,16 @@ class ContinuousSampler(LatentSampler):
         """Levels of the chains of each call."""
         calls, first = self.num_steps(model), self.chain_settings(model.chain).head_steps
         last = self.config.get("last_head_steps") or first  # a method built on this one may not have it
-        return [round(first + (last - first) * call / max(1, calls - 1)) for call in range(calls)]
+        levels = [round(first + (last - first) * call / max(1, calls - 1)) for call in range(calls)]
+        share, full = self.config.get("local_levels", 1.0), self._full(calls)
+        return [
+            count if whole else max(1, int(count * share + 1e-9))
+            for count, whole in zip(levels, full, strict=True)
+        ]
+
+    def _full(self, calls: int) -> list[bool]:
+        """Which calls are full."""
+        return full_calls(calls, self.config.get("reuse", 0), self.config.get("reuse_from", 0.0))
 
     def shapes(self, model: Any) -> list[CallShape]:
         """The shape of each call of a decode, the first included."""
@@ -144,8 +155,7 @@ class ContinuousSampler(LatentSampler):
         ]
         counts = [end - first for first, end in zip(edges, edges[1:], strict=False)]
         levels = self.chain_lengths(model)
-        reuse, first = self.config.get("reuse", 0), self.config.get("reuse_from", 0.0)
-        full = full_calls(len(counts), reuse, first)
+        full = self._full(len(counts))
         shapes, start = [], 0
         for call, count in enumerate(counts):
             last = last_of_group(full, call)

@@ -10,8 +10,9 @@ The decoder defines its own output law, a product over frames of the laws of mas
 * Yuan et al., "Lumos-1: on autoregressive video generation with discrete diffusion from a unified model perspective",
   arXiv 2507.08801, section 3.3, and the released code. There the same evenly spaced places are hidden in every frame of
   a clip, 70 % of them in all scripts; a frame takes 18 steps of a cosine schedule, with Gumbel noise of scale 1 on the
-  log-probability; and unconditional rows are meant to see no token of the history. Its noise falls faster than ours: it
-  is multiplied by the share of steps that are left at every step, and so by their product.
+  log-probability; and unconditional rows are meant to see no token of the history. Its noise is multiplied by the
+  share of steps that are left at every step and never set again, so it is zero from the second frame on:
+  `falls="product", later_noise=False`.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class FramesState:
 class FrameMaskedSampler(Sampler):
     """Draws a video frame by frame, each by masked decoding, with a partly hidden history.
 
-    The defaults are the settings of Lumos-1's scripts, up to the fall of the noise.
+    The defaults are the settings of Lumos-1's scripts, up to the noise, which falls evenly in every frame.
 
     Args:
         steps: calls that draw a frame.
@@ -152,6 +153,7 @@ class FrameMaskedSampler(Sampler):
             "same" as the conditional rows.
         schedule, clock, score, choice_temperature, falls, temperature, last_temperature, guidance, least_guidance,
             entropy_bound, filtered_score, score_temperature, greedy, measure: as of `MaskedSampler`, within each frame.
+        later_noise: whether frames after the first that is drawn have noise on the score.
 
     A call takes
         given: long [B, L] or [B, L, 1], known tokens; the mask id marks tokens to decode. Frames that are known in all
@@ -189,13 +191,13 @@ class FrameMaskedSampler(Sampler):
         score_temperature: ScoreTemperature = None,
         greedy: bool = False,
         measure: bool = False,
+        later_noise: bool = True,
     ) -> None:
-        self._inner = MaskedSampler(
+        inner: dict[str, Any] = dict(
             steps=steps,
             schedule=schedule,
             clock=clock,
             score=score,
-            choice_temperature=choice_temperature,
             falls=falls,
             temperature=temperature,
             last_temperature=last_temperature,
@@ -206,6 +208,10 @@ class FrameMaskedSampler(Sampler):
             score_temperature=score_temperature,
             greedy=greedy,
             measure=measure,
+        )
+        later = choice_temperature if later_noise else 0.0
+        self._inner, self._later = (
+            MaskedSampler(choice_temperature=noise, **inner) for noise in (choice_temperature, later)
         )
 
     def check(self, model: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]) -> None:
@@ -259,7 +265,8 @@ class FrameMaskedSampler(Sampler):
             self._write(run, state)
             return
         before = drawing.target_calls.clone()
-        self._inner.step(replace(run, model=state.view, parts={}), drawing)
+        inner = self._inner if state.frame == state.drawn[0] else self._later
+        inner.step(replace(run, model=state.view, parts={}), drawing)
         tokens, kept = drawing.tokens[..., 0], drawing.entry_call[..., 0] == drawing.round
         state.tokens[:, state.places] = tokens
         entries = state.entry_call[:, state.places]

@@ -16,6 +16,7 @@ decoder defines its own output law: there is no autoregressive law to compare it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -74,8 +75,8 @@ Schedule = Annotated[str, OneOf(tuple(SCHEDULES))]
 Clock = Annotated[str, OneOf(tuple(CLOCKS))]
 Score = Annotated[str, OneOf(tuple(SCORES))]
 NoiseScale = Annotated[float, Within(0)]
-Falls = Annotated[str, OneOf(("after", "before"))]
-Cooling = Annotated[str, OneOf(("constant", "falling", "root"))]
+Falls = Annotated[str, OneOf(("after", "before", "product", "full"))]
+Cooling = Annotated[str, OneOf(("constant", "falling", "root", "sharpening"))]
 LastTemperature = Annotated[float, SHARE]
 GuidanceCourse = Annotated[str, OneOf(("constant", "falling", "rising", "ramp"))]
 LeastGuidance = Annotated[float, Within(1)]
@@ -93,14 +94,15 @@ class MaskedSampler(Sampler):
         score: what is kept first, one of `masking.SCORES`.
         choice_temperature: scale of the Gumbel noise on the score, times the share of steps that are left. 0: no noise.
         falls: the share of steps by which noise and temperature fall is what is left "after" a step (MaskGIT, MAGNeT)
-            or "before" it (MaskGCT).
+            or "before" it (MaskGCT), the "product" of what is left after it and all steps before (Lumos-1's code), or
+            the share of "full" calls that is left after it (ReCAP's code).
         span: slots that are kept or hidden together. More than 1 for sequences only.
         span_score: "max" is the score of a span's best token, "sum" the sum of its scores (with log-probabilities: the
             probability of the whole span).
         temperature: "constant" uses the law's; "falling" scales it by the share of steps that are left, down to 0.01
             (MAGNeT), or, if it falls "before" the steps, to the likeliest tokens in the last of them, but 0.2 in a
             single one (MaskGCT); "root" lets it fall to the share `last_temperature` of itself, as the root of the
-            steps (ReCAP).
+            steps (ReCAP), and "sharpening" so that its inverse rises evenly (the Halton sampler's code: to 1 / 1.2).
         last_temperature: see `temperature`.
         guidance: "constant" uses the law's scale; "falling" goes from it to `least_guidance` as the hidden share falls
             (MAGNeT); "rising" goes the other way (masked image models); "ramp" rises evenly from step to step.
@@ -119,6 +121,9 @@ class MaskedSampler(Sampler):
         reuse_from: share of the calls of a codebook that are full before any reuse.
         reuse_by: "recap" (keys and values: calls of the tokens that they may keep) or "shortcut" (features: a small
             network in place of the model).
+        warmup: steps at the beginning of each codebook with twice the temperature (the Halton sampler's code).
+        second_draw: score another, independent draw from the law that scores, and keep the token all the same (ReCAP's
+            code).
         graph: replay the model's calls as CUDA graphs (`core.masked_graph`). "auto": wherever possible. Not with the
             shortcut.
         measure: estimate, by one more call of the model a step, what drawing a group independently moves; see
@@ -170,6 +175,8 @@ class MaskedSampler(Sampler):
         falls: Falls = "after",
         score_temperature: ScoreTemperature = None,
         graph: Graph = False,
+        warmup: Annotated[int, Within(0)] = 0,
+        second_draw: bool = False,
     ) -> None:
         if graph is True and reuse and reuse_by == "shortcut":
             raise ValueError("graph=True with reuse_by='shortcut', whose features move; pass graph=False.")
@@ -177,6 +184,12 @@ class MaskedSampler(Sampler):
             raise ValueError(
                 f"reuse={reuse} with entropy_bound={entropy_bound}: which tokens later calls keep must be known before "
                 "they are drawn; pass one of the two."
+            )
+        if temperature == "sharpening" and last_temperature == 0:
+            raise ValueError("last_temperature=0.0 with temperature='sharpening'; pass a share above 0.")
+        if second_draw and score not in ("log_probability", "probability"):
+            raise ValueError(
+                f"second_draw=True with score={score!r}, which looks at no draw; pass second_draw=False."
             )
         if score_temperature is not None:
             TokenLaw(temperature=score_temperature)  # refuses what no law can have
@@ -298,6 +311,7 @@ class MaskedSampler(Sampler):
             score_temperature=self.config.score_temperature,
             entropies=self.config.entropy_bound is not None and not last,
             greedy=self.config.greedy,
+            second=self.config.second_draw,
         )
         if local is not None:
             drawn = scattered(drawn, local, tokens)
@@ -473,11 +487,21 @@ class MaskedSampler(Sampler):
                 temperature = 0.0 if step else _SINGLE_TEMPERATURE
         if self.config["temperature"] == "root":
             temperature *= 1 - (1 - self.config["last_temperature"]) * past**0.5
+        if self.config["temperature"] == "sharpening":
+            temperature /= 1 + (1 / self.config["last_temperature"] - 1) * past
+        if step < self.config["warmup"]:
+            temperature *= 2
         return replace(law, guidance_scale=scale, temperature=temperature)
 
     def _left(self, step: int, steps: int) -> float:
         """The share of the steps that is left, by which noise and temperature fall."""
-        return 1 - (step + (self.config["falls"] == "after")) / steps
+        falls = self.config["falls"]
+        if falls == "product":
+            return math.prod(1 - (earlier + 1) / steps for earlier in range(step + 1))
+        if falls == "full":
+            full = full_calls(steps, self.config["reuse"], self.config["reuse_from"])
+            return 1 - sum(full[: step + 1]) / sum(full)
+        return 1 - (step + (falls == "after")) / steps
 
     def _rescored(
         self, sure: Tensor, rescorer: Rescorer, condition: Any, tokens: Tensor, mask_id: int, stage: int
@@ -515,6 +539,10 @@ class MaskedSampler(Sampler):
         if parts.get("given") is not None:
             check_given(model, parts["given"], batch_size)
         if parts.get("rescorer") is not None:
+            if self.config.second_draw:
+                raise ValueError(
+                    "second_draw=True with a rescorer, which ranks the draws themselves; leave one out."
+                )
             check_rescorer(model, parts["rescorer"], self.config.score)
 
     def _steps(self, model: MaskedModel, given: Tensor | None) -> list[int]:

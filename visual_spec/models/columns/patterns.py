@@ -181,7 +181,7 @@ class CodebookPattern:
             raise ValueError(
                 f"layout={layout!r} with {sorted(settings) or 'no settings'}; pass "
                 f"{', '.join(one.name for one in known) or 'none'}"
-                f"{f' (needed: ' + ', '.join(missing) + ')' if missing else ''}."
+                f"{' (needed: ' + ', '.join(missing) + ')' if missing else ''}."
             )
         if layout == "delay":
             settings = {"delays": range(_count(codebooks)), **settings}

@@ -30,6 +30,23 @@ PRESETS = {
     # The Gumbel scale falls from 2 at the first step to 0 at the last of 12.
     "amused": MaskedPreset(dict(steps=12, choice_temperature=2.0 * 12 / 11), TokenLaw(guidance_scale=10.0)),
     "halton": MaskedPreset(dict(steps=32, schedule="arccos", clock="halton", score="halton"), TokenLaw()),
+    # ReCAP's script of 16 calls on MaskGIT (2505.19089): 8 full ones, then 4 pairs of a full and a local one.
+    "recap": MaskedPreset(
+        dict(
+            steps=16,
+            schedule="power_2.5",
+            clock="recap",
+            choice_temperature=5.5,
+            falls="full",
+            temperature="root",
+            last_temperature=0.65,
+            score_temperature=1.0,
+            second_draw=True,
+            reuse=1,
+            reuse_from=0.5,
+        ),
+        TokenLaw(),
+    ),
     # MaskGCT's two stages. Both draw from the likeliest 2 % of the codes: of 8192, and of 1024. The models guide their
     # hidden states themselves (`visual_spec.models.masked.maskgct`).
     "maskgct": MaskedPreset(dict(steps=25, **_MASKGCT), TokenLaw(temperature=0.9, top_k=164)),

@@ -21,7 +21,7 @@ from visual_spec.kernels.law import law_reference, unfiltered_reference
 from visual_spec.kernels.masked_sample import masked_sample
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.noise import CHOICE, TOKEN, CounterNoise
+from visual_spec.samplers.core.noise import CHOICE, RESIDUAL, TOKEN, CounterNoise
 from visual_spec.samplers.core.verification import fits
 
 # Schedules: the hidden share after the fraction `u` of a decode, falling from 1 to 0.
@@ -36,8 +36,9 @@ SCHEDULES = {
 }
 # The clock gives u at each step: step / steps (MaskGIT), or step / (steps - 1), so that the last step finds a single
 # unit hidden (MAGNeT's code). "halton" is MaskGIT's, but rounds the number of kept units down (the Halton sampler's
-# code), where MaskGIT rounds that of hidden ones.
-CLOCKS = ("maskgit", "magnet", "halton")
+# code), where MaskGIT rounds that of hidden ones. "recap" is MaskGIT's, but a step that would keep no unit keeps one
+# that the last step would have kept (ReCAP's code).
+CLOCKS = ("maskgit", "magnet", "halton", "recap")
 # What is kept first: the likeliest draws, by log-probability or probability (these differ only with noise added), the
 # slots of least entropy, or slots in a fixed order.
 SCORES = ("log_probability", "probability", "entropy", "random", "halton", "rolled_halton", "raster")
@@ -64,11 +65,14 @@ def hidden_counts(shares: Sequence[float], clock: str, units: Tensor) -> list[Te
         shares: from `hidden_shares`.
         units: long [B], the number of units to decode.
     """
-    counts = [units]
+    counts, before, early = [units], units, torch.zeros_like(units)
     for share in shares[1:]:
         # A product that should be whole may miss it by a rounding error.
         wide = share * units.double()
         count = ((wide - 1e-9).ceil() if clock == "halton" else (wide + 1e-9).floor()).long()
+        if clock == "recap":
+            early, before = early + (count == before), count
+            count = count - early
         most = counts[-1] if clock == "magnet" else counts[-1] - 1
         counts.append(torch.minimum(torch.minimum(count, most).clamp(min=1), units))
     return counts
@@ -135,9 +139,10 @@ def draw_and_score(
     score_temperature: float | None = None,
     greedy: bool = False,
     entropies: bool = False,
+    second: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Draw a token at every position and score each draw. On a GPU one kernel does both, except where entropies count
-    and where `greedy` or `score_temperature` is set.
+    and where `greedy`, `score_temperature` or `second` is set.
 
     Args:
         logits: [R, L, V], R = 2B if the law is guided, else B.
@@ -150,6 +155,7 @@ def draw_and_score(
         score_temperature: score by the law of this temperature; None: by that of the law.
         greedy: take the likeliest tokens, and score them by the law all the same.
         entropies: whether to return the entropies of the laws that the tokens are drawn from.
+        second: score another draw, from the law that scores, in place of the token's own.
 
     Returns:
         Tokens, long [B, L]; scores [B, L], or None without a score; entropies in nats [B, L], or None.
@@ -157,7 +163,7 @@ def draw_and_score(
     guided = law.law.guided
     numbers = law.law.numbers(guided, logits.shape[-1])
     own_score = score is not None and score_temperature is not None
-    if fits(logits) and score != "entropy" and not (greedy or entropies or own_score):
+    if fits(logits) and score != "entropy" and not (greedy or entropies or own_score or second):
         drawn, log_probs, log_kept, finite = masked_sample(
             logits, noise.keys, slots, numbers, stream=TOKEN, round=step
         )
@@ -179,7 +185,8 @@ def draw_and_score(
         scored = law_reference(logits, checked_slots, numbers)
     if not filtered:
         scored = unfiltered_reference(logits, checked_slots, numbers, scored)
-    return drawn, confidence(score, scored, drawn), spread
+    shown = noise.categorical(scored, slots, RESIDUAL, step) if second else drawn
+    return drawn, confidence(score, scored, shown), spread
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:

@@ -282,7 +282,9 @@ class Relaxation:
         probability_gap, code_distance: filters of "grouped"; code_distance None needs no codebook.
         delta: mass that LANTERN lends a draft; with `bounded`, the most that any rule may move at a slot.
         factor: LANTERN++'s lambda, which then limits the lent mass in place of delta.
-        neighbours: how many codes may lend mass, K of the neighbour table.
+        neighbours: how many codes may lend mass, K of the neighbour table. (LANTERN's code: 1000.)
+        codes: which codes are compared where a pipeline hands them over: "decoded", as the decoder sees them, or "raw",
+            as the tokenizer stores them (LANTERN's code).
         bounded: limit the rule to `delta` by `bounded_acceptance`, and replace refused drafts from `residual`. The
             siblings of a slot share the budget.
 
@@ -298,6 +300,7 @@ class Relaxation:
     factor: Annotated[float | None, Within(1, none="lending up to delta")] = None
     neighbours: Annotated[int, COUNT] = 64
     bounded: bool = False
+    codes: Annotated[str, OneOf(("decoded", "raw"))] = "decoded"
 
     def __post_init__(self) -> None:
         read_fields(self)
