@@ -66,7 +66,7 @@ def test_options_of_other_media_are_refused(arguments, message, tmp_path, capsys
 
 def test_more_frames_than_the_grid_has_are_refused(model, tmp_path, capsys):
     assert generate(model, tmp_path, PROMPT, "--frames", "4", "--format", "gif") == 2
-    assert "num_frames=4 given; this model draws 1 to 3 frames" in capsys.readouterr().err
+    assert "num_frames=4; pass an integer from 1 to 3" in capsys.readouterr().err
     assert generate(model, tmp_path, PROMPT, "--format", "ogg") == 2
     assert "cannot write 'ogg'; pass one of mp4, gif, png" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

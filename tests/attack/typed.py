@@ -18,8 +18,8 @@ import torch
 from tests.attack.damage import damaged_bytes
 from tests.attack.ground import Ground, copied, generate
 from tests.attack.outcome import Case
+from visual_spec.models.core.settings import settings_of
 from visual_spec.pipelines.sampler_text import make_sampler
-from visual_spec.samplers.core.settings import settings_of
 from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
 
 # -- what is typed -----------------------------------------------------------------------------------------------------

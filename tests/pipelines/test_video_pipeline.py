@@ -124,7 +124,7 @@ def test_callback_and_interruption():
 def test_frames_outside_the_grid_are_refused(frames):
     pipe = tiny_video_pipeline()
     pipe.transformer.prefill = None  # nothing may be computed
-    with pytest.raises(ValueError, match="draws 1 to 3 frames"):
+    with pytest.raises(ValueError, match="; pass an integer from 1 to 3"):
         pipe(PROMPT, num_frames=frames)
 
 

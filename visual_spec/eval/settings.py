@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from visual_spec.models.core.settings import SEED, whole
 from visual_spec.pipelines.facts import LAW_SETTINGS
 from visual_spec.pipelines.loading import load_drafter
 from visual_spec.pipelines.sampler_text import make_row, parse_sampler
@@ -107,14 +108,8 @@ def parse_setting(text: str, law: TokenLaw, seed: int) -> Setting:
     # `masked` has a temperature of its own, which is a word: falling. That of the law is a number.
     own = [key for key, value in settings.items() if name == "masked" and isinstance(value, str)]
     changes = {key: settings.pop(key) for key in LAW_SETTINGS if key in settings and key not in own}
-    own_seed, drafter = settings.pop("seed", seed), settings.pop("drafter", None)
-    if isinstance(own_seed, bool) or not isinstance(own_seed, int) or not 0 <= own_seed < 2**64:
-        raise ValueError(
-            f"seed={own_seed!r} in sampler {text!r}; pass a whole number of at least 0, below 2**64"
-        )
-    for key, value in changes.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{key}={value!r} in sampler {text!r}; pass a number")
+    drafter = settings.pop("drafter", None)
+    own_seed = whole("seed", settings.pop("seed", seed), SEED, f" in sampler {text!r}")
     sampler, plan = make_row(name, **settings)
     own_law = TokenLaw(**{**asdict(law), **changes})
     if isinstance(sampler, ScaleWiseSampler) and own_law.guidance_until is not None:

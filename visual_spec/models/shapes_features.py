@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 
 
 def _level(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
@@ -42,7 +44,7 @@ class ShapesFeatures(SavedModel, ModelMixin, ConfigMixin):
         self,
         heads: dict[str, int],
         num_features: int = 96,
-        image_size: int = 64,
+        image_size: Count = 64,
         channels: int = 16,
     ):
         super().__init__()

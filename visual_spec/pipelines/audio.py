@@ -16,6 +16,7 @@ from transformers import (
 from visual_spec.models.columns.encodec import encode_waves
 from visual_spec.models.columns.musicgen_modules import MusicCondition, MusicgenModules, text_condition
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.settings import whole
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.pipelines.audio_files import prepare_clip
 from visual_spec.pipelines.audio_parts import AudioParts
@@ -25,7 +26,6 @@ from visual_spec.pipelines.output import AudioPipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.pipelines.texts import Texts, tokenized, warn_unknown
-from visual_spec.samplers.core.checks import check_count
 
 OUTPUT_TYPES = ("np", "pt", "latent")
 
@@ -211,7 +211,7 @@ class AudioPipeline(AudioParts):
         self.check_complete("transformer", "sampler", *([] if self._codec is not None else ["codec"]))
         self.check_sampler()
         each = num_waveforms_per_prompt
-        check_count("num_waveforms_per_prompt", each)
+        whole("num_waveforms_per_prompt", each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
         asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)

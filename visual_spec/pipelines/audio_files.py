@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.files.whole import write_atomically
+from visual_spec.models.core.settings import whole
 
 FORMATS = {"wav": "PCM_16", "flac": "PCM_16", "ogg": "VORBIS"}
 
@@ -89,8 +90,7 @@ def prepare_clip(audio: Any, sampling_rate: int | None, *, rate: int, channels: 
     """
     if sampling_rate is None:
         raise ValueError(f"audio given without its rate; pass sampling_rate (the model's own is {rate}).")
-    if isinstance(sampling_rate, bool) or not isinstance(sampling_rate, int) or sampling_rate < 1:
-        raise ValueError(f"sampling_rate={sampling_rate!r}; pass the clip's samples per second.")
+    sampling_rate = whole("sampling_rate", sampling_rate, note=", the clip's samples per second")
     clip = torch.as_tensor(audio).detach().cpu()
     if not clip.is_floating_point():
         raise ValueError(f"audio of {clip.dtype} given; pass floating-point samples in [-1, 1].")

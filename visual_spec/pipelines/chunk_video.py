@@ -16,6 +16,7 @@ from diffusers.utils.outputs import BaseOutput
 from torch import Tensor
 
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.settings import whole
 from visual_spec.models.text.caption_encoder import CaptionEncoder
 from visual_spec.models.video.causal_wan import CausalWan
 from visual_spec.models.video.frame_cache import CachePolicy, HeadBudgets
@@ -27,7 +28,6 @@ from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.texts import Texts, warn_unknown
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
 from visual_spec.pipelines.video_files import pixels_of, write_video
-from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.chunk_rollout import ChunkSchedule, RolloutTrace, roll_out
 
 
@@ -159,7 +159,7 @@ class ChunkVideoPipeline(VisualPipeline):
         """
         asked: Any = self.config["default_steps"] if steps is None else steps
         if isinstance(asked, int):
-            check_count("steps", asked)
+            whole("steps", asked)
             asked = tuple(1000 * left / asked for left in range(asked, 0, -1))
         level_shift = self.config["default_shift"] if shift is None else shift
         return ChunkSchedule(self.config["chunk"], tuple(asked), level_shift)
@@ -182,8 +182,8 @@ class ChunkVideoPipeline(VisualPipeline):
             ValueError, TypeError: names what was given, what is allowed, and what to do.
         """
         self.check_complete("transformer", *(["text_encoder"] if prompt_embeds is None else []))
-        check_count("num_videos_per_prompt", num_videos_per_prompt)
-        check_count("num_frames", num_frames)
+        whole("num_videos_per_prompt", num_videos_per_prompt)
+        whole("num_frames", num_frames)
         if num_frames % schedule.chunk:
             near = -(-num_frames // schedule.chunk) * schedule.chunk
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
 from visual_spec.models.core.protocol import area_of
+from visual_spec.models.core.settings import whole
 from visual_spec.models.next_scale.infinity import InfinityTransformer
 from visual_spec.models.next_scale.infinity_checkpoint import load_infinity_checkpoint
 from visual_spec.models.next_scale.infinity_scales import SIZES, scales_for, size_by_name
@@ -24,7 +25,6 @@ from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.pipelines.texts import Texts
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
-from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler, Stage, drawn_stages
 
@@ -235,7 +235,7 @@ class InfinityPipeline(VisualPipeline):
         self.check_sampler()
         self._check_models()
         count = num_images_per_prompt
-        check_count("num_images_per_prompt", count)
+        whole("num_images_per_prompt", count)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
         asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)

@@ -234,7 +234,7 @@ class MaskgctPipeline(VisualPipeline):
             ValueError: text, or no ids of this model.
         """
         rows = list(phones) if isinstance(phones, Sequence) and not isinstance(phones, str) else [phones]
-        if rows and all(isinstance(row, int) and not isinstance(row, bool) for row in rows):
+        if rows and all(type(row) is int for row in rows):
             rows = [rows]
         if any(isinstance(row, str) for row in rows):
             raise ValueError(

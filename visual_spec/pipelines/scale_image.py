@@ -10,6 +10,7 @@ import torch
 
 from visual_spec.models.core.checkpoints import Source
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.next_scale.scale_budget import ScaleBudget, check_budget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.models.next_scale.var import VARTransformer, load_var_checkpoint
@@ -24,7 +25,6 @@ from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
 from visual_spec.pipelines.token_image import OUTPUT_TYPES
-from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import (
     CODE_LAW,
@@ -312,12 +312,8 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
 
     def _check_split(self, num_draft_scales: Any) -> None:
         count = len(self.transformer.scales)
-        whole = isinstance(num_draft_scales, int) and not isinstance(num_draft_scales, bool)
-        if not whole or not 1 <= num_draft_scales <= count:
-            raise ValueError(
-                f"num_draft_scales={num_draft_scales!r}; pass an integer from 1 to {count}, where {count} is the "
-                "transformer alone."
-            )
+        note = f", where {count} is the transformer alone"
+        whole("num_draft_scales", num_draft_scales, Within(1, count), note)
         if self.refiner is None and num_draft_scales < count:
             raise ValueError(
                 f"num_draft_scales={num_draft_scales}, but this pipeline has no refiner to draw the other scales; set "
@@ -421,7 +417,7 @@ class ScaleImagePipeline(DrawsClasses, VisualPipeline):
                 "width out."
             )
         count = num_images_per_label
-        check_count("num_images_per_label", count)
+        whole("num_images_per_label", count)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
         asked_tensors(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)

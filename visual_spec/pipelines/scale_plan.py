@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
+
+from visual_spec.models.core.settings import OneOf, Within, read_fields
 
 # What draws is imported where a plan is carried out: plans are read beside any model.
 if TYPE_CHECKING:
@@ -41,31 +43,18 @@ class ScalePlan:
         ValueError: a value of another kind, or out of range.
     """
 
-    num_draft_scales: int | str | None = None
-    cache_share: float | str | None = None
+    num_draft_scales: Annotated[int | str | None, Within(0), OneOf(("all",))] = None
+    cache_share: Annotated[float | str | None, Within(above=0, most=1), OneOf(("off",))] = None
     refiner: str | None = None
     refiner_guidance_scale: float | None = None
     num_drafters: int | None = None
 
     def __post_init__(self) -> None:
-        drafted, share = self.num_draft_scales, self.cache_share
-        whole = isinstance(drafted, int) and not isinstance(drafted, bool) and drafted >= 0
-        if drafted not in (None, "all") and not whole:
-            raise ValueError(
-                f"num_draft_scales={drafted!r}; pass a number of scales, 0 (the refiner alone) or all (the "
-                "transformer alone)."
-            )
-        number = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
-        if share not in (None, "off") and not number:
-            raise ValueError(
-                f"cache_share={share!r}; pass a part of the full cache above 0 and at most 1, or off."
-            )
+        read_fields(self)
         if self.num_drafters is not None and self.cache_share in (None, "off"):
             raise ValueError(
                 f"num_drafters={self.num_drafters} without a cache_share; pass the part of the cache that is kept, too."
             )
-        if self.refiner is not None and not isinstance(self.refiner, str):
-            raise ValueError(f"refiner={self.refiner!r}; pass a name or a folder.")
 
     @classmethod
     def names(cls) -> list[str]:

@@ -10,6 +10,7 @@ from einops import rearrange
 from visual_spec.models.core import any_order
 from visual_spec.models.core.checkpoints import Checkpoint, Source
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.settings import whole
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.models.next_token.llamagen_checkpoint import load_pair, official_defaults
 from visual_spec.pipelines.base import DecodeProgress, VisualPipeline
@@ -17,7 +18,6 @@ from visual_spec.pipelines.output import ImagePipelineOutput
 from visual_spec.pipelines.sampler_text import make_sampler
 from visual_spec.pipelines.shown import ShownPictures
 from visual_spec.pipelines.steps import StepCallback, StepListener, asked_tensors
-from visual_spec.samplers.core.checks import check_count
 from visual_spec.samplers.core.law import TokenLaw
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -89,7 +89,7 @@ class TokenImagePipeline(VisualPipeline):
         self.check_complete("transformer", self._tokenizer_part, "sampler")
         self.check_sampler()
         self.sized(height, width)
-        check_count(pictures_each_name, pictures_each)
+        whole(pictures_each_name, pictures_each)
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type={output_type!r}; pass one of {', '.join(OUTPUT_TYPES)}.")
         asked_tensors(callback, callback_tensors, self._callback_tensor_inputs)

@@ -8,6 +8,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from einops import rearrange
 
 from visual_spec.models.core.offload import at_hand
+from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.drafters.eagle import EagleDrafter
 from visual_spec.models.masked.frames import FrameMaskedTransformer
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
@@ -129,12 +130,8 @@ class VideoPipeline(TokenImagePipeline):
             callback=callback_on_step_end,
             callback_tensors=callback_on_step_end_tensor_inputs,
         )
-        most = self.num_frames
-        fits = isinstance(num_frames, int) and not isinstance(num_frames, bool) and 1 <= num_frames <= most
-        if num_frames is not None and not fits:
-            raise ValueError(
-                f"num_frames={num_frames!r} given; this model draws 1 to {most} frames, leave it out for {most}."
-            )
+        if num_frames is not None:
+            whole("num_frames", num_frames, Within(1, self.num_frames), f"; without it, {self.num_frames}")
         told = Texts(prompt, **texts)
         check_own_words(self.text_encoder, told.prompts + told.negatives)
         check_generator(generator, told.count * num_videos_per_prompt)

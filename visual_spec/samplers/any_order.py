@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import torch
 
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import MOST_CALLS, Within
 from visual_spec.samplers.core.any_order import (
     AlongOrderSampler,
     GuidanceStart,
@@ -15,9 +17,7 @@ from visual_spec.samplers.core.any_order import (
     check_slot_order,
 )
 from visual_spec.samplers.core.base import Run, State
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.settings import MOST_CALLS, Within
 from visual_spec.samplers.core.verification import draw_tokens
 
 

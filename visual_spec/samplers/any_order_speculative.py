@@ -21,6 +21,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import CALLS, OneOf
 from visual_spec.samplers.core.any_order import (
     AlongOrderSampler,
     GuidanceStart,
@@ -30,10 +32,8 @@ from visual_spec.samplers.core.any_order import (
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.checks import ACCEPTANCES
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.noise import TOKEN
-from visual_spec.samplers.core.settings import CALLS, OneOf
 from visual_spec.samplers.core.verification import draw_near, draw_tokens
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import Graph
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import check_exact_width
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.graph import AUTO
-from visual_spec.samplers.core.settings import Graph
 from visual_spec.samplers.core.verification import draw_tokens
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import Graph
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import check_exact_width
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.pattern import ColumnSampler, ColumnState
-from visual_spec.samplers.core.settings import Graph
 
 
 class ColumnAutoregressiveSampler(ColumnSampler):

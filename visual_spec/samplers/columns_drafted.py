@@ -15,17 +15,17 @@ from typing import Annotated, Any, Protocol
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import ColumnModel, DecodeState
+from visual_spec.models.core.settings import COUNT, Graph, OneOf
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import ACCEPTANCES, check_exact_width
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label, rows_of
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.pattern import ColumnChainSampler, ColumnDraftState
-from visual_spec.samplers.core.settings import COUNT, Graph, OneOf
 from visual_spec.samplers.core.verification import Verdict
 
 

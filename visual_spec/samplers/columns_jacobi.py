@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import Graph, OneOf
 from visual_spec.samplers.core.acceptance import AcceptanceRule
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import COUPLINGS, check_coupled, check_exact_width
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import LAST_LAW, LEFT, UNIFORM, Draft, Label, rows_of, uniform_tokens
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
@@ -25,7 +26,6 @@ from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.pattern import CODEBOOK, COLUMN, UNITS, ColumnChainSampler, ColumnDraftState
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.relaxed_columns import check_codebooks, rule_by_codebook
-from visual_spec.samplers.core.settings import Graph, OneOf
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.core.window import Window, check_window, widest
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.fill_order import hidden_after
+from visual_spec.models.core.settings import MOST_CALLS, SHARE, Graph, Within
 from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.graph import AUTO, wants_graph
 from visual_spec.samplers.core.latent_base import (
     Eta,
@@ -29,7 +30,6 @@ from visual_spec.samplers.core.latent_base import (
     SlotOrder,
 )
 from visual_spec.samplers.core.masked_reuse import full_calls, last_of_group
-from visual_spec.samplers.core.settings import MOST_CALLS, SHARE, Graph, Within
 from visual_spec.samplers.core.trunks import Group
 
 # Recorded calls of a masked model have room for a multiple of so many known tokens, so that few graphs serve all calls.

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.latents import Schedule
+from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within
 from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.chains import ChainLog, Chains
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.coupling import keep_probability
 from visual_spec.samplers.core.latent_base import (
     Eta,
@@ -32,7 +33,6 @@ from visual_spec.samplers.core.latent_checks import (
 )
 from visual_spec.samplers.core.latent_rules import RULES, Rule, Verdict, Window, make_rule
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.settings import COUNT, SHARE, OneOf, Within
 from visual_spec.samplers.core.trace import MEASURE
 
 

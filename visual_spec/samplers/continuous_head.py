@@ -14,16 +14,16 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import MOST_CALLS, Within
 from visual_spec.samplers.continuous import ContinuousSampler
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.chains import Chains, Law, drawn
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.coupling import couple
 from visual_spec.samplers.core.latent_base import Eta, FinalNoise, Guidance, HeadSteps, LatentState, SlotOrder
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import CHAIN
-from visual_spec.samplers.core.settings import MOST_CALLS, Within
 
 
 class HeadSpeculativeSampler(ContinuousSampler):

@@ -13,11 +13,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.acceptance import accepted_prefix
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.chains import ChainLog
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.latent_base import (
     Eta,
     FinalNoise,
@@ -30,7 +31,6 @@ from visual_spec.samplers.core.latent_base import (
 from visual_spec.samplers.core.latent_checks import check_rule
 from visual_spec.samplers.core.latent_rules import RULES, Rule, Window, make_rule
 from visual_spec.samplers.core.law import TokenLaw
-from visual_spec.samplers.core.settings import OneOf, Within
 
 
 @dataclass

@@ -17,13 +17,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import DistilledModel, DistilledState
+from visual_spec.models.core.settings import Within
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_allowed, check_batch_size, check_request
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
-from visual_spec.samplers.core.settings import Within
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 from visual_spec.samplers.scales import law_at_scale

@@ -23,15 +23,15 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import FrameModel
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import CALLS, SHARE, OneOf
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_frame_model, check_given
 from visual_spec.samplers.core.masked_state import MaskedState, MaskedTrace
 from visual_spec.samplers.core.noise import CHOICE
-from visual_spec.samplers.core.settings import CALLS, SHARE, OneOf
 from visual_spec.samplers.core.trace import DivergenceMeter, SampleResult
 from visual_spec.samplers.masked import (
     Clock,

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visual_spec.kernels.verify import POINT_LAW, UNIFORM_LAW
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import DecodeState
+from visual_spec.models.core.settings import COUNT, Graph, OneOf
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.checks import (
@@ -24,7 +26,6 @@ from visual_spec.samplers.core.checks import (
     check_coupled,
     check_exact_width,
 )
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import check_drafter, start_drafter
 from visual_spec.samplers.core.drafts import (
     INITIAL_DRAFTS,
@@ -53,7 +54,6 @@ from visual_spec.samplers.core.second_source import (
     pictured,
     redrafted,
 )
-from visual_spec.samplers.core.settings import COUNT, Graph, OneOf
 from visual_spec.samplers.core.verification import Verdict
 from visual_spec.samplers.core.window import Window, by_rows, check_window, widest
 from visual_spec.samplers.ordered import OrderedSampler, whole_picture

@@ -24,10 +24,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
+from visual_spec.models.core.settings import CALLS, COUNT, SHARE, Graph, OneOf, Within
 from visual_spec.samplers.core import masked_reuse
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.graph import wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import (
@@ -61,7 +62,6 @@ from visual_spec.samplers.core.masking import (
     mixed,
 )
 from visual_spec.samplers.core.noise import ACCEPT, CHOICE, DRAFT
-from visual_spec.samplers.core.settings import CALLS, COUNT, SHARE, Graph, OneOf, Within
 from visual_spec.samplers.core.trace import MEASURE, DivergenceMeter, SampleResult
 
 # Falling temperatures end at this value, not at 0 (MAGNeT's code).

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.verify import NO_DRAFT
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
+from visual_spec.models.core.settings import CALLS, OneOf, Within
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import ACCEPTANCES
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_causal_layer, check_masked_model
@@ -39,7 +40,6 @@ from visual_spec.samplers.core.masking import (
     hidden_shares,
 )
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.settings import CALLS, OneOf, Within
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult
 from visual_spec.samplers.core.verification import verify
 

@@ -23,19 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from visual_spec.kernels.verify import NO_DRAFT
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.settings import MOST_CALLS, OneOf, Within
 from visual_spec.samplers.core.any_order import placed_in_grid, slots_in_order
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.checks import ACCEPTANCES
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_masked_model
 from visual_spec.samplers.core.masking import FIXED_ORDERS
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
-from visual_spec.samplers.core.settings import MOST_CALLS, OneOf, Within
 from visual_spec.samplers.core.trace import SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import Verdict
 

@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
+from visual_spec.models.core.settings import COUNT, Within
 from visual_spec.samplers.core.acceptance import residual
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import CheckedLaw
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise
 from visual_spec.samplers.core.relaxed import neighbour_table
-from visual_spec.samplers.core.settings import COUNT, Within
 from visual_spec.samplers.core.trace import DivergenceMeter
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.any_order import ANY_ORDER
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import OneOf
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.checks import check_choice, check_request
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.orders import ORDERS, Order, Step, order_of, steps_on
 from visual_spec.samplers.core.rows import check_order_model
-from visual_spec.samplers.core.settings import OneOf
 from visual_spec.samplers.core.trace import SampleResult
 from visual_spec.samplers.core.verification import draw_tokens
 

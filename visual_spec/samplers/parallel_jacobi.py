@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import COUNT, OneOf
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import (
@@ -20,12 +22,10 @@ from visual_spec.samplers.core.checks import (
     COUPLINGS,
     check_coupled,
 )
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafts import LEFT, UNIFORM, UP, Draft, Label, rows_of, uniform_tokens
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.row_order import RowOrder, RowPlan
 from visual_spec.samplers.core.rows import RowSampler, RowState
-from visual_spec.samplers.core.settings import COUNT, OneOf
 from visual_spec.samplers.core.verification import verify_laws
 
 ROW_DRAFTS = (LEFT, UP, UNIFORM)

@@ -20,14 +20,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
+from visual_spec.models.core.settings import OneOf, Within, whole
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.scale_schedule import SCHEDULES, ScaleSchedule
-from visual_spec.samplers.core.settings import OneOf
 from visual_spec.samplers.core.trace import MEASURE, DecodeTrace, SampleResult, Stopwatch
 
 ScaleCallback = Callable[[int, Tensor], Any]
@@ -93,12 +93,8 @@ def code_stages(
 
 def _check_split(large: ScaleModel, num_draft_scales: int) -> int:
     count = len(large.scales)
-    whole = isinstance(num_draft_scales, int) and not isinstance(num_draft_scales, bool)
-    if not whole or not 1 <= num_draft_scales < count:
-        raise ValueError(
-            f"num_draft_scales={num_draft_scales!r}; pass an integer from 1 to {count - 1}: each of the two models "
-            f"draws at least one of the {count} scales."
-        )
+    note = f": each of the two models draws at least one of the {count} scales"
+    whole("num_draft_scales", num_draft_scales, Within(1, count - 1), note)
     return count
 
 

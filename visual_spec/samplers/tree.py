@@ -19,15 +19,15 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
+from visual_spec.models.core.settings import COUNT, Graph, OneOf, Within
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.drafters import catch_up, check_drafter, draft_law
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import DRAFT, TOKEN
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
-from visual_spec.samplers.core.settings import COUNT, Graph, OneOf, Within
 from visual_spec.samplers.core.siblings import without
 from visual_spec.samplers.core.verification import draw_near, final_noise, verify_siblings
 from visual_spec.samplers.drafted import DraftedState, begin_drafted

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import COUNT
 from visual_spec.samplers.core.acceptance import exact_acceptance, residual
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN
 from visual_spec.samplers.core.row_order import RowOrder
 from visual_spec.samplers.core.rows import RowSampler, RowState
-from visual_spec.samplers.core.settings import COUNT
 
 
 @dataclass

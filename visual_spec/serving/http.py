@@ -22,6 +22,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from visual_spec.models.core.settings import Within, whole
 from visual_spec.serving.painter import BusyError, Drawn, Order, Painter
 
 logger = logging.getLogger(__name__)
@@ -173,11 +174,10 @@ class Endpoint:
     @staticmethod
     def _whole(given: dict[str, Any], name: str, usual: int, least: int, most: int) -> int:
         value = given.get(name, usual)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise RefusedError(
-                400, f"{name}={str(value)[:80]}; pass an integer from {least} to {most}.", name
-            )
-        return value
+        try:
+            return whole(name, value, Within(least, most))
+        except ValueError as error:
+            raise RefusedError(400, str(error), name) from error
 
     # -- drawing -----------------------------------------------------------------------------------------------------
 

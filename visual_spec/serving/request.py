@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 
 import torch
 
+from visual_spec.models.core.settings import SEED, whole
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import draw_keys
 
@@ -48,8 +49,7 @@ class PictureRequest:
         if unknown := [name for name in settings if name not in NAMES]:
             raise ValueError(f"{', '.join(unknown)} given beside a seed; a picture takes {', '.join(NAMES)}.")
         seed, role, pair = settings["seed"], settings.get("role", CONDITIONAL), settings.get("pair")
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-            raise ValueError(f"seed={seed!r}; pass an integer from 0 to 2**64 - 1.")
+        seed = whole("seed", seed, SEED)
         if role not in (CONDITIONAL, UNCONDITIONAL):
             raise ValueError(f"role={role!r}; pass {CONDITIONAL!r} or {UNCONDITIONAL!r}.")
         law = TokenLaw(**{name: settings[name] for name in _LAW if name in settings})

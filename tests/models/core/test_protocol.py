@@ -34,5 +34,5 @@ def test_refuses_a_slot_outside(index):
 @pytest.mark.parametrize("name", ["height", "width", "frames", "codebooks"])
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_refuses_a_size_below_one(name, size):
-    with pytest.raises(ValueError, match=f"TokenGrid {name}={size!r}; pass an integer of at least 1"):
+    with pytest.raises(ValueError, match=f"{name}={size!r}; pass an integer of at least 1"):
         TokenGrid(**{"height": 2, "width": 2, name: size})

@@ -90,7 +90,7 @@ CONFIGURATIONS = {
     "a list": ("[]", "config.json holds a list"),
     "null": ("null", "config.json holds a NoneType"),
     "absurd": ('{"base_channels": 1000000000000}', "makes no VQModel|does not hold"),
-    "a word": ('{"base_channels": "wide"}', "config.json says base_channels='wide'; it should be int"),
+    "a word": ('{"base_channels": "wide"}', "base_channels='wide'; pass an integer"),
     "nothing": ('{"channel_multipliers": []}', "config.json makes no VQModel"),
     "negative": ('{"base_channels": -8}', "config.json makes no VQModel"),
 }

@@ -104,7 +104,7 @@ def test_first_frames_are_those_of_longer_clips():
     short = model.first_frames(2)
     assert short.grid.frames == 2 and model.grid.frames == 3 and model.first_frames(3) is model
     assert torch.equal(decoded(short, tokens[:, :8], False), decoded(model, tokens, False)[:, :8])
-    with pytest.raises(ValueError, match="draws 1 to 3"):
+    with pytest.raises(ValueError, match="num_frames=4; pass an integer from 1 to 3"):
         model.first_frames(4)
 
 

@@ -24,10 +24,10 @@ from visual_spec.eval.speed.timing import Report
 from visual_spec.eval.tables import markdown
 from visual_spec.kernels import head_step
 from visual_spec.models.continuous.mar import PRESETS, MARTransformer
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.samplers.continuous import ContinuousSampler, PlainState
 from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.configuration import register_to_config
 from visual_spec.samplers.core.graph import forget
 from visual_spec.samplers.core.law import TokenLaw
 

@@ -22,6 +22,7 @@ from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderC
 
 from visual_spec.models.columns.audiocraft_settings import TrainingSettings, read_settings, shown
 from visual_spec.models.core.checkpoints import Difference, fill, plain_weights, read_content, some
+from visual_spec.models.core.settings import whole
 
 LANGUAGE_MODEL, CODEC = "state_dict.bin", "compression_state_dict.bin"
 KEEP = '{k: c[k] for k in ("best_state", "xp.cfg") if k in c}'  # what a file without pickle needs
@@ -222,7 +223,7 @@ def _language_model(
             f"{path} does not tell the number of attention heads; pass num_heads (16 for the official small models, 24 "
             "for the medium ones, 32 for the large ones)."
         )
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1 or dim % num_heads:
+    if dim % whole("num_heads", num_heads):
         raise ValueError(f"num_heads={num_heads!r}; pass an integer that divides the width {dim}.")
     with torch.device("meta"):
         return MusicgenForCausalLM(

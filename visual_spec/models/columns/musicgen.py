@@ -26,6 +26,7 @@ from visual_spec.models.core.cache import seen_up_to
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_groups
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.core.transformers_cache import SlotCache
 from visual_spec.models.next_token.llamagen import TextCondition
 
@@ -355,10 +356,8 @@ class MagnetModel(MusicgenModules):
             raise TypeError(
                 f"{type(model).__name__} given, which goes on from a prefix; pass the MusicgenForCausalLM of a MAGNeT."
             )
-        if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
-            raise ValueError(
-                f"reach={reach!r}; pass an integer of at least 0, or None to look at all frames."
-            )
+        if reach is not None:
+            whole("reach", reach, Within(0), ", or None to look at all frames")
         self.reach = reach
         self.num_frames = num_frames
         self._grid = None if num_frames is None else TokenGrid(1, num_frames, codebooks=self.num_codebooks)

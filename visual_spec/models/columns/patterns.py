@@ -16,6 +16,8 @@ from inspect import signature
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.settings import whole
+
 LAYOUTS = ("parallel", "delay", "flat", "coarse_first", "grouped", "stack", "stack_delay")
 
 
@@ -82,7 +84,7 @@ class CodebookPattern:
     @classmethod
     def parallel(cls, codebooks: int) -> CodebookPattern:
         """Step t holds frame t of every codebook: S = T. MAGNeT, CSM's backbone."""
-        return cls.delay([0] * _count(codebooks))
+        return cls.delay([0] * whole("codebooks", codebooks))
 
     @classmethod
     def delay(cls, delays: Sequence[int]) -> CodebookPattern:
@@ -104,7 +106,7 @@ class CodebookPattern:
             delays: frames by which each codebook lags. Of the levels that meet at one frame, the level with the largest
                 lag comes first, as in audiocraft.
         """
-        zeros = (0,) * _count(codebooks)
+        zeros = (0,) * whole("codebooks", codebooks)
         return cls(
             zeros if delays is None else tuple(delays),
             tuple(range(codebooks)) if levels is None else tuple(levels),
@@ -120,14 +122,14 @@ class CodebookPattern:
         Args:
             delays: delays of the codebooks after the first; None: none.
         """
-        others = _count(codebooks) - 1
+        others = whole("codebooks", codebooks) - 1
         behind = (0,) * others if delays is None else tuple(delays)
         return cls((0, *behind), (0,) * codebooks, (0, *(1,) * others))
 
     @classmethod
     def grouped(cls, codebooks: int, group_size: int) -> CodebookPattern:
         """Groups of codebooks one after the other, each flattened over all frames: S = K T. MusicLM's order."""
-        if group_size < 1 or _count(codebooks) % group_size:
+        if group_size < 1 or whole("codebooks", codebooks) % group_size:
             raise ValueError(
                 f"group_size={group_size} does not divide {codebooks} codebooks; pass a divisor of it."
             )
@@ -145,7 +147,7 @@ class CodebookPattern:
         Le Lan et al., "Stack-and-delay: a new codebook pattern for music generation", ICASSP 2024. What a step is fed
         and sees: `visual_spec.models.columns.stacks`.
         """
-        numbers = tuple(range(_count(codebooks)))
+        numbers = tuple(range(whole("codebooks", codebooks)))
         return cls((0,) * codebooks, numbers, (0,) * codebooks, stacked=True)
 
     @classmethod
@@ -158,7 +160,7 @@ class CodebookPattern:
         Args:
             frame_order: order of the frames in a block, as the model was trained, such as (0, 2, 1, 3).
         """
-        numbers = tuple(range(_count(codebooks)))
+        numbers = tuple(range(whole("codebooks", codebooks)))
         zeros = (0,) * codebooks
         return cls(numbers, zeros, zeros, tuple(frame_order), stacked=True)
 
@@ -184,7 +186,7 @@ class CodebookPattern:
                 f"{' (needed: ' + ', '.join(missing) + ')' if missing else ''}."
             )
         if layout == "delay":
-            settings = {"delays": range(_count(codebooks)), **settings}
+            settings = {"delays": range(whole("codebooks", codebooks)), **settings}
             pattern = cls.delay(**settings)  # type: ignore[arg-type]
         else:
             pattern = getattr(cls, layout)(codebooks, **settings)
@@ -301,8 +303,7 @@ class CodebookPattern:
 @lru_cache(maxsize=32)
 def _tables(pattern: CodebookPattern, num_frames: int) -> tuple[Tensor, Tensor]:
     """Return the frame by step [K, S], and the step by frame [K, T]."""
-    if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
-        raise ValueError(f"num_frames={num_frames!r}; pass an integer of at least 1.")
+    whole("num_frames", num_frames)
     block = len(pattern.frame_order)
     blocks = range(0, num_frames, block)
     # The last block may be cut off; its remaining frames keep their order.
@@ -334,12 +335,6 @@ def _tables(pattern: CodebookPattern, num_frames: int) -> tuple[Tensor, Tensor]:
         1, torch.where(frames < 0, num_frames, frames), torch.arange(len(columns)).expand_as(frames)
     )
     return frames, steps[:, :num_frames].contiguous()
-
-
-def _count(codebooks: int) -> int:
-    if isinstance(codebooks, bool) or not isinstance(codebooks, int) or codebooks < 1:
-        raise ValueError(f"codebooks={codebooks!r}; pass an integer of at least 1.")
-    return codebooks
 
 
 def _check_counted(name: str, values: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
@@ -22,10 +22,12 @@ from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSched
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar import HEADS, check_sizes
 from visual_spec.models.core.cache import Places
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 
 
 @dataclass
@@ -99,15 +101,15 @@ class CausalLatentTransformer(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        grid_size: int = 16,
-        token_dim: int = 16,
-        dim: int = 768,
+        grid_size: Count = 16,
+        token_dim: Count = 16,
+        dim: Count = 768,
         num_layers: int = 24,
-        num_heads: int = 12,
+        num_heads: Count = 12,
         head_width: int = 1024,
         head_depth: int = 6,
-        num_classes: int = 1000,
-        prefix_length: int = 1,
+        num_classes: Count = 1000,
+        prefix_length: Count = 1,
         order: Sequence[int] | None = None,
         head_kind: str = "noise",
         head_steps: int = 100,

@@ -18,7 +18,8 @@ import math
 import torch
 from torch import Tensor
 
-from visual_spec.models.core.latents import check_eta
+from visual_spec.models.core.latents import ChainSettings
+from visual_spec.models.core.settings import Within, whole
 
 TRAINING_LEVELS = 1000
 
@@ -39,8 +40,7 @@ def respaced_levels(num_steps: int, count: int = TRAINING_LEVELS) -> list[int]:
     Raises:
         ValueError: a number of steps that is not in 1 to `count`.
     """
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or not 1 <= num_steps <= count:
-        raise ValueError(f"num_steps={num_steps!r}; pass an integer from 1 to {count}.")
+    num_steps = whole("num_steps", num_steps, Within(1, count))
     stride = 1.0 if num_steps == 1 else (count - 1) / (num_steps - 1)
     place, found = 0.0, []
     for _ in range(num_steps):
@@ -67,12 +67,12 @@ class DiffusionSchedule:
             one, in the chain of the same marginals (Song et al. 2021, equations 12 and 16). 0 is deterministic.
 
     Raises:
-        ValueError: as `respaced_levels` and `check_eta`.
+        ValueError: as `respaced_levels` and `ChainSettings`.
     """
 
     def __init__(self, num_steps: int = 100, *, velocity: bool = False, eta: float | None = None) -> None:
         levels = respaced_levels(num_steps)
-        check_eta(eta)
+        ChainSettings(eta=eta)
         # In float64: products of a thousand factors, of which differences are taken.
         kept = (1.0 - cosine_betas()).cumprod(0)[
             levels
@@ -177,12 +177,12 @@ class FlowSchedule:
             or 0: Euler steps.
 
     Raises:
-        ValueError: as `respaced_levels` and `check_eta`.
+        ValueError: as `respaced_levels` and `ChainSettings`.
     """
 
     def __init__(self, num_steps: int = 25, *, eta: float | None = None) -> None:
         respaced_levels(num_steps)
-        check_eta(eta)
+        ChainSettings(eta=eta)
         self.num_steps, self.eta, self.deterministic = num_steps, eta, not eta
         shares = torch.arange(1, num_steps + 1, dtype=torch.float64) / num_steps
         self._shares = shares.float()

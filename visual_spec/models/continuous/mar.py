@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
@@ -23,9 +23,11 @@ from visual_spec.models.continuous.blocks import Block, check_labels, embed_labe
 from visual_spec.models.continuous.diffusion import DiffusionSchedule, FlowSchedule
 from visual_spec.models.continuous.head import DiffusionHead
 from visual_spec.models.continuous.mar_reuse import Held, HeldLayers, at_places, put_at
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.latents import ChainSettings
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"dim": 768, "num_layers": 12, "num_heads": 12, "head_width": 1024, "head_depth": 6},
@@ -101,14 +103,14 @@ class MARTransformer(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        grid_size: int = 16,
-        token_dim: int = 16,
-        dim: int = 768,
+        grid_size: Count = 16,
+        token_dim: Count = 16,
+        dim: Count = 768,
         num_layers: int = 12,
-        num_heads: int = 12,
+        num_heads: Count = 12,
         head_width: int = 1024,
         head_depth: int = 6,
-        num_classes: int = 1000,
+        num_classes: Count = 1000,
         buffer_size: int = 64,
         head_kind: str = "noise",
         head_steps: int = 100,

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.settings import Within, whole
+
 
 def hidden_after(num_tokens: int, num_steps: int) -> list[int]:
     """How many slots are still hidden behind each step of the published schedule.
@@ -21,10 +23,7 @@ def hidden_after(num_tokens: int, num_steps: int) -> list[int]:
     Raises:
         ValueError: a number of steps that is not in 1 to `num_tokens`.
     """
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or not 1 <= num_steps <= num_tokens:
-        raise ValueError(
-            f"num_steps={num_steps!r}; pass an integer from 1 to {num_tokens}, the number of tokens."
-        )
+    num_steps = whole("num_steps", num_steps, Within(1, num_tokens), ", the number of tokens")
     left, found = num_tokens, []
     for step in range(num_steps):
         share = math.cos(math.pi / 2 * (step + 1) / num_steps)

@@ -7,14 +7,16 @@ tokens in its own order into a cache. A masked one (`MaskedLatentModel`) sees an
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.settings import Within, read_fields
+
+Eta = Annotated[float | None, Within(0, 1, none="the chain that the head was published with")]
 
 
 @dataclass(frozen=True)
@@ -33,30 +35,12 @@ class ChainSettings:
         ValueError: a value out of its range.
     """
 
-    head_steps: int = 100
-    eta: float | None = None
-    final_noise: float = 0.0
+    head_steps: Annotated[int, Within(1, 1000)] = 100
+    eta: Eta = None
+    final_noise: Annotated[float, Within(0)] = 0.0
 
     def __post_init__(self) -> None:
-        steps, noise = self.head_steps, self.final_noise
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
-            raise ValueError(f"head_steps={steps!r}; pass an integer from 1 to 1000.")
-        check_eta(self.eta)
-        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < math.inf:
-            raise ValueError(f"final_noise={noise!r}; pass a finite number of at least 0.")
-
-
-def check_eta(eta: object) -> None:
-    """Refuse a share of the ancestral noise that is none.
-
-    Raises:
-        ValueError: neither None nor a number from 0 to 1.
-    """
-    if eta is not None and (isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 <= eta <= 1):
-        raise ValueError(
-            f"eta={eta!r}; pass a number from 0 (no noise in the steps) to 1 (the ancestral chain), or None: the chain "
-            "that the head was published with."
-        )
+        read_fields(self)
 
 
 class Schedule(Protocol):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import on_host
+from visual_spec.models.core.settings import Count, read_fields
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,13 @@ class TokenGrid:
         ValueError: a size is not an integer of at least 1.
     """
 
-    height: int
-    width: int
-    frames: int = 1
-    codebooks: int = 1
+    height: Count
+    width: Count
+    frames: Count = 1
+    codebooks: Count = 1
 
     def __post_init__(self) -> None:
-        for part in fields(self):
-            size = getattr(self, part.name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"TokenGrid {part.name}={size!r}; pass an integer of at least 1.")
+        read_fields(self)
 
     @property
     def num_tokens(self) -> int:

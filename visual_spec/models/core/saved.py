@@ -7,7 +7,6 @@ an error. A damaged folder would then draw wrong pictures.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,6 @@ from diffusers.models.modeling_utils import ModelMixin
 from safetensors import safe_open
 from torch import Tensor
 
-from visual_spec.files.names import shortened
 from visual_spec.files.records import read_object
 from visual_spec.files.whole import written_whole
 from visual_spec.models.core.aligned import align_weights
@@ -110,8 +108,7 @@ def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = No
     Args:
         folder: a folder written by `save_pretrained`. Folders without safetensors files, or with weights quantised in
             a format of diffusers, are not checked.
-        model: the class, one of ours or of diffusers. Kinds of settings are checked of ours only: those that diffusers
-            states are not always those that it takes.
+        model: the class, one of ours or of diffusers. Ours refuse settings of another kind than they declare.
         variant: as for `from_pretrained`.
 
     Raises:
@@ -124,7 +121,6 @@ def check_folder(folder: Path, model: type[ModelMixin], variant: str | None = No
     _check_counts(folder, {name: config.get(name) for name in _COUNTS}, weights)
     stored_as: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)  # diffusers' classes cannot say so
     if issubclass(model, SavedModel):
-        _check_kinds(folder, config, model)
         stored_as = model.stored_as
     try:
         with torch.device("meta"):
@@ -148,26 +144,6 @@ def _refuse_eight_bits(folder: Path, variant: str | None) -> None:
             f"{folder} holds {len(narrow)} weights in 8 bits, such as {narrow[0]}, which quantization_config does not "
             "take; load it without, save it with save_pretrained, and pass the new folder."
         )
-
-
-# What a plain annotation of a setting allows.
-_PLAIN = {"None": type(None), "bool": bool, "int": int, "float": (int, float), "str": str}
-
-
-def _check_kinds(folder: Path, config: Mapping[str, Any], model: type[SavedModel]) -> None:
-    """Refuse settings of another kind than the constructor states; it may meet them only when it computes."""
-    for name, parameter in inspect.signature(model.__init__).parameters.items():
-        stated = parameter.annotation
-        text = stated if isinstance(stated, str) else getattr(stated, "__name__", str(stated))
-        kinds = [kind.strip() for kind in text.split("|")]
-        if name not in config or not set(kinds) <= _PLAIN.keys():
-            continue
-        value = config[name]
-        fits = any(isinstance(value, _PLAIN[kind]) for kind in kinds)
-        if not fits or (isinstance(value, bool) and "bool" not in kinds):
-            raise ValueError(
-                f"{folder}/config.json says {name}={shortened(value)}; it should be {' or '.join(kinds)}."
-            )
 
 
 def check_transformers_folder(folder: Path, model: Any, variant: str | None = None) -> None:

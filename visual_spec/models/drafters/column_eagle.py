@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.columns.musicgen import MusicgenColumnModel, MusicgenState
 from visual_spec.models.columns.musicgen_modules import MusicgenModules
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.drafters.eagle import attend_unrolled, shift
 
 
@@ -99,13 +101,13 @@ class ColumnEagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 2048,
+        vocab_size: Count = 2048,
         num_codebooks: int = 4,
-        dim: int = 1024,
+        dim: Count = 1024,
         num_layers: int = 24,
         taps: Sequence[int] = (2, 12),
         num_blocks: int = 1,
-        num_heads: int = 16,
+        num_heads: Count = 16,
         ffn_dim: int = 4096,
     ):
         super().__init__()

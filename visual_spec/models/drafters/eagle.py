@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache, seen_in_tree
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
@@ -71,10 +73,10 @@ class EagleDrafter(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 16384,
-        dim: int = 768,
-        num_heads: int = 12,
-        grid_size: int = 16,
+        vocab_size: Count = 16384,
+        dim: Count = 768,
+        num_heads: Count = 12,
+        grid_size: Count = 16,
         norm_eps: float = 1e-5,
     ):
         super().__init__()

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer, TextCondition
 from visual_spec.models.next_token.llamagen_blocks import FeedForward, Shared, turns_of
 from visual_spec.models.next_token.llamagen_state import LlamaGenState
@@ -65,15 +67,15 @@ class FrameMaskedTransformer(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 16384,
-        dim: int = 768,
+        vocab_size: Count = 16384,
+        dim: Count = 768,
         num_layers: int = 12,
-        num_heads: int = 12,
-        grid_size: int = 16,
-        num_frames: int = 8,
-        prefix_length: int = 1,
-        num_classes: int | None = None,
-        caption_dim: int | None = None,
+        num_heads: Count = 12,
+        grid_size: Count = 16,
+        num_frames: Count = 8,
+        prefix_length: Count = 1,
+        num_classes: Count | None = None,
+        caption_dim: Count | None = None,
         feed_forward_dim: int | None = None,
     ):
         super().__init__()

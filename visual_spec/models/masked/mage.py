@@ -13,17 +13,19 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.continuous.blocks import Block
 from visual_spec.models.core.cache import StaticCache
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 
 PRESETS: dict[str, dict[str, int]] = {
     "B": {"dim": 768, "num_layers": 12, "num_heads": 12, "decoder_dim": 768},
@@ -114,15 +116,15 @@ class MageTransformer(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 1024,
-        dim: int = 768,
+        vocab_size: Count = 1024,
+        dim: Count = 768,
         num_layers: int = 12,
-        num_heads: int = 12,
+        num_heads: Count = 12,
         decoder_dim: int = 768,
         decoder_layers: int = 8,
         decoder_heads: int = 16,
-        grid_size: int = 16,
-        num_classes: int = 1000,
+        grid_size: Count = 16,
+        num_classes: Count = 1000,
         class_id: int = 1100,
     ):
         super().__init__()

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 
 PREFIX = "vqgan."  # of the tokenizer's keys in a file of MAGE
 
@@ -148,10 +150,10 @@ class MageVQModel(SavedModel, ModelMixin, ConfigMixin):
         base_channels: int = 128,
         channel_multipliers: tuple[int, ...] = (1, 1, 2, 2, 4),
         blocks_per_level: int = 2,
-        codebook_size: int = 1024,
+        codebook_size: Count = 1024,
         codebook_dim: int = 256,
         norm_groups: int = 32,
-        image_size: int = 256,
+        image_size: Count = 256,
     ):
         super().__init__()
         shape = (base_channels, channel_multipliers, blocks_per_level, codebook_dim, norm_groups)

@@ -18,15 +18,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count, whole
 
 _EPSILON = 1e-6  # of every norm
 _BASE = 10000.0  # of the rotary positions
@@ -157,10 +159,10 @@ class SemanticNetwork(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 8192,
+        vocab_size: Count = 8192,
         hidden_size: int = 1536,
         num_layers: int = 16,
-        num_heads: int = 16,
+        num_heads: Count = 16,
         phones: int = 1024,
     ):
         super().__init__()
@@ -206,12 +208,12 @@ class AcousticNetwork(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        codebooks: int = 12,
-        vocab_size: int = 1024,
+        codebooks: Count = 12,
+        vocab_size: Count = 1024,
         semantic_codes: int = 8192,
         hidden_size: int = 1024,
         num_layers: int = 16,
-        num_heads: int = 16,
+        num_heads: Count = 16,
     ):
         super().__init__()
         self.layer_emb, self.mask_emb = nn.Embedding(codebooks, hidden_size), nn.Embedding(1, hidden_size)
@@ -327,9 +329,7 @@ class _SpeechDecoder(nn.Module):
 
     def __init__(self, num_frames: int, codebooks: int, vocab_size: int):
         super().__init__()
-        if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
-            raise ValueError(f"num_frames={num_frames!r}; pass an integer of at least 1.")
-        self.grid = TokenGrid(1, num_frames, codebooks=codebooks)
+        self.grid = TokenGrid(1, whole("num_frames", num_frames), codebooks=codebooks)
         self.vocab_size = self.mask_id = vocab_size
 
     @property

@@ -16,14 +16,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from transformers import DacConfig
 from transformers.models.dac.modeling_dac import DacEncoder
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 
 _LOUDEST = 100.0  # most of a magnitude of a spectrum
 
@@ -155,9 +157,9 @@ class AcousticCodec(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        codebooks: int = 12,
-        vocab_size: int = 1024,
-        code_dim: int = 8,
+        codebooks: Count = 12,
+        vocab_size: Count = 1024,
+        code_dim: Count = 8,
         latent_dim: int = 256,
         encoder_dim: int = 96,
         strides: Sequence[int] = (3, 4, 5, 8),
@@ -211,8 +213,8 @@ class SemanticCodec(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 8192,
-        code_dim: int = 8,
+        vocab_size: Count = 8192,
+        code_dim: Count = 8,
         feature_dim: int = 1024,
         feature_layer: int = 17,
         vocos_dim: int = 384,

@@ -16,15 +16,17 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedState
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.next_token.llamagen_blocks import FeedForward, RMSNorm, feed_forward_width
 from visual_spec.models.next_token.llamagen_prefix import CaptionProjection
@@ -216,15 +218,15 @@ class MaskedImageTransformer(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 16384,
-        dim: int = 768,
+        vocab_size: Count = 16384,
+        dim: Count = 768,
         num_layers: int = 12,
-        num_heads: int = 12,
-        grid_size: int = 16,
+        num_heads: Count = 12,
+        grid_size: Count = 16,
         proj: int = 1,
         registers: int = 1,
-        num_classes: int | None = 1000,
-        caption_dim: int | None = None,
+        num_classes: Count | None = 1000,
+        caption_dim: Count | None = None,
         prefix_length: int = 0,
     ):
         super().__init__()

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 
 
 class _Attention(nn.Module):
@@ -56,10 +58,10 @@ class FeatureShortcut(SavedModel, ModelMixin, ConfigMixin):
     def __init__(
         self,
         feature_dim: int,
-        vocab_size: int,
+        vocab_size: Count,
         num_tokens: int,
-        dim: int | None = None,
-        num_heads: int = 4,
+        dim: Count | None = None,
+        num_heads: Count = 4,
     ) -> None:
         super().__init__()
         dim = feature_dim // 2 if dim is None else dim

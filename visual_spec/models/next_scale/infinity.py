@@ -18,17 +18,19 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.kernels.rotary_write import Turns
 from visual_spec.models.core.cache import StaticCache
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import Side, checked_stop, shape_of, sides_of
 from visual_spec.models.core.pruning import Pruning
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.next_scale.infinity_scales import rope_grid_of, scales_for
 from visual_spec.models.next_scale.infinity_vq import check_scales
 from visual_spec.models.next_scale.scale_budget import offsets_of
@@ -202,11 +204,11 @@ class InfinityTransformer(SavedModel, ModelMixin, ConfigMixin):
     def __init__(
         self,
         bits: int = 32,
-        dim: int = 2048,
+        dim: Count = 2048,
         num_layers: int = 32,
-        num_heads: int = 16,
+        num_heads: Count = 16,
         ffn_dim: int | None = None,
-        caption_dim: int = 2048,
+        caption_dim: Count = 2048,
         caption_length: int = 512,
         pool_heads: int = 16,
         scales: Sequence[Side] = scales_for(1024),

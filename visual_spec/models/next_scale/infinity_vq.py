@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, plain_weights, read_checkpoint
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import Side, area_of, shape_of, sides_of
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder

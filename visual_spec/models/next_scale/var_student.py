@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_by, unpack_checkpoint
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import ContinuousHead, DistilledAnswer, DistilledState, check_call
 from visual_spec.models.core.labels import check_labels
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.next_scale.scale_budget import offsets_of
 from visual_spec.models.next_scale.var import PRESETS, SCALES, HeadNorm, VARBlock, modulated
 
@@ -61,12 +63,12 @@ class VARStudent(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 4096,
-        token_dim: int = 32,
-        dim: int = 1024,
+        vocab_size: Count = 4096,
+        token_dim: Count = 32,
+        dim: Count = 1024,
         num_layers: int = 16,
-        num_heads: int = 16,
-        num_classes: int = 1000,
+        num_heads: Count = 16,
+        num_classes: Count = 1000,
         scales: Sequence[int] = SCALES[256],
         first_continuous: int = 55,
         restart: int = 55,

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
+from visual_spec.models.core.settings import Count
 from visual_spec.models.core.vq_blocks import Decoder, Design, Encoder, FusedAttentionBlock
 from visual_spec.models.next_scale.scale_tokenizer import MultiscaleTokenizer
 from visual_spec.models.next_scale.var import SCALES
@@ -88,8 +90,8 @@ class MultiscaleVQModel(
         base_channels: int = 160,
         channel_multipliers: tuple[int, ...] = (1, 1, 2, 2, 4),
         blocks_per_level: int = 2,
-        codebook_size: int = 4096,
-        code_dim: int = 32,
+        codebook_size: Count = 4096,
+        code_dim: Count = 32,
         scales: tuple[int, ...] = SCALES[256],
         norm_groups: int | None = 32,
     ):

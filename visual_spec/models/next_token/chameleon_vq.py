@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import fill, read_checkpoint
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.core.vq_blocks import AttentionBlock, Decoder, Design
 
 _PARTS = ("decoder.", "post_quant_conv.", "quantize.embedding.")
@@ -47,7 +49,7 @@ class ChameleonVQDecoder(SavedModel, ModelMixin, ConfigMixin):
         channel_multipliers: tuple[int, ...] = (1, 1, 2, 2, 4),
         blocks_per_level: int = 2,
         latent_channels: int = 256,
-        codebook_size: int = 8192,
+        codebook_size: Count = 8192,
         codebook_dim: int = 256,
         norm_groups: int = 32,
     ) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2Model
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_checkpoint
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel

@@ -14,18 +14,20 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.kernels.window_attention import takes
 from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.cache import StaticCache, seen_in_order, seen_in_tree
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.labels import check_labels
 from visual_spec.models.core.memory import check_cache_fits
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid, check_raster
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count, Within, whole
 from visual_spec.models.core.trained_order import LEARNED_TOKENS, RASTER_ORDER
 from visual_spec.models.next_token import llamagen_any_order
 from visual_spec.models.next_token.llamagen_blocks import (
@@ -101,17 +103,17 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 16384,
-        dim: int = 768,
+        vocab_size: Count = 16384,
+        dim: Count = 768,
         num_layers: int = 12,
-        num_heads: int = 12,
-        grid_size: int = 16,
-        prefix_length: int = 1,
-        num_classes: int | None = 1000,
-        caption_dim: int | None = None,
+        num_heads: Count = 12,
+        grid_size: Count = 16,
+        prefix_length: Count = 1,
+        num_classes: Count | None = 1000,
+        caption_dim: Count | None = None,
         norm_eps: float = 1e-5,
         zero_prefix_keys: bool = True,
-        num_frames: int = 1,
+        num_frames: Count = 1,
         order: str = RASTER_ORDER,
         branch_layers: int = 1,
         rotary_size: int | None = None,
@@ -206,8 +208,7 @@ class LlamaGenTransformer(SavedModel, ModelMixin, ConfigMixin):
             ValueError: the model has not so many frames.
         """
         frames = self.config["num_frames"]
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= frames:
-            raise ValueError(f"{count!r} frames asked for; this model draws 1 to {frames}.")
+        whole("num_frames", count, Within(1, frames))
         if count == self.grid.frames:
             return self
         shorter = copy(self)

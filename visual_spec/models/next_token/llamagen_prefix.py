@@ -80,8 +80,6 @@ class LabelEmbedding(nn.Module):
     """Class prefix: one position. Row `num_classes` of the table is the null class of guidance."""
 
     def __init__(self, num_classes: int, dim: int):
-        if num_classes < 1:
-            raise ValueError(f"num_classes={num_classes}; pass at least 1.")
         super().__init__()
         self.num_classes = num_classes
         self.embedding_table = nn.Embedding(num_classes + 1, dim)

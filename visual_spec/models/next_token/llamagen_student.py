@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
 
 from visual_spec.models.core.checkpoints import Checkpoint, Source, fill, read_by, unpack_checkpoint
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.distilled import (
     ContinuousHead,
     DistilledAnswer,
@@ -31,6 +32,7 @@ from visual_spec.models.core.distilled import (
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import PRESETS
 from visual_spec.models.next_token.llamagen_blocks import (
     RMSNorm,
@@ -82,18 +84,18 @@ class LlamaGenStudent(SavedModel, ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        vocab_size: int = 16384,
-        token_dim: int = 8,
-        dim: int = 768,
+        vocab_size: Count = 16384,
+        token_dim: Count = 8,
+        dim: Count = 768,
         num_layers: int = 12,
-        num_heads: int = 12,
-        grid_size: int = 16,
-        num_classes: int | None = 1000,
+        num_heads: Count = 12,
+        grid_size: Count = 16,
+        num_classes: Count | None = 1000,
         norm_eps: float = 1e-5,
         first_continuous: int = 80,
         restart: int = 80,
-        caption_dim: int | None = None,
-        prefix_length: int = 1,
+        caption_dim: Count | None = None,
+        prefix_length: Count = 1,
         zero_prefix_keys: bool = True,
     ):
         super().__init__()

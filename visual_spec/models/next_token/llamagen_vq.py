@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.core.vq_blocks import LLAMAGEN, AttentionBlock, Decoder, Design, Encoder
 
 PRESETS: dict[str, dict] = {
@@ -68,10 +70,10 @@ class VQModel(SavedModel, ModelMixin, ConfigMixin):
         channel_multipliers: tuple[int, ...] = (1, 1, 2, 2, 4),
         blocks_per_level: int = 2,
         latent_channels: int = 256,
-        codebook_size: int = 16384,
+        codebook_size: Count = 16384,
         codebook_dim: int = 8,
         norm_groups: int | None = 32,
-        image_size: int = 256,
+        image_size: Count = 256,
     ):
         super().__init__()
         design = Design(

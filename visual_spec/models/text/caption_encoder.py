@@ -9,13 +9,15 @@ import re
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.configuration_utils import ConfigMixin
 from diffusers.models.modeling_utils import ModelMixin
 from einops import rearrange
 from torch import Tensor, nn
 
+from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.offload import loads_weights
 from visual_spec.models.core.saved import SavedModel
+from visual_spec.models.core.settings import Count
 from visual_spec.models.next_token.llamagen import TextCondition
 from visual_spec.models.text.cutting import warn_cut
 
@@ -60,9 +62,9 @@ class CaptionEncoder(SavedModel, ModelMixin, ConfigMixin):
     def __init__(
         self,
         vocabulary: list[str] | tuple[str, ...] = (),
-        dim: int = 128,
+        dim: Count = 128,
         num_layers: int = 2,
-        num_heads: int = 4,
+        num_heads: Count = 4,
         max_words: int = 20,  # noqa: B006
     ):
         super().__init__()

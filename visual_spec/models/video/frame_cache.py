@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from visual_spec.models.core.settings import Within, whole
+
 # Scores long [B, last - first] of the cached tokens `first` to `last`, from the queries of so many recent frames.
 Scores = Callable[[int, int, int], Tensor]
 
@@ -136,10 +138,10 @@ class SinkWindow:
     reach = 0
 
     def check(self, chunk: int) -> None:
-        _at_least("sink", self.sink, 0)
-        _at_least("window", self.window, self.sink + chunk, f"sink + chunk = {self.sink + chunk}")
+        whole("sink", self.sink, Within(0))
+        whole("window", self.window, Within(self.sink + chunk), f", sink + chunk = {self.sink + chunk}")
         if self.sink_gap is not None:
-            _at_least("sink_gap", self.sink_gap, 0)
+            whole("sink_gap", self.sink_gap, Within(0))
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         if cache.frames + chunk > self.window:
@@ -156,7 +158,7 @@ class Sliding:
     reach = 0
 
     def check(self, chunk: int) -> None:
-        _at_least("window", self.window, chunk, f"the chunk of {chunk} frames")
+        whole("window", self.window, Within(chunk), f", the chunk of {chunk} frames")
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         cache.keep_ends(0, self.window - chunk)
@@ -193,17 +195,17 @@ class DeepForcing:
     reach = 0
 
     def check(self, chunk: int) -> None:
-        _at_least("sink", self.sink, 0)
-        _at_least("recent", self.recent, chunk, f"the chunk of {chunk} frames")
+        whole("sink", self.sink, Within(0))
+        whole("recent", self.recent, Within(chunk), f", the chunk of {chunk} frames")
         if self.recent > 2 * chunk:
             raise ValueError(
                 f"recent={self.recent}; queries are known of this chunk and of the last one, so pass at most "
                 f"{2 * chunk} frames."
             )
         least = self.sink + self.recent
-        _at_least("budget", self.budget, least, f"sink + recent = {least}")
-        _at_least("window", self.window, self.budget, f"budget = {self.budget}")
-        _at_least("sink_gap", self.sink_gap, 0)
+        whole("budget", self.budget, Within(least), f", sink + recent = {least}")
+        whole("window", self.window, Within(self.budget), f", budget = {self.budget}")
+        whole("sink_gap", self.sink_gap, Within(0))
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         if cache.frames + chunk <= self.window:
@@ -242,9 +244,11 @@ class FutureAnchor:
         return self.ahead + self.anchors
 
     def check(self, chunk: int) -> None:
-        _at_least("anchors", self.anchors, 1)
-        _at_least("ahead", self.ahead, 1)
-        _at_least("window", self.window, self.anchors + chunk, f"anchors + chunk = {self.anchors + chunk}")
+        whole("anchors", self.anchors)
+        whole("ahead", self.ahead)
+        whole(
+            "window", self.window, Within(self.anchors + chunk), f", anchors + chunk = {self.anchors + chunk}"
+        )
 
     def make_room(self, cache: FrameCache, start: int, chunk: int, scores: Scores) -> None:
         cache.keep_ends(self.anchors, self.window - self.anchors - chunk)
@@ -278,8 +282,3 @@ POLICIES: dict[str, type] = {
 def _sink_frame(end: int, packed: int, gap: int) -> int:
     """The first frame of a sink with `packed` frames from it to `end`, `gap` frames earlier; not before the clip."""
     return max(end - packed - gap, 0)
-
-
-def _at_least(name: str, value: object, least: int, why: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}; pass at least {why or least}.")

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from visual_spec.models.core.any_order import ANY_ORDER, AnyOrderModel
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.models.core.trained_order import trained_order
 from visual_spec.samplers.core.base import Run, Sampler
 from visual_spec.samplers.core.checks import check_request
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
 from visual_spec.samplers.core.noise import CounterNoise
-from visual_spec.samplers.core.settings import OneOf, Within
 from visual_spec.samplers.core.trace import DecodeTrace, SampleResult, Stopwatch
 
 SlotOrder = Annotated[str | Sequence[int], OneOf(FIXED_ORDERS), Within(0)]

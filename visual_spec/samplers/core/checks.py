@@ -11,6 +11,7 @@ from torch import Tensor
 
 from visual_spec.models.core.any_order import ANY_ORDER
 from visual_spec.models.core.protocol import NextTokenModel
+from visual_spec.models.core.settings import whole
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.law import TokenLaw, check_finite, non_finite
 from visual_spec.samplers.core.precision import EXACT_WIDTH
@@ -95,17 +96,7 @@ def check_batch_size(batch_size: int) -> None:
     Raises:
         ValueError: the batch size is not an integer of at least 1.
     """
-    check_count("batch_size", batch_size)
-
-
-def check_count(name: str, value: object, note: str = "") -> None:
-    """Refuse a setting that is not an integer of at least 1. `note` is appended to that advice in the message.
-
-    Raises:
-        ValueError: the value is not an integer of at least 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}; pass an integer of at least 1{note}.")
+    whole("batch_size", batch_size)
 
 
 def check_exact_width(exact_width: bool, acceptance: str, width: int | str | None) -> None:

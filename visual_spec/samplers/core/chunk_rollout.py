@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from visual_spec.samplers.core.checks import check_count
+from visual_spec.models.core.settings import whole
 from visual_spec.samplers.core.noise import CHAIN, CounterNoise, draw_keys
 
 # Score of a drafted chunk [1, C, f, H, W], the index of the chunk beside it.
@@ -64,7 +64,7 @@ class ChunkSchedule:
     shift: float = 5.0
 
     def __post_init__(self) -> None:
-        check_count("chunk", self.chunk)
+        whole("chunk", self.chunk)
         falls = all(now > after for now, after in pairwise((*self.steps, 0)))
         if not self.steps or self.steps[0] > 1000 or not falls:
             raise ValueError(
@@ -156,7 +156,7 @@ def roll_out(
     """
     schedule = schedule or ChunkSchedule()
     chunk = schedule.chunk
-    check_count("num_frames", num_frames)
+    whole("num_frames", num_frames)
     if num_frames % chunk:
         near = sorted({max(num_frames // chunk, 1) * chunk, -(-num_frames // chunk) * chunk})
         raise ValueError(

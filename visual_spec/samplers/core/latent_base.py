@@ -11,6 +11,7 @@ from torch import Tensor
 
 from visual_spec.models.core.fill_order import check_order
 from visual_spec.models.core.latents import ChainSettings, LatentModel
+from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.samplers.core import trunks
 from visual_spec.samplers.core.base import Run, Sampler, State
 from visual_spec.samplers.core.chains import ChainLaw
@@ -18,7 +19,6 @@ from visual_spec.samplers.core.checks import check_batch_size
 from visual_spec.samplers.core.head_loop import HeadLoop
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ORDER
-from visual_spec.samplers.core.settings import OneOf, Within
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult
 
 ORDERS = ("random", "raster")

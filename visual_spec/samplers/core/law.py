@@ -7,10 +7,12 @@ law (with top-p below 1, or a temperature other than 1).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_finite
+from visual_spec.models.core.settings import Within, read_fields
 
 # Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
@@ -40,39 +42,22 @@ class TokenLaw:
         ValueError: a value is out of its range.
     """
 
-    guidance_scale: float = 1.0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    guidance_scale: Annotated[float, Within(0, LARGEST)] = 1.0
+    temperature: Annotated[float, Within(0, LARGEST)] = 1.0
+    top_k: Annotated[int, Within(0)] = 0
+    top_p: Annotated[float, Within(above=0, most=1)] = 1.0
     allowed: tuple[int, int] | None = None
-    guidance_until: int | None = None
+    guidance_until: Annotated[int | None, Within(0, none="guidance of every slot")] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.guidance_scale <= LARGEST:
-            raise ValueError(
-                f"guidance_scale={self.guidance_scale}; pass a finite number of at least 0 and at most {LARGEST:g} "
-                "(1 or below: no guidance)."
-            )
-        warm = _LEAST_TEMPERATURE <= self.temperature <= LARGEST
-        if self.temperature != 0 and not warm:
+        read_fields(self)
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature={self.temperature}; pass 0 (greedy), or a finite number of at least "
                 f"{_LEAST_TEMPERATURE} and at most {LARGEST:g}."
             )
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k!r}; pass an integer of at least 0 (0: keep every token).")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p={self.top_p}; pass a number above 0 and at most 1 (1: keep every token)."
-            )
         if self.allowed is not None:
             _check_range(self.allowed)
-        until = self.guidance_until
-        if until is not None and (isinstance(until, bool) or not isinstance(until, int) or until < 0):
-            raise ValueError(
-                f"guidance_until={until!r}; pass an integer of at least 0, the first slot without guidance, "
-                "or None (guide every slot)."
-            )
 
     @property
     def guided(self) -> bool:

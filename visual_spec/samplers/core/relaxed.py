@@ -31,8 +31,8 @@ from visual_spec.kernels.clustered_mass import clustered_mass
 from visual_spec.kernels.grouped_mass import grouped_mass, smallest
 from visual_spec.kernels.lantern_mass import lantern_mass, lending_limit, merge_neighbours
 from visual_spec.models.core.kmeans import k_means
+from visual_spec.models.core.settings import COUNT, SHARE, OneOf, Within, read_fields
 from visual_spec.samplers.core.acceptance import EXACT, AcceptanceRule, exact_acceptance
-from visual_spec.samplers.core.settings import COUNT, SHARE, OneOf, Within, read_fields
 
 GROUPED = "grouped"
 CLUSTERED = "clustered"

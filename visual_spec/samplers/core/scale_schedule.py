@@ -21,9 +21,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from visual_spec.models.core.pruning import Pruning
+from visual_spec.models.core.settings import Within, read_fields
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "just-stop": {"stop_after": -3},
@@ -53,18 +54,13 @@ class ScaleSchedule:
         ValueError: a value of another kind or out of range.
     """
 
-    stop_after: int | None = None
-    guided_until: int | None = None
+    stop_after: Annotated[int | None, Within(none="all scales")] = None
+    guided_until: Annotated[int | None, Within(none="all scales")] = None
     keep_share: tuple[float, ...] = ()
     pruned_layers: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        for name in ("stop_after", "guided_until"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(
-                    f"{name}={value!r}; pass the number of a scale, -1 for the last, or None for all scales."
-                )
+        read_fields(self)
         shares = self.keep_share if isinstance(self.keep_share, Sequence) else (self.keep_share,)
         if isinstance(shares, str) or not all(_number(share) and 0 < share <= 1 for share in shares):
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visual_spec.models.core.settings import Within, whole
 from visual_spec.models.core.trained_order import RASTER_ORDER
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.text.caption_encoder import CaptionEncoder
@@ -54,8 +55,7 @@ class PromptIds:
         """
         if self.encoder is None:
             none = self.end - 1
-            if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt < none - self.first:
-                raise ValueError(f"class {prompt!r}; pass a number from 0 to {none - self.first - 1}.")
+            whole("class", prompt, Within(0, none - self.first - 1))
             return [self.first + prompt], [none]
         if not isinstance(prompt, str):
             raise ValueError(f"prompt {prompt!r}; pass a caption.")

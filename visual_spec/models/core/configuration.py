@@ -9,7 +9,7 @@ from typing import Any
 
 from diffusers.configuration_utils import register_to_config as by_keyword
 
-from visual_spec.samplers.core.settings import settings_of
+from visual_spec.models.core.settings import settings_of
 
 
 def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
@@ -19,7 +19,7 @@ def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
     `DDIMScheduler.from_config(DDIMScheduler(500).config)` has 1000 steps.
 
     Raises of the constructor:
-        ValueError: a value that its declaration does not allow (`visual_spec.samplers.core.settings`).
+        ValueError: a value that its declaration does not allow (`visual_spec.models.core.settings`).
     """
     registered = by_keyword(init)
     signature = inspect.signature(init)

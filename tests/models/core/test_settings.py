@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from visual_spec.models.continuous.causal import CausalLatentTransformer
+from visual_spec.models.continuous.mar import MARTransformer
+from visual_spec.models.core.settings import Setting, Within, settings_of, whole
+from visual_spec.models.masked.frames import FrameMaskedTransformer
+from visual_spec.models.masked.mage import MageTransformer
+from visual_spec.models.masked.maskgit import MaskedImageTransformer
+from visual_spec.models.next_scale.var import VARTransformer
+from visual_spec.models.next_scale.var_student import VARStudent
+from visual_spec.models.next_token.llamagen import LlamaGenTransformer
+from visual_spec.models.next_token.llamagen_student import LlamaGenStudent
 from visual_spec.samplers.continuous import ContinuousSampler
-from visual_spec.samplers.core.settings import Setting, settings_of
 from visual_spec.samplers.frames import FrameMaskedSampler
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 from visual_spec.samplers.masked import MaskedSampler
@@ -106,3 +115,38 @@ def test_both_ends_of_a_range_are_allowed() -> None:
             FrameMaskedSampler(history_hidden=refused)
     with pytest.raises(ValueError, match="score_temperature=0"):
         MaskedSampler(score_temperature=0)
+
+
+OF_CLASSES = (
+    CausalLatentTransformer,
+    FrameMaskedTransformer,
+    LlamaGenStudent,
+    LlamaGenTransformer,
+    MageTransformer,
+    MARTransformer,
+    MaskedImageTransformer,
+    VARStudent,
+    VARTransformer,
+)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0, "10"])
+@pytest.mark.parametrize("model", OF_CLASSES)
+def test_fewer_than_one_class_is_refused_before_anything_is_built(model: Any, count: Any) -> None:
+    with pytest.raises(ValueError, match=f"num_classes={count!r}; pass an integer of at least 1"):
+        model(num_classes=count)
+
+
+@pytest.mark.parametrize("name", ["dim", "num_heads", "vocab_size", "token_dim"])
+@pytest.mark.parametrize("student", [LlamaGenStudent, VARStudent])
+def test_a_student_of_no_width_heads_or_codes_is_refused(student: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=-1; pass an integer of at least 1"):
+        student(**{name: -1})
+
+
+def test_an_argument_of_a_function_is_read_as_a_setting() -> None:
+    assert type(whole("steps", np.int64(3))) is int
+    assert whole("seed", 2**64 - 1, Within(0, 2**64 - 1)) == 2**64 - 1
+    for value in (0, 9, True, 2.0, "2", None):
+        with pytest.raises(ValueError, match=f"steps={value!r}; pass an integer from 1 to 8, the scales"):
+            whole("steps", value, Within(1, 8), ", the scales")

@@ -1,10 +1,11 @@
-"""Settings declared once, on the parameters of a constructor: their types, their limits, their choices.
+"""Settings declared once, on the parameters of a constructor or the fields of a dataclass: types, limits, choices.
 
     def __init__(self, steps: Annotated[int | None, Within(1, none="one call a token")] = None,
                  graph: Graph = AUTO, eta: Annotated[float, SHARE] = 0.0) -> None: ...
 
 `register_to_config` reads the declarations: it refuses what they do not allow, and makes Python numbers of numpy's, so
-that whatever draws can also be saved. The command line reads them too (`settings_of`).
+that whatever draws can also be saved. Dataclasses call `read_fields`, functions `whole`. The command line reads the
+declarations too (`settings_of`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+
+from visual_spec.files.names import shortened
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,15 @@ class Within:
 
     def __str__(self) -> str:
         if self.least is not None and self.most is not None:
-            return f"from {self.least:g} to {self.most:g}"
-        words = [] if self.least is None else [f"of at least {self.least:g}"]
-        words += [] if self.above is None else [f"above {self.above:g}"]
-        words += [] if self.most is None else [f"at most {self.most:g}"]
+            return f"from {_figure(self.least)} to {_figure(self.most)}"
+        words = [] if self.least is None else [f"of at least {_figure(self.least)}"]
+        words += [] if self.above is None else [f"above {_figure(self.above)}"]
+        words += [] if self.most is None else [f"at most {_figure(self.most)}"]
         return " and ".join(words)
+
+
+def _figure(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,14 @@ MOST_CALLS = 65536  # what plans call after call is as long as the number of cal
 COUNT = Within(1)
 CALLS = Within(1, MOST_CALLS)
 SHARE = Within(0, 1)
+SEED = Within(0, 2**64 - 1)
+Count = Annotated[int, COUNT]
 Graph = Annotated[bool | str, OneOf(("auto",))]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a sampler, as it is declared.
+    """One setting, as it is declared.
 
     Attributes:
         name: of the parameter.
@@ -98,7 +107,7 @@ class Setting:
         """
         plain = _plain(value)
         if not self._allows(plain):
-            raise ValueError(f"{self.name}={plain!r}; pass {self.allowed}.")
+            raise ValueError(f"{self.name}={shortened(plain)}; pass {self.allowed}.")
         return plain
 
     @property
@@ -183,7 +192,22 @@ def _kinds(hint: Any, marks: list[Any]) -> list[Any]:
         return _kinds(inner, marks)
     if get_origin(hint) in (Union, types.UnionType):
         return [kind for part in get_args(hint) for kind in _kinds(part, marks)]
+    if get_origin(hint) is Sequence and get_args(hint) != (int,):
+        return [hint]  # of other lists nothing is known
     return [get_origin(hint) or hint]
+
+
+def whole(name: str, value: Any, within: Within = COUNT, note: str = "") -> int:
+    """Return an integer within limits, of a function's argument; `note` is appended to the advice in the message.
+
+    Raises:
+        ValueError: it is none; names the argument, the value and what is allowed.
+    """
+    setting = Setting(name, (int,), within, None, inspect.Parameter.empty)
+    try:
+        return setting.read(value)
+    except ValueError as error:
+        raise ValueError(f"{str(error)[:-1]}{note}.") from None
 
 
 def read_fields(record: Any) -> None:
