@@ -237,6 +237,14 @@ def test_a_teacher_goes_on_from_the_scales_of_the_first_call(start):
     assert torch.allclose(found.tokens[0], scales_by_hand(3, known, 14), atol=1e-9)
 
 
+@pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), MAPS, "teacher", 3])
+def test_a_teacher_that_predicts_no_tokens_is_refused(other):
+    sampler, labels = DistilledSampler(steps=2, teacher_from=1), torch.tensor([3, 1])
+    request: dict[str, Any] = dict(law=PLAIN, batch_size=2, generator=seeded(3, 4), codebook=MAPS.codebook)
+    with pytest.raises(TypeError, match=f"the teacher is a {type(other).__name__}, which predicts no tokens"):
+        sampler(VAR_STUDENT, labels, teacher=other, tokenizer=MAPS, **request)
+
+
 def test_teachers_of_other_scales_and_slots_inside_one_are_refused():
     with pytest.raises(ValueError, match="teacher_from=3; .* pass one of 0, 1, 5"):
         draw_scales(steps=2, teacher_from=3)
