@@ -369,3 +369,17 @@ def test_samplers_swap_as_diffusers_schedulers_do(pipe):
     pipe.sampler = swapped
     assert pipe.sampler.config["window"] == 4
     assert pipe.config["sampler"][1] == "SpeculativeJacobiSampler"
+
+
+def test_lantern_may_compare_the_codes_as_they_are_stored(pipe):
+    """As LANTERN's public code, which takes distances between rows of `quantize.embedding.weight`."""
+    lantern: dict[str, Any] = dict(coupling="maximal", acceptance="lantern")
+    found = {}
+    for codes in ("decoded", "raw"):
+        pipe.sampler = SpeculativeJacobiSampler(**lantern, relaxation={"neighbours": 3, "codes": codes})
+        found[codes] = pipe.sampler_parts()["codebook"]
+    assert torch.equal(found["raw"], pipe.vq_model.quantize.embedding.weight)
+    assert torch.equal(found["decoded"], pipe.vq_model.quantize.codes)
+    assert not torch.allclose(found["raw"].norm(dim=1), torch.ones(len(found["raw"])))
+    with pytest.raises(ValueError, match="codes='unit'"):
+        SpeculativeJacobiSampler(**lantern, relaxation={"codes": "unit"})

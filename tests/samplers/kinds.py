@@ -166,7 +166,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "SpeculativeAnyOrderSampler": dict(
         num_drafts=2, order="raster", acceptance="exact", guidance_start=0.5
     ),
-    "ZipARSampler": dict(window=2, adaptive=True, measure=True),
+    "ZipARSampler": dict(window=2, adaptive=True, measure=True, as_released=True),
     "ParallelJacobiSampler": dict(
         rows=2, drafts=2, lead=1, coupling="maximal", acceptance="exact", initial_draft="up", measure=True
     ),

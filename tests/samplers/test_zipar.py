@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.helpers.tabular import TabularModel
 from tests.models.next_token.test_llamagen import make, text_condition
 from tests.models.next_token.test_written_slots import event_logits
+from tests.official import random_weights, transformer_shapes
 from tests.samplers.core.test_row_order import Simulation
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
@@ -484,3 +485,44 @@ def test_rows_run_through_frames():
     result = decode(ZipARSampler(2), model)
     assert (result.trace.target_calls == 4 + 3 * 2).all()
     assert torch.equal(decode(ZipARSampler(4), model).tokens, decode(AutoregressiveSampler(), model).tokens)
+
+
+# Likeliest tokens of the public code (github.com/ThisisBillhe/ZipAR, `generate_zipar.generate` with top_k=1) on the
+# weights of `random_weights`, for labels 3 and 6, by window and guidance. Its attention was told to leave out slots
+# without a token and other rows' stand-ins, which it reads as zeros and as they stand.
+RELEASED = {
+    (2, 1.0): [
+        [8, 2, 7, 2, 9, 2, 9, 2, 2, 2, 2, 2, 2, 2, 2, 2],
+        [11, 7, 11, 11, 11, 3, 4, 11, 1, 11, 10, 1, 0, 4, 9, 2],
+    ],
+    (2, 2.0): [
+        [8, 2, 11, 2, 11, 5, 2, 11, 11, 8, 2, 4, 8, 2, 2, 2],
+        [11, 9, 9, 0, 8, 6, 0, 2, 3, 10, 6, 0, 11, 9, 2, 0],
+    ],
+    (3, 1.0): [
+        [8, 2, 7, 2, 9, 2, 9, 2, 2, 2, 2, 2, 2, 2, 2, 2],
+        [11, 7, 11, 11, 11, 3, 4, 11, 5, 11, 10, 0, 0, 2, 2, 2],
+    ],
+    (3, 2.0): [
+        [8, 2, 11, 2, 11, 5, 2, 11, 11, 8, 2, 4, 8, 8, 8, 8],
+        [11, 9, 9, 0, 8, 6, 0, 2, 3, 10, 6, 0, 11, 9, 2, 0],
+    ],
+}
+
+
+@pytest.mark.parametrize(("window", "scale"), RELEASED)
+def test_as_released_draws_the_tokens_of_the_public_code(window, scale):
+    config: dict[str, Any] = dict(
+        vocab_size=12, dim=16, num_layers=2, num_heads=2, grid_size=4, num_classes=7
+    )
+    model: Any = LlamaGenTransformer(**config).double().eval()
+    model.load_state_dict(random_weights(transformer_shapes(2, 16, vocab=12, classes=7), torch.float64))
+    law = TokenLaw(guidance_scale=scale, top_k=1)
+    both = [
+        ZipARSampler(window, as_released=released)(model, torch.tensor([3, 6]), law=law, batch_size=2)
+        for released in (True, False)
+    ]
+    assert both[0].tokens.tolist() == RELEASED[window, scale]
+    assert both[0].trace.target_calls.tolist() == [4 + 4 + 2 * window] * 2  # row 0, row 1, and two more
+    assert both[1].trace.target_calls.tolist() == [4 + 3 * window] * 2
+    assert not torch.equal(both[0].tokens, both[1].tokens)

@@ -57,6 +57,8 @@ class ZipARSampler(RowSampler):
     Args:
         window: tokens that the row above holds when a row starts, at least 1.
         adaptive: start each row when its first token is confirmed, at least one call later than with a fixed window.
+        as_released: as the public code, which draws row 0 alone and lets an early row start from the newest token two
+            rows above. There a position also attends to slots without a token, as zeros; here it never does.
         measure: report the distance between the laws that tokens were drawn from and the raster laws. Keeps the law of
             every token, [B, L, V], and feeds the finished tokens once more.
 
@@ -66,13 +68,17 @@ class ZipARSampler(RowSampler):
 
     @register_to_config
     def __init__(
-        self, window: Annotated[int, COUNT] = 4, adaptive: bool = False, measure: bool = False
+        self,
+        window: Annotated[int, COUNT] = 4,
+        adaptive: bool = False,
+        measure: bool = False,
+        as_released: bool = False,
     ) -> None:
         pass
 
     def order(self, grid: TokenGrid) -> RowOrder:
         """Return an order of rows `window` tokens apart, with as many open rows as possible."""
-        return RowOrder.over(grid, self.config.window)
+        return RowOrder.over(grid, self.config.window, released=self.config.as_released)
 
     def prepare(self, run: Run) -> Any:
         windows = self.order(run.model.grid).windows

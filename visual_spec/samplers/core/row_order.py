@@ -57,6 +57,8 @@ class RowOrder:
         lead: least number of tokens that a row stays behind the row above, 1 to width.
         windows: A, the largest number of open rows.
         drafts: D, drafts that a window scores after the row's newest token.
+        released: as in ZipAR's public code, row 1 starts once row 0 is complete, and the stand-in is the newest token
+            two rows above.
     """
 
     rows: int
@@ -64,9 +66,12 @@ class RowOrder:
     lead: int
     windows: int
     drafts: int = 0
+    released: bool = False
 
     @staticmethod
-    def over(grid: TokenGrid, lead: int, *, windows: int | None = None, drafts: int = 0) -> RowOrder:
+    def over(
+        grid: TokenGrid, lead: int, *, windows: int | None = None, drafts: int = 0, released: bool = False
+    ) -> RowOrder:
         """Return the order of a grid. Caps `lead` at the width, `windows` at the rows; None: as many as can be open."""
         rows, width = grid.frames * grid.height, grid.width
         lead = min(lead, width)
@@ -74,7 +79,7 @@ class RowOrder:
             # One more than can advance at once: a complete row still feeds its last token while the next rows advance.
             # In raster order the first position of the next row feeds it.
             windows = 1 if lead == width else width // lead + 1
-        return RowOrder(rows, width, lead, min(rows, windows), drafts)
+        return RowOrder(rows, width, lead, min(rows, windows), drafts, released)
 
     @property
     def columns(self) -> int:
@@ -84,7 +89,8 @@ class RowOrder:
     @property
     def calls(self) -> int:
         """Target calls, prefill included, if every open row advances one token a call: width + (rows - 1) lead."""
-        return self.width + (self.rows - 1) * self.lead
+        alone = self.width - self.lead if self.released and self.rows > 1 else 0
+        return self.width + (self.rows - 1) * self.lead + alone
 
     def start(self, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The order's state after the prefill, which predicts slot 0: `lengths` long [B, rows], the tokens of each
@@ -103,7 +109,8 @@ class RowOrder:
         opened = row < self.rows
         length = lengths.gather(1, row.clamp(max=self.rows - 1))  # [B, A]
         above = lengths.gather(1, (row - 1).clamp(0, self.rows - 1)).where(row > 0, width)
-        reach = (above - self.lead + 1).where(above < width, width)  # earlier slots of the row may be drawn
+        lead = torch.where(row == 1, width, self.lead) if self.released else self.lead
+        reach = (above - lead + 1).where(above < width, width)  # earlier slots of the row may be drawn
         scored = (reach - length).clamp(0, size) * opened
         # A complete row feeds its last token, and a waiting row its newest, so that rows below can see them.
         fed = torch.maximum(scored, (opened & (length > 0)).long())
@@ -120,7 +127,11 @@ class RowOrder:
         slots = slots.where(offset < fed[..., None], place)
         sources = slots.clone()
         starting = (length == 0) & (scored > 0)
-        sources[..., 0] = ((row - 1) * width + above - 1).where(starting, slots[..., 0])
+        newest = (row - 1) * width + above - 1
+        if self.released:
+            second = lengths.gather(1, (row - 2).clamp(0, self.rows - 1))
+            newest = newest.where(above == width, (row - 2) * width + second - 1)
+        sources[..., 0] = newest.where(starting, slots[..., 0])
 
         slot = torch.arange(num_tokens, device=device)
         slot_row = slot // width
