@@ -366,6 +366,18 @@ def test_models_lists_sizes_samplers_and_what_was_verified(capsys):
     assert known["Emu3-Gen"]["samplers"]["AutoregressiveSampler"] == "yes"
 
 
+def test_models_names_the_samplers_of_one_model_and_the_settings_of_one_sampler(capsys):
+    assert cli.main(["models", "tunes_masked"]) == 0
+    takes, others = capsys.readouterr().out.split("It does not take")
+    assert "masked" in takes.split() or "masked." in takes.split() or "masked," in takes
+    assert "speculative-masked" not in takes and "4 codebooks" in others and "autoregressive" in others
+    assert cli.main(["models", "tree"]) == 0
+    assert "depth: an integer of at least 1 (default: " in capsys.readouterr().out
+    assert cli.main(["generate", "x", "--sampler", "tree:dept=3"]) == 2
+    assert "depth: an integer of at least 1" in capsys.readouterr().err
+    assert cli.main(["models", "shapez"]) == 2
+
+
 @pytest.mark.parametrize("width", [80, 120, 400])
 def test_the_tables_of_models_fit_the_terminal(capsys, monkeypatch, width):
     cli.main(["models"])

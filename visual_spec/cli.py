@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_convert(commands)
     models = commands.add_parser("models", help="list models, samplers, what was verified, and memory")
+    models.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="of a model: the samplers that fit it; of a sampler: its settings",
+    )
     models.add_argument("--json", action="store_true", help="print JSON")
     models.set_defaults(run=_models)
     for name, (_, what) in _OWN_ARGUMENTS.items():  # they read their own arguments: see `main`
@@ -139,7 +146,7 @@ def _add_sampler_and_law(generate: argparse.ArgumentParser) -> None:
         "--sampler",
         metavar="NAME",
         help=f"{' | '.join(names())} (default: the fast one of the model); settings may follow, such as "
-        "tree:depth=4,width=6, or scale-wise:num_draft_scales=6,cache_share=0.1",
+        "tree:depth=4,width=6, or scale-wise:num_draft_scales=6,cache_share=0.1; `visual-spec models NAME` lists them",
     )
     sampler.add_argument(
         "--drafter", metavar="NAME", help="embedded drafter or folder (default: the model's own)"
@@ -245,6 +252,9 @@ def _models(args: argparse.Namespace) -> int:
     from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models, missing_models
     from visual_spec.samplers.registry import SAMPLERS, fit
 
+    if args.name is not None:
+        print(_sampler_settings(args.name) if args.name in names() else _model_samplers(args.name))
+        return 0
     facts = [describe(embedded_folder(name)) for name in embedded_models()]
     if args.json:
         known = [
@@ -266,8 +276,8 @@ def _models(args: argparse.Namespace) -> int:
     print(_official_table())
     extras = ", ".join(f"{name} {count / 1e6:.0f}M" for name, count in families.EXTRAS.items())
     print(f"On top, in parameters: {extras}.")
-    print("\nSamplers x models")
-    print(_fit_table(facts))
+    print("\nSamplers and models (visual-spec models NAME: of one of them)")
+    print(_fit_lists(facts))
     print("\nVerified")
     for name, how in families.VERIFIED.items():
         print(f"  {name}: {how}")
@@ -316,14 +326,52 @@ def _official_table() -> str:
     return plain_table([*header, "verified by"], lines, _width())
 
 
-def _fit_table(facts: list[dict[str, Any]]) -> str:
+def _fit_lists(facts: list[dict[str, Any]]) -> str:
+    """Each sampler, what it promises and takes, and the models that answer its calls."""
     from visual_spec import families
     from visual_spec.samplers.registry import SAMPLERS, fit
 
-    columns = {fact["name"]: fact["calls"] for fact in facts}
-    columns |= {one.name: one.calls for one in families.FAMILIES}
-    lines = [[s.class_name, s.promise, *(fit(calls, s) for calls in columns.values())] for s in SAMPLERS]
-    return plain_table(["sampler", "result", *columns], lines, _width())
+    models = {fact["name"]: fact["calls"] for fact in facts}
+    models |= {one.name: one.calls for one in families.FAMILIES}
+    lines = []
+    for entry in SAMPLERS:
+        fits = fit((entry.calls,), entry)
+        takes = "" if fits == "yes" else f" {fits}"
+        lines.append(_filled(f"{entry.class_name} ({entry.name}): {entry.promise}{takes}", ""))
+        listed = ", ".join(name for name, calls in models.items() if entry.calls in calls)
+        lines.append(_filled(listed or "no model here", "    "))
+    return "\n".join(lines)
+
+
+def _model_samplers(name: str) -> str:
+    """The samplers of a model, and why the others do not fit it: as `accelerate` says."""
+    from visual_spec.pipelines.accelerate import refusals
+    from visual_spec.pipelines.loading import load_pipeline
+
+    try:
+        said = refusals(load_pipeline(name))
+    except TypeError as error:
+        return str(error)
+    fitting = ", ".join(sampler for sampler, reason in said.items() if not reason)
+    others = [_filled(f"{sampler}: {reason}", "    ") for sampler, reason in said.items() if reason]
+    return "\n".join([_filled(f"{name} takes {fitting}.", ""), "It does not take", *others])
+
+
+def _sampler_settings(name: str) -> str:
+    """The settings of a sampler: what each may be, and its default."""
+    from visual_spec.pipelines.sampler_text import declared_limits
+    from visual_spec.samplers.registry import by_name, sampler_class
+
+    limits = declared_limits(sampler_class(by_name(name)))
+    return (
+        "\n".join(_filled(f"{key}: {what}", "") for key, what in limits.items()) or f"{name} has no settings."
+    )
+
+
+def _filled(text: str, indent: str) -> str:
+    return textwrap.fill(
+        text, _width() or 120, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+    )
 
 
 def _width() -> int | None:

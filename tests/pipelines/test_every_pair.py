@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from visual_spec.models.core.calls import CHUNKS
-from visual_spec.pipelines.accelerate import accelerate, restore
-from visual_spec.pipelines.embedded import embedded_models
+from visual_spec.pipelines.accelerate import accelerate, refusals, restore
+from visual_spec.pipelines.embedded import describe, embedded_folder, embedded_models
 from visual_spec.pipelines.loading import load_pipeline
-from visual_spec.samplers.registry import SAMPLERS
+from visual_spec.samplers.registry import SAMPLERS, fit
 
 PROMPTS = {"image": "a red circle", "video": "a red circle moves right", "audio": "a calm tune"}
 # What a model of these calls cannot be decoded by, though both speak of the same calls: the pairs that no table of
@@ -77,6 +77,24 @@ def test_a_sampler_draws_or_is_refused_where_it_is_set(
     finally:
         restore(pipe)
     assert pipe.sampler is before
+
+
+@pytest.mark.parametrize("name", embedded_models())
+def test_the_table_of_samplers_and_models_says_what_a_pipeline_says(name: str) -> None:
+    """All pairs: "yes" is accepted and "-" is refused; what is refused beyond kinds of calls is "+ part"."""
+    pipe = pipeline(name)
+    if CHUNKS in pipe.calls:
+        with pytest.raises(TypeError, match="no sampler to swap"):
+            refusals(pipe)
+        assert all(fit(pipe.calls, entry) == "-" for entry in SAMPLERS)
+        return
+    before, said = pipe.sampler, refusals(pipe)
+    assert pipe.sampler is before and list(said) == [entry.name for entry in SAMPLERS]
+    for entry in SAMPLERS:
+        cell = fit(describe(embedded_folder(name))["calls"], entry)
+        assert cell != "-" or said[entry.name], entry.name
+        assert cell != "yes" or not said[entry.name], (entry.name, said[entry.name])
+        assert MISFITS.get((name, entry.name), "") in said[entry.name]
 
 
 @pytest.mark.parametrize("name", embedded_models())

@@ -11,7 +11,7 @@ from typing import Any
 from visual_spec.models.core.calls import CHUNKS
 from visual_spec.pipelines.base import VisualPipeline
 from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler  # noqa: F401
-from visual_spec.samplers.registry import by_name, sampler_class
+from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
 
 _PLAIN = "_visual_spec_plain_sampler"
 
@@ -68,6 +68,14 @@ def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
         sampler = getattr(adapter, "read_text", _read_sampler)(sampler)
     if adapter is not None:
         return adapter.accelerate(pipe, sampler, *([] if drafter is None else [drafter]))
+    before = _set_sampler(pipe, sampler)
+    if not hasattr(pipe, _PLAIN):
+        setattr(pipe, _PLAIN, before)
+    return pipe
+
+
+def _set_sampler(pipe: Any, sampler: Any) -> Any:
+    """Set a sampler that fits, and return the one before; a refusal leaves that one."""
     before = pipe.sampler
     try:
         pipe.sampler = sampler
@@ -75,9 +83,25 @@ def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
     except BaseException:
         pipe.sampler = before
         raise
-    if not hasattr(pipe, _PLAIN):
-        setattr(pipe, _PLAIN, before)
-    return pipe
+    return before
+
+
+def refusals(pipe: Any) -> dict[str, str]:
+    """What `accelerate(pipe, name)` says to each sampler of the registry, by name; empty where it fits.
+
+    Raises:
+        TypeError: the pipeline has no sampler to swap.
+    """
+    if CHUNKS in pipe.calls:
+        raise TypeError(f"{type(pipe).__name__} has no sampler to swap.")
+    said: dict[str, str] = {}
+    for entry in SAMPLERS:
+        try:
+            pipe.sampler = _set_sampler(pipe, make_sampler(entry.name))
+            said[entry.name] = ""
+        except (TypeError, ValueError) as error:
+            said[entry.name] = " ".join(str(error).split())
+    return said
 
 
 def restore(pipe: Any) -> Any:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from visual_spec.models.core.settings import settings_of
 from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.registry import by_name, sampler_class
 
@@ -124,8 +125,17 @@ def _check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] 
     known = known.union(*_flat_settings(kind).values())
     unknown = sorted(set(settings) - known)
     if unknown:
-        allowed = f"it takes {', '.join(sorted(known))}" if known else "it has none"
-        raise ValueError(f"the {name} sampler has no setting {', '.join(unknown)}; {allowed}.")
+        limits = declared_limits(kind)
+        allowed = f"it takes {'; '.join(f'{key}: {limits[key]}' if key in limits else key for key in sorted(known))}"
+        raise ValueError(
+            f"the {name} sampler has no setting {', '.join(unknown)}; {allowed if known else 'it has none'}."
+        )
+
+
+def declared_limits(kind: Any) -> dict[str, str]:
+    """What the settings of a sampler's class may be, in words, by name, with their defaults."""
+    declared = settings_of(inspect.unwrap(kind.__init__))
+    return {name: f"{one.allowed} (default: {_text(one.default)})" for name, one in declared.items()}
 
 
 def _value(text: str) -> Any:

@@ -37,6 +37,7 @@ class SamplerEntry:
         calls: the kind of model calls it makes (`visual_spec.models.core.calls`).
         promise: its output law, in words, for tables.
         needs: "drafter" if it needs a second model, else "".
+        asks: what else it asks of a model that answers its calls, or of the model's law, in words.
         plain: whether it is the plain decoding of its kind of calls, which others are compared with.
         settings: what `bench` and `eval` measure if no samplers are named, as on the command line; ("",) measures
             the defaults, and () measures nothing.
@@ -47,6 +48,7 @@ class SamplerEntry:
     calls: str
     promise: str
     needs: str = ""
+    asks: str = ""
     plain: bool = False
     settings: tuple[str, ...] = ("",)
 
@@ -152,6 +154,7 @@ SAMPLERS = (
         MASKED,
         "identical or lossless, to one token a call in its order",
         settings=(),
+        asks="one codebook",
     ),
     SamplerEntry(
         "self-speculative-masked",
@@ -159,6 +162,7 @@ SAMPLERS = (
         MASKED,
         "the law of a causal layer, by groups",
         settings=(),
+        asks="one codebook and a causal layer",
     ),
     SamplerEntry(
         "frame-masked",
@@ -184,6 +188,7 @@ SAMPLERS = (
         "lossless; aligned, cspd: measured",
         DRAFTER,
         settings=(),
+        asks="final_noise",
     ),
     SamplerEntry(
         "continuous-jacobi",
@@ -191,6 +196,7 @@ SAMPLERS = (
         CONTINUOUS,
         "lossless; aligned: lossy",
         settings=(),
+        asks="final_noise",
     ),
     SamplerEntry(
         "head-speculation",
@@ -252,7 +258,10 @@ def fitting(calls: tuple[str, ...]) -> list[SamplerEntry]:
 
 
 def fit(calls: tuple[str, ...], entry: SamplerEntry) -> str:
-    """Return a cell of the table of samplers and models: "yes", "+ " and the needed part, or "-"."""
+    """Return whether a sampler fits models of these calls: "yes", "+ " and what else it takes, or "-".
+
+    A pipeline itself knows more: `visual_spec.pipelines.accelerate.refusals`.
+    """
     if entry.calls not in calls:
         return "-"
-    return f"+ {entry.needs}" if entry.needs else "yes"
+    return ", ".join(f"+ {part}" for part in (entry.needs, entry.asks) if part) or "yes"
