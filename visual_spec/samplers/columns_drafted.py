@@ -20,7 +20,7 @@ from visual_spec.models.core.protocol import ColumnModel, DecodeState
 from visual_spec.models.core.settings import COUNT, Graph, OneOf
 from visual_spec.samplers.core.base import Run
 from visual_spec.samplers.core.checks import ACCEPTANCES, check_exact_width
-from visual_spec.samplers.core.drafters import draft_law, start_drafter
+from visual_spec.samplers.core.drafters import ask_drafter, draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label, rows_of
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
@@ -130,7 +130,7 @@ class DraftedColumnSampler(ColumnChainSampler):
         first = torch.minimum(state.fed, state.lengths - 1)[:, None]  # [B, 1]
         steps = first + torch.arange(self.window_of(run.model), device=run.device)  # [B, W]
         fed = pattern.with_special(rows_of(state.tokens, steps), steps)
-        logits = run.drafter(state.drafter_cache, fed, steps)  # [R, W, K, V]
+        logits = ask_drafter(run.drafter, state.drafter_cache, fed, steps)  # [R, W, K, V]
         newest = state.lengths[:, None] - 1 - first  # [B, 1]
         state.fed = state.lengths
         picked = rows_of(logits.flatten(2), newest.repeat(len(logits) // len(newest), 1))
@@ -140,7 +140,7 @@ class DraftedColumnSampler(ColumnChainSampler):
             steps = state.lengths[:, None] + index  # [B, 1]
             if index:
                 fed = pattern.with_special(tokens[-1], steps - 1)
-                logits = run.drafter(state.drafter_cache, fed, steps - 1)
+                logits = ask_drafter(run.drafter, state.drafter_cache, fed, steps - 1)
             laws.append(pattern.laws(law, logits, steps, state.drafter_cache.guided))  # [B, 1, K, V]
             tokens.append(pattern.draw(run.noise, laws[-1], steps, *noise))
         run.lap("draft")

@@ -18,10 +18,17 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.configuration import register_to_config
-from visual_spec.models.core.distilled import DistilledModel, DistilledState
+from visual_spec.models.core.distilled import DistilledAnswer, DistilledModel, DistilledState
 from visual_spec.models.core.settings import Within
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_allowed, check_batch_size, check_request
+from visual_spec.samplers.core.checks import (
+    check_allowed,
+    check_batch_size,
+    check_guided,
+    check_prefill,
+    check_request,
+    check_returned,
+)
 from visual_spec.samplers.core.law import TokenLaw, non_finite
 from visual_spec.samplers.core.noise import CHAIN, TOKEN
 from visual_spec.samplers.core.trace import SampleResult
@@ -213,6 +220,7 @@ class DistilledSampler(Sampler):
         vectors = torch.cat([state.tokens[:, :known], state.noise[:, known:]], 1)
         answer = run.model(state.cache.student, vectors, known)
         run.lap("model")
+        self._check_answer(run.model, answer, len(vectors), known)
         slots = torch.arange(known, known + answer.logits.shape[1], device=run.device)
         run.law.remember(non_finite(answer.logits), slots.expand(len(vectors), -1))
         ids = answer.logits.argmax(-1)
@@ -224,6 +232,17 @@ class DistilledSampler(Sampler):
         state.target_calls += 1
         state.commit_call[:, known:].fill_(state.round)
 
+    @staticmethod
+    def _check_answer(model: DistilledModel, answer: DistilledAnswer, batch_size: int, known: int) -> None:
+        """Refuse an answer that does not hold codes and vectors of all slots from `known` on."""
+        codes = max(model.first_continuous - known, 0)
+        vectors = model.grid.num_tokens - known - codes
+        for what, returned, *sizes in (
+            ("logits", answer.logits, codes, model.vocab_size),
+            ("vectors", answer.vectors, vectors, model.token_dim),
+        ):
+            check_returned(returned, batch_size, False, *sizes, who=f"the student's {what}:")
+
     def _teach_slot(self, run: Run, state: StudentState, slot: int) -> None:
         """Draw one slot with the teacher, given the tokens before it."""
         teacher, cache = run.parts["teacher"], state.cache.teacher
@@ -232,10 +251,13 @@ class DistilledSampler(Sampler):
             cache = teacher.prefill(
                 run.condition, batch_size=run.batch_size, guided=run.guided, window=max(slot, 1)
             )
+            check_prefill(cache, run.batch_size, run.guided, teacher.vocab_size, "the teacher")
             state.cache.teacher, logits = cache, cache.logits[:, None]
             state.target_calls += 1
             if slot:
-                logits = teacher(cache, state.ids[:, :slot], before)[:, -1:]
+                logits = teacher(cache, state.ids[:, :slot], before)
+                check_returned(logits, *before.shape[:1], run.guided, slot, teacher.vocab_size)
+                logits = logits[:, -1:]
                 state.target_calls += 1
         else:
             logits = teacher(cache, state.ids[:, slot - 1 : slot], before[:, -1:])
@@ -262,13 +284,14 @@ class DistilledSampler(Sampler):
             cache.teacher = teacher.prefill(
                 run.condition, batch_size=run.batch_size, guided=run.guided, maps=maps, stop=stop
             )
-            logits = cache.teacher.logits
+            logits = check_guided(cache.teacher, run.guided).logits
         else:
             logits = teacher(cache.teacher, tokenizer.next_map(cache.canvas, scale), scale)
         state.target_calls += 1
         run.lap("model")
         end = starts[scale + 1]
         slots = torch.arange(slot, end, device=run.device).expand(run.batch_size, -1)
+        check_returned(logits, len(slots), run.guided, end - slot, teacher.vocab_size)
         law = run.law.law = law_at_scale(run.law_given, scale / (len(starts) - 1))
         log_probs = run.law(logits if law.guided else logits[: len(slots)], slots, law.guided)
         drawn = run.noise.categorical(log_probs, slots, TOKEN)  # [B, n * n]

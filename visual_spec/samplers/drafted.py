@@ -23,7 +23,7 @@ from visual_spec.samplers.core.acceptance import BLOCK, AcceptanceRule
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
 from visual_spec.samplers.core.checks import check_exact_width
-from visual_spec.samplers.core.drafters import catch_up, check_drafter, draft_law, start_drafter
+from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_drafter, draft_law, start_drafter
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
@@ -139,7 +139,7 @@ class DraftedSampler(ChainSampler):
         for index in range(self.num_drafts(run.model)):
             slots = state.lengths[:, None] + index  # [B, 1]
             if index:
-                logits = run.drafter(state.drafter_cache, tokens[-1], slots - 1)
+                logits = ask_drafter(run.drafter, state.drafter_cache, tokens[-1], slots - 1)
             laws.append(draft_law(run.law, logits, slots, run.guided))  # [B, 1, V]
             tokens.append(run.noise.categorical(laws[-1], slots, stream, round))
             drafted.append(going)

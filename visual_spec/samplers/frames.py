@@ -28,6 +28,7 @@ from visual_spec.models.core.masked_protocol import FrameModel
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.models.core.settings import CALLS, SHARE, OneOf
 from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.checks import check_guided
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_frame_model, check_given
 from visual_spec.samplers.core.masked_state import MaskedState, MaskedTrace
@@ -222,7 +223,7 @@ class FrameMaskedSampler(Sampler):
     def prefill(
         self, model: FrameModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
-        return model.prepare(condition, batch_size=batch_size, guided=law.guided)
+        return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
 
     def num_calls(self, run: Run) -> int | None:
         if self.config.entropy_bound is not None:

@@ -29,6 +29,7 @@ from visual_spec.models.core.masked_protocol import MaskedModel, Rescorer
 from visual_spec.models.core.settings import CALLS, COUNT, SHARE, Graph, OneOf, Within
 from visual_spec.samplers.core import masked_reuse
 from visual_spec.samplers.core.base import Run, Sampler
+from visual_spec.samplers.core.checks import check_guided, check_returned
 from visual_spec.samplers.core.graph import wants_graph
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import (
@@ -202,7 +203,7 @@ class MaskedSampler(Sampler):
     def prefill(
         self, model: MaskedModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
-        return model.prepare(condition, batch_size=batch_size, guided=law.guided)
+        return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
 
     def num_slots(self, model: MaskedModel, parts: dict[str, Any]) -> int:
         return model.grid.num_tokens * model.grid.codebooks
@@ -508,7 +509,9 @@ class MaskedSampler(Sampler):
     ) -> Tensor:
         """Mix the scores `sure` [B, L] of the draws in `tokens` [B, L, K] with the rescorer's probabilities."""
         codes = tokens.masked_fill(tokens == mask_id, rescorer.special_id).transpose(1, 2)
-        logits = rescorer.teacher_forced(codes, condition)[:, stage]  # [B, L, V]
+        logits = rescorer.teacher_forced(codes, condition)  # [B, K, L, V]
+        check_returned(logits, len(codes), False, *codes.shape[1:], rescorer.vocab_size, who="the rescorer")
+        logits = logits[:, stage]
         other = TokenLaw()(logits, False).gather(-1, codes[:, stage, :, None])[..., 0].to(sure)
         share = self.config["rescorer_share"]
         if self.config["score"] == "log_probability":

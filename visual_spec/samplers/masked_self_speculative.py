@@ -27,7 +27,7 @@ from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.masked_protocol import MaskedModel, MaskedState
 from visual_spec.models.core.settings import CALLS, OneOf, Within
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import ACCEPTANCES
+from visual_spec.samplers.core.checks import ACCEPTANCES, check_guided, check_returned
 from visual_spec.samplers.core.drafts import Draft, Label, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_causal_layer, check_masked_model
@@ -153,7 +153,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
     def prefill(
         self, model: MaskedModel, condition: Any, law: TokenLaw, batch_size: int, parts: dict[str, Any]
     ) -> Any:
-        return model.prepare(condition, batch_size=batch_size, guided=law.guided)
+        return check_guided(model.prepare(condition, batch_size=batch_size, guided=law.guided), law.guided)
 
     def prepare(self, run: Run) -> SelfSpeculativeState:
         length, device = run.num_tokens, run.device
@@ -225,6 +225,7 @@ class SelfSpeculativeMaskedSampler(Sampler):
         inner = copy(state.cache)
         inner.select(samples)
         logits = run.model(inner, grid[..., None], 0, keep=0)  # [R, L, V]
+        check_returned(logits, len(samples), run.guided, length, run.model.vocab_size)
         laws = run.law.law(_at(logits, slots), run.guided, places)  # verification checks those of the layer
         fresh = Group(run.guided, run.device, _at(inner.features, slots), laws, slots, start, end)
         if state.group is None:
@@ -269,7 +270,9 @@ class SelfSpeculativeMaskedSampler(Sampler):
         places = group.start[:, None] + torch.arange(group.slots.shape[1], device=run.device)
         tokens = state.tokens.gather(1, places).repeat(repeats, 1)
         features = run.parts["causal_layer"](group.features, tokens, group.slots.repeat(repeats, 1))
-        return run.model.scores(state.cache, features, 0)
+        asked = len(group.slots), run.guided, group.slots.shape[1]
+        check_returned(features, *asked, group.features.shape[-1], who="the causal layer")
+        return check_returned(run.model.scores(state.cache, features, 0), *asked, run.model.vocab_size)
 
     def _bounds(self, length: int) -> tuple[int, ...]:
         """Where the groups end. There are fewer groups than steps if there are fewer tokens."""

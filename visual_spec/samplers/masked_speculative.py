@@ -30,7 +30,7 @@ from visual_spec.models.core.settings import MOST_CALLS, OneOf, Within
 from visual_spec.samplers.core.any_order import placed_in_grid, slots_in_order
 from visual_spec.samplers.core.base import Run, State
 from visual_spec.samplers.core.chain import ChainSampler
-from visual_spec.samplers.core.checks import ACCEPTANCES
+from visual_spec.samplers.core.checks import ACCEPTANCES, check_guided, check_returned
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.masked_checks import check_masked_model
@@ -80,7 +80,7 @@ class OrderedModel(nn.Module):
 
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> OrderedState:
         """Score everything from nothing: one call with all tokens hidden."""
-        inner = self.model.prepare(condition, batch_size=batch_size, guided=guided)
+        inner = check_guided(self.model.prepare(condition, batch_size=batch_size, guided=guided), guided)
         order = self.order.to(inner.device)
         tokens = order.new_zeros(batch_size, order.shape[1] + window)
         state = OrderedState(torch.empty(0), guided, window, inner, order, tokens, torch.empty(0))
@@ -107,7 +107,9 @@ class OrderedModel(nn.Module):
         grid = torch.empty_like(fed).scatter_(2, order, fed)
         inner = copy(state.inner)
         inner.select(torch.arange(batch, device=newest.device).repeat_interleave(width))
-        logits = self.model(inner, grid.flatten(0, 1)[..., None], 0).unflatten(0, (-1, width))  # [R, W, L, V]
+        logits = self.model(inner, grid.flatten(0, 1)[..., None], 0)  # [R W, L, V]
+        check_returned(logits, batch * width, state.guided, length, self.vocab_size)
+        logits = logits.unflatten(0, (-1, width))  # [R, W, L, V]
         # The place behind, and those that may be drafted after it.
         behind = newest[..., None] + torch.arange(1, state.window + 1, device=newest.device)  # [B, W, window]
         slots = order.gather(2, behind.clamp_(max=length - 1))

@@ -19,7 +19,8 @@ from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
 from visual_spec.models.core.settings import COUNT, Within
 from visual_spec.samplers.core.acceptance import residual
 from visual_spec.samplers.core.base import Run, Sampler, State
-from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.checks import CheckedLaw, check_guided, check_returned
+from visual_spec.samplers.core.drafters import draft_law
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, DRAFT, RESIDUAL, CounterNoise
 from visual_spec.samplers.core.relaxed import neighbour_table
@@ -145,9 +146,10 @@ class MultiscaleSampler(Sampler):
             run.drafter.transformer, run.condition, run.batch_size, law, run.noise, run.device
         )
         # The up-sampler takes no guidance: the small picture is already guided.
-        label = CheckedLaw(TokenLaw(allowed=law.allowed), num_tokens)(
-            run.drafter.upsampler(small), slots, False
-        )
+        enlarged = run.drafter.upsampler(small)
+        sizes = num_tokens, run.model.vocab_size
+        check_returned(enlarged, run.batch_size, False, *sizes, who="the up-sampler")
+        label = CheckedLaw(TokenLaw(allowed=law.allowed), num_tokens)(enlarged, slots, False)
         tokens = run.noise.categorical(label, slots, DRAFT)  # [B, L]
         run.lap("draft")
         run.tables["near"] = later_neighbours(run.model.grid, self.config.radius).to(
@@ -175,6 +177,9 @@ class MultiscaleSampler(Sampler):
         logits = state.cache.logits[:, None]  # [R, 1, V]
         if run.num_tokens > 1:
             behind = run.model(state.cache, state.tokens[:, :-1], slots[:, :-1])
+            vocab_size = run.model.vocab_size
+            for part, width in ((logits, 1), (behind, run.num_tokens - 1)):
+                check_returned(part, len(slots), run.guided, width, vocab_size)
             logits = torch.cat([logits, behind], 1)  # [R, L, V]
         run.lap("model")
         state.round += 1
@@ -224,12 +229,15 @@ def _draw_small_picture(
     """Draw the low-resolution tokens [B, l], token by token, with their own noise (round 1 of the draft stream)."""
     num_tokens = model.grid.num_tokens
     state = model.prefill(condition, batch_size=batch_size, guided=law.guided, window=1)
-    checked = CheckedLaw(law, num_tokens)
+    check_guided(state, law.guided)
+    checked = CheckedLaw(law, num_tokens, vocab_size=model.vocab_size)
     tokens = torch.zeros(batch_size, num_tokens, dtype=torch.long, device=device)
     logits = state.logits[:, None]
     for slot in range(num_tokens):
         slots = torch.full((batch_size, 1), slot, device=device)
         if slot:
             logits = model(state, tokens[:, slot - 1 : slot], slots - 1)
-        tokens[:, slot] = noise.categorical(checked(logits, slots, law.guided), slots, DRAFT, 1)[:, 0]
+        tokens[:, slot] = noise.categorical(draft_law(checked, logits, slots, law.guided), slots, DRAFT, 1)[
+            :, 0
+        ]
     return tokens

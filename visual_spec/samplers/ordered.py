@@ -13,7 +13,7 @@ from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.settings import OneOf
 from visual_spec.models.core.trained_order import RASTER_ORDER, trained_order
 from visual_spec.samplers.core.base import Run, Sampler, State
-from visual_spec.samplers.core.checks import check_choice, check_request
+from visual_spec.samplers.core.checks import check_choice, check_request, check_returned
 from visual_spec.samplers.core.drafters import start_drafter
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.orders import ORDERS, Order, Step, order_of, steps_on
@@ -142,7 +142,8 @@ class OrderedSampler(Sampler):
         answers = step.answers[:, 0]
         predicted = run.num_tokens + torch.arange(len(step.slots), device=run.device)
         predicted = predicted.index_copy(0, answers, step.emitted).expand(size, -1)
-        return run.model(state.cache, fed, slots, seen=seen, predicted=predicted)[:, answers]
+        logits = run.model(state.cache, fed, slots, seen=seen, predicted=predicted)
+        return check_returned(logits, size, run.guided, len(step.slots), run.model.vocab_size)[:, answers]
 
     def committed(self, run: Run, state: OrderedState) -> Tensor:
         steps = self.order_for(run.model).steps[: int(state.round) + 1]

@@ -24,7 +24,13 @@ from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.protocol import ScaleModel, ScaleTokenizer, area_of, shape_of
 from visual_spec.models.core.settings import OneOf, Within, whole
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size
+from visual_spec.samplers.core.checks import (
+    CheckedLaw,
+    check_allowed,
+    check_batch_size,
+    check_guided,
+    check_returned,
+)
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.scale_schedule import SCHEDULES, ScaleSchedule
@@ -378,6 +384,8 @@ class ScaleWiseSampler(Sampler):
             law = replace(law, guidance_scale=1.0)
         run.law.law = law_at_scale(law, grown)
         slots = torch.arange(starts[scale], starts[scale + 1], device=run.device).expand(run.batch_size, -1)
+        sizes = slots.shape[1], stage.model.vocab_size
+        check_returned(logits, len(slots), state.cache.guided, *sizes)
         target = _stage_law(logits, slots, run.law, stage)  # [B, n * n, V]
         if self.config.smooth:
             gumbel = run.noise.gumbel(slots, target.shape[-1], TOKEN, dtype=target.dtype)
@@ -391,7 +399,9 @@ class ScaleWiseSampler(Sampler):
             state.canvas = tokenizer.accumulate(state.canvas, scale, state.parts[-1])
         run.lap("verify")
         if self.config.measure and scale >= self._measured_from(run):
-            other = _stage_law(self._reference(run, state, stage, grown), slots, run.law, stage)
+            other = self._reference(run, state, stage, grown)
+            check_returned(other, len(slots), state.reference.guided, *sizes)
+            other = _stage_law(other, slots, run.law, stage)
             state.moved = state.moved + (target.exp() - other.exp()).abs().sum((1, 2)) / 2
             run.lap(MEASURE)
         if scale + 1 < run.model[-1].scales.stop:
@@ -545,9 +555,11 @@ def prefill(
     if plan is not None:
         rows = [stage for stage in served if plan.guides(stage.scales.start)]
         more = {"pruning": plan.pruning} if plan.pruned_runs(served) else {}
-    return served[0].model.prefill(
-        condition, batch_size=batch_size, guided=draws_guided(rows, guided), maps=maps, stop=stop, **more
+    asked = draws_guided(rows, guided)
+    cache = served[0].model.prefill(
+        condition, batch_size=batch_size, guided=asked, maps=maps, stop=stop, **more
     )
+    return check_guided(cache, asked)
 
 
 def _stage_law(logits: Tensor, slots: Tensor, checked: CheckedLaw, stage: Stage) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from visual_spec.models.core.configuration import register_to_config
 from visual_spec.models.core.settings import COUNT, Graph, OneOf, Within
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.drafters import catch_up, check_drafter, draft_law
+from visual_spec.samplers.core.drafters import ask_drafter, catch_up, check_drafter, draft_law
 from visual_spec.samplers.core.drafts import rows_of
 from visual_spec.samplers.core.graph import AUTO
 from visual_spec.samplers.core.law import TokenLaw
@@ -281,7 +281,8 @@ class TreeSampler(Sampler):
                 # The committed tokens in the drafter's cache end with the root, so it gets the tree without its root.
                 visible = ancestry(tree.parents, level)[:, 1:, 1:]
                 places = state.lengths[:, None] - 1 + tree.depths[:, 1:]
-                logits = run.drafter(state.drafter_cache, tree.tokens[:, 1:], places, visible)[:, -width:]
+                logits = ask_drafter(run.drafter, state.drafter_cache, tree.tokens[:, 1:], places, visible)
+                logits = logits[:, -width:]
         if self.num_scored <= depth * width:
             # EAGLE-2's second choice. A node is at most as probable as its parent and the sort is stable, so no child
             # is chosen without its parent.

@@ -22,7 +22,7 @@ from tests.samplers.drafting import (
 )
 from tests.samplers.settings import lossy
 from tests.tiny import tiny_transformer
-from visual_spec.samplers.core.base import ActiveSamples
+from visual_spec.samplers.core.active import ActiveSamples
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.drafted import DraftedSampler

@@ -242,3 +242,17 @@ def test_no_prompt_waits_for_the_host(monkeypatch, name, guided):
         assert new.logits.device.type == "cuda" and new.logits.shape == held.logits.shape
         for fixed, now in zip(held.cache.buffers(), new.cache.buffers(), strict=True):
             assert now is fixed
+
+
+def test_a_recorded_prefill_that_ignores_guided_is_refused(replayed, monkeypatch):
+    model, condition = model_and_condition("classes", 1)
+    run = model.run_prompt
+
+    def unguided(prompt: Any, *, guided: bool, **more: Any) -> Any:
+        state = run(prompt, guided=guided, **more)
+        state.guided, state.logits = False, state.logits[:3]
+        return state
+
+    monkeypatch.setattr(model, "run_prompt", unguided)
+    with pytest.raises(ValueError, match=r"prefill\(guided=True\) returned a state with guided=False"):
+        draw(model, condition, 1)

@@ -14,7 +14,7 @@ from visual_spec.models.core.protocol import DecodeState, TokenGrid
 from visual_spec.models.core.settings import OneOf, Within
 from visual_spec.models.core.trained_order import trained_order
 from visual_spec.samplers.core.base import Run, Sampler
-from visual_spec.samplers.core.checks import check_request
+from visual_spec.samplers.core.checks import check_guided, check_request, check_returned
 from visual_spec.samplers.core.law import LARGEST, TokenLaw
 from visual_spec.samplers.core.masking import FIXED_ORDERS, Spans, fixed_order
 from visual_spec.samplers.core.noise import CounterNoise
@@ -73,6 +73,7 @@ class AlongOrder(nn.Module):
         inner = self.model.prefill(
             condition, batch_size=batch_size, guided=guided, window=window, asked=order[:, : self.first]
         )
+        check_returned(check_guided(inner, guided).logits, batch_size, guided, self.first, self.vocab_size)
         device = inner.logits.device
         places = torch.arange(self.first, device=device).expand(batch_size, -1)
         logits = self._ramped(inner.logits, places, guided)
@@ -94,6 +95,7 @@ class AlongOrder(nn.Module):
         """
         seen = state.rank[:, None] < known[..., None]  # [B, W, L]
         logits = self.model(state.inner, tokens, state.order.gather(1, places), seen=seen, together=together)
+        check_returned(logits, len(places), state.guided, places.shape[1], self.vocab_size)
         return self._ramped(logits, known if together else places, state.guided)
 
     def _ramped(self, logits: Tensor, places: Tensor, guided: bool) -> Tensor:

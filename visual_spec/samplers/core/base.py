@@ -12,7 +12,7 @@ exactness tests can drive the same code that decodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,9 +20,15 @@ from diffusers.configuration_utils import ConfigMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from torch import Tensor
 
-from visual_spec.models.core.protocol import DecodeState
 from visual_spec.samplers.core.acceptance import EXACT, IDENTICAL, AcceptanceRule
-from visual_spec.samplers.core.checks import CheckedLaw, check_guided, check_parts, check_request
+from visual_spec.samplers.core.active import ActiveSamples, counted
+from visual_spec.samplers.core.checks import (
+    CheckedLaw,
+    check_guided,
+    check_parts,
+    check_request,
+    check_returned,
+)
 from visual_spec.samplers.core.graph import can_record, can_record_prefill, prefilled, recorded, wants_graph
 from visual_spec.samplers.core.host import HostCopy
 from visual_spec.samplers.core.law import TokenLaw
@@ -99,7 +105,9 @@ class Run:
         behind = slots[:, -1:] + torch.arange(1, extra + 1, device=slots.device)
         shape = (len(tokens), extra, *tokens.shape[2:])
         tokens, slots = torch.cat([tokens, tokens.new_zeros(shape)], 1), torch.cat([slots, behind], 1)
-        logits = self.model(cache, tokens, slots)[:, :width]
+        logits = self.model(cache, tokens, slots)
+        rest = (None,) * (logits.dim() - 2)
+        logits = check_returned(logits, len(tokens), self.guided, self.fixed_width, *rest)[:, :width]
         cache.narrow(width)
         return logits
 
@@ -377,7 +385,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         given |= dict(drafter=parts.get("drafter"), strict=self.config.graph is True)
         with watched(model, wanted="acceptance" in self.config):
             key, cache, prefill = prefilled(model, condition, key, batch_size=batch_size, **given)
-        cache.fixed = self.fixed_width is not None
+        check_guided(cache, law.guided).fixed = self.fixed_width is not None
         return key, cache, prefill
 
     def paced(self, advance: Callable[[], None], run: Run, state: Any) -> Callable[[], None]:
@@ -540,61 +548,3 @@ def _result(sampler: Sampler, run: Run, state: Any, active: ActiveSamples, *, cu
         trace |= dict(exact_width=run.fixed_width is not None if "exact_width" in sampler.config else None)
     trace |= {name: active.whole(name, here).cpu() for name, here in counted(state).items()}
     return sampler.result(run, state, tokens, trace)
-
-
-def counted(state: Any) -> dict[str, Tensor]:
-    """What a state counts beside its calls, by the names of the trace, each long [B]."""
-    found = {name: getattr(state, name, None) for name in ("near_ties", "layer_calls")}
-    return {name: here for name, here in found.items() if here is not None}
-
-
-class ActiveSamples:
-    """The samples of a batch that are still decoded. Completed samples leave, so that no call is spent on them.
-
-    Args:
-        state: a dataclass whose tensors all have samples as their first axis. Its other parts can `select` samples, or
-            do not depend on them.
-    """
-
-    _RESULTS = ("tokens", "target_calls", "commit_call")
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self.samples = torch.arange(len(state.tokens), device=state.tokens.device)
-        self._whole: dict[str, Tensor] = {}
-
-    @property
-    def can_shrink(self) -> bool:
-        """Whether all parts of the state can `select` samples."""
-        return all(
-            part is None or isinstance(part, Tensor | int | tuple) or _selects(part)
-            for part in self._parts().values()
-        )
-
-    def leave(self, ended: Tensor, progress: Tensor, *others: Any) -> None:
-        """Remove the samples where `ended` is true, bool [those still here] on the host, from `others` as well."""
-        results = {name: getattr(self.state, name) for name in self._RESULTS} | {"progress": progress}
-        results |= counted(self.state)
-        self._whole = {name: self.whole(name, here) for name, here in results.items()}
-        kept = (~ended).nonzero()[:, 0].to(self.samples.device)
-        self.samples = self.samples[kept]
-        for name, part in self._parts().items():
-            if isinstance(part, Tensor):
-                setattr(self.state, name, part[kept])
-            elif hasattr(part, "select"):
-                part.select(kept)
-        for other in others:
-            other.select(kept)
-
-    def whole(self, name: str, here: Tensor) -> Tensor:
-        """Return a result for all samples, from that of the samples still here and those that have left."""
-        if not self._whole:
-            return here
-        return self._whole[name].index_copy_(0, self.samples, here)
-
-    def _parts(self) -> dict[str, Any]:
-        return {field.name: getattr(self.state, field.name) for field in fields(self.state)}
-
-
-def _selects(part: Any) -> bool:
-    return hasattr(type(part), "select") and type(part).select is not DecodeState.select

@@ -51,8 +51,8 @@ def check_request(model: NextTokenModel, law: TokenLaw, batch_size: int, *, any_
         )
 
 
-def check_guided(cache: Any, guided: bool) -> None:
-    """Refuse a prefill that did not do what `guided` asked for: guidance would be switched off unseen.
+def check_guided(cache: Any, guided: bool) -> Any:
+    """Return the state of a prefill, refused if it did not do what `guided` asked for: guidance would be off unseen.
 
     Raises:
         ValueError: names what was asked for and what was made.
@@ -63,6 +63,44 @@ def check_guided(cache: Any, guided: bool) -> None:
             f"prefill(guided={guided}) returned a state with guided={made}; hold unconditional rows exactly where "
             "guided is true, and say so in the state."
         )
+    return cache
+
+
+def check_returned(
+    returned: Tensor, batch_size: int, guided: bool, *sizes: int | None, who: str = "the model"
+) -> Tensor:
+    """Return what a model returned, refused if it has another shape: it could be cut or spread over others unseen.
+
+    Args:
+        returned: [R, *sizes], R = B, or 2B when guided.
+        sizes: None where any size will do.
+        who: what returned it, for the message.
+
+    Raises:
+        ValueError: names both shapes.
+    """
+    wanted = ((2 if guided else 1) * batch_size, *sizes)
+    shape = tuple(returned.shape)
+    if len(shape) == len(wanted) and all(
+        size in (None, one) for size, one in zip(wanted, shape, strict=True)
+    ):
+        return returned
+    kinds = "conditional rows, then as many unconditional ones" if guided else "one row a sample"
+    asked = ", ".join("any size" if size is None else str(size) for size in wanted)
+    raise ValueError(
+        f"{who} returned shape {shape} for {sizes[0]} slots of {batch_size} samples; return ({asked}): {kinds}, every "
+        "slot that was asked for, the whole vocabulary."
+    )
+
+
+def check_prefill(cache: Any, batch_size: int, guided: bool, vocab_size: int, who: str) -> Any:
+    """Return the state of a second model's prefill, refused as by `check_guided` and `check_returned`.
+
+    Some samplers read its caches and not its logits, so no law would see that it has other rows.
+    """
+    sizes = (*[None] * (check_guided(cache, guided).logits.dim() - 2), vocab_size)
+    check_returned(cache.logits, batch_size, guided, *sizes, who=who)
+    return cache
 
 
 def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:
@@ -192,19 +230,8 @@ class CheckedLaw:
         return self.law(logits, guided, slots)
 
     def check_shape(self, logits: Tensor, slots: Tensor, guided: bool) -> None:
-        """Refuse what a model returned if it is not [R, W, V] for `slots` [B, W]: it could be spread over them unseen.
-
-        Raises:
-            ValueError: names both shapes.
-        """
-        rows = (2 if guided else 1) * slots.shape[0]
-        wanted = (rows, slots.shape[1], logits.shape[-1] if self.vocab_size is None else self.vocab_size)
-        if tuple(logits.shape) != wanted:
-            kinds = "conditional rows, then as many unconditional ones" if guided else "one row a sample"
-            raise ValueError(
-                f"the model returned logits of shape {tuple(logits.shape)} for {slots.shape[1]} slots of "
-                f"{slots.shape[0]} samples; return {wanted}: {kinds}, every slot, the whole vocabulary."
-            )
+        """Refuse what a model returned if it is not [R, W, V] for `slots` [B, W], see `check_returned`."""
+        check_returned(logits, len(slots), guided, slots.shape[1], self.vocab_size)
 
     def remember(self, bad: Tensor, slots: Tensor) -> None:
         """Record for `finish` where logits define no law: BoolTensor [R, W], R a multiple of B. No host sync."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from visual_spec.models.core.protocol import NextTokenModel, TokenGrid
-from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.checks import CheckedLaw, check_prefill, check_returned
 from visual_spec.samplers.core.drafts import rows_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,25 @@ def start_drafter(run: Run, *, window: int, **told: Any) -> Any:
     if hasattr(run.drafter, "follow"):
         return run.drafter.follow(run.model, run.cache, window=window, **told)
     batch_size, guided = run.batch_size, run.cache.guided
-    return run.drafter.prefill(run.drafter_condition, batch_size=batch_size, guided=guided, window=window)
+    drafter, condition = run.drafter, run.drafter_condition
+    cache = drafter.prefill(condition, batch_size=batch_size, guided=guided, window=window)
+    return check_prefill(cache, batch_size, guided, drafter.vocab_size, "the drafter")
+
+
+def ask_drafter(drafter: Any, cache: Any, tokens: Tensor, slots: Tensor, *visible: Tensor) -> Tensor:
+    """Call a drafter, and refuse answers of another shape. Returns logits [R, W, V], or [R, W, K, V] of columns.
+
+    Args:
+        cache: the drafter's own state.
+        tokens: long [B, W], or [B, W, K] columns.
+        slots: long [B, W].
+
+    Raises:
+        ValueError: the shape differs; names both.
+    """
+    logits = drafter(cache, tokens, slots, *visible)
+    sizes = (*tokens.shape[1:], drafter.vocab_size)
+    return check_returned(logits, len(tokens), cache.guided, *sizes, who="the drafter")
 
 
 def catch_up(drafter: Any, state: Any, most: int) -> Tensor:
@@ -97,7 +115,7 @@ def catch_up(drafter: Any, state: Any, most: int) -> Tensor:
     before anything reads them.
     """
     slots = state.fed[:, None] + torch.arange(most, device=state.fed.device)  # [B, most]
-    logits = drafter(state.drafter_cache, state.tokens.gather(1, slots), slots)  # [R, most, V]
+    logits = ask_drafter(drafter, state.drafter_cache, state.tokens.gather(1, slots), slots)  # [R, most, V]
     newest = (state.lengths - 1 - state.fed).clamp_(min=0)[:, None]  # [B, 1]; a complete row has nothing new
     state.fed = state.lengths
     return rows_of(logits, newest.repeat(logits.shape[0] // newest.shape[0], 1))
@@ -107,9 +125,10 @@ def draft_law(law: CheckedLaw, logits: Tensor, slots: Tensor, guided: bool) -> T
     """Return the drafter's law [B, W, V]: the target's `TokenLaw`, applied to the drafter's logits [R, W, V].
 
     Raises:
-        FloatingPointError: the logits define no law; the message says that they are the drafter's.
+        FloatingPointError, ValueError: the logits define no law, or have another shape; the message says that they are
+            the drafter's.
     """
     try:
         return law(logits, slots, guided)
-    except FloatingPointError as error:
-        raise FloatingPointError(f"in the drafter: {error}") from error
+    except (FloatingPointError, ValueError) as error:
+        raise type(error)(f"in the drafter: {error}") from error

@@ -17,7 +17,7 @@ from torch import Tensor
 from visual_spec.models.core.protocol import ColumnModel
 from visual_spec.samplers.core.acceptance import accepted_prefix, exact_acceptance, residual
 from visual_spec.samplers.core.base import Run, Sampler, State
-from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size
+from visual_spec.samplers.core.checks import CheckedLaw, check_allowed, check_batch_size, check_returned
 from visual_spec.samplers.core.drafts import Draft, rows_of, with_bonus
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import ACCEPT, RESIDUAL, TOKEN, CounterNoise
@@ -38,7 +38,7 @@ class PatternView:
     def __init__(self, model: ColumnModel, window: int, device: torch.device) -> None:
         self.codebooks = model.grid.codebooks
         self.num_steps = model.grid.num_tokens
-        self.special_id = model.special_id
+        self.special_id, self.vocab_size = model.special_id, model.vocab_size
         self.valid = F.pad(model.valid.to(device), (0, 0, 0, window))  # [S + W, K]
 
     def slots(self, steps: Tensor) -> Tensor:
@@ -56,6 +56,7 @@ class PatternView:
     ) -> Tensor:
         """Return laws [B, N, K, V] from logits [R, N, K, V] that predict steps [B, N]; forced entries are token 0."""
         valid = self.valid[steps]  # [B, N, K]
+        check_returned(logits, len(steps), guided, *valid.shape[1:], self.vocab_size)
         # The logits of a forced entry are never used, so they are marked as past the grid and not checked.
         at = torch.where(valid, steps[..., None], self.num_steps).flatten(1)
         laws = law(logits.flatten(1, 2), at, guided).view(*valid.shape, -1)

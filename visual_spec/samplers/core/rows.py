@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visual_spec.models.core.protocol import OrderModel, TokenGrid
 from visual_spec.samplers.core.base import Run, Sampler, State
-from visual_spec.samplers.core.checks import CheckedLaw
+from visual_spec.samplers.core.checks import CheckedLaw, check_guided
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.core.noise import TOKEN
 from visual_spec.samplers.core.row_order import RowOrder, RowPlan
@@ -148,6 +148,7 @@ def raster_divergence(
     batch_size, num_tokens = tokens.shape
     width = model.grid.width
     state = model.prefill(condition, batch_size=batch_size, guided=guided, window=width)
+    check_guided(state, guided)
     slots = torch.arange(num_tokens + 1, device=tokens.device).repeat(batch_size, 1)
     total = torch.zeros(batch_size, dtype=torch.float64, device=tokens.device)
     logits, first = state.logits[:, None], 0  # they predict slot `first` and later ones

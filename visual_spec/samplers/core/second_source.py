@@ -26,7 +26,7 @@ from torch import Tensor
 from visual_spec.kernels.verify import POINT_LAW
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.core.base import Run
-from visual_spec.samplers.core.drafters import catch_up, draft_law
+from visual_spec.samplers.core.drafters import ask_drafter, catch_up, draft_law
 from visual_spec.samplers.core.drafts import Draft, Label
 from visual_spec.samplers.core.noise import REDRAFT, TOKEN
 
@@ -141,7 +141,7 @@ class Chosen:
     def __call__(self, slot: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         run, logits = self.run, self.ahead
         if logits is None:
-            logits = run.drafter(self.state.drafter_cache, before, slot - 1)
+            logits = ask_drafter(run.drafter, self.state.drafter_cache, before, slot - 1)
         self.ahead = None
         law = draft_law(run.law, logits, slot, run.guided)  # [B, 1, V]
         if self.steady is None:
