@@ -159,9 +159,14 @@ class AmusedImagePipeline(TokenImagePipeline):
         pooled, states = (
             part.repeat_interleave(num_images_per_prompt, 0) for part in (told.pooled, told.states)
         )
-        own = (pooled, states, told.null_pooled, told.null_states)
         reader = self.text_encoder if self.transformer is None else self.transformer
-        moved = ClipCondition(*(part.to(self._execution_device, reader.dtype) for part in own))
+        given: Any = (self._execution_device, reader.dtype)
+        moved = ClipCondition(
+            pooled=pooled.to(*given),
+            states=states.to(*given),
+            null_pooled=told.null_pooled.to(*given),
+            null_states=told.null_states.to(*given),
+        )
         return moved if self.vq_model is None else replace(moved, pixels_per_token=self.vq_model.patch_size)
 
     @torch.no_grad()

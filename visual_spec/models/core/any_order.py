@@ -67,7 +67,8 @@ class AnyOrderModel(Protocol):
             seen: bool [B, W, num_tokens], the slots that each position attends to; none may be its own. A slot fed in
                 the same call counts with its new token. Every position also sees the condition.
             together: whether a position that is only asked also sees which slots were asked before it in this call.
-                A model that names slots in another way than by tokens of their own may leave it out.
+                Passed where several are drawn in a call; a model that names slots in another way than by tokens of
+                their own may ignore it.
 
         Returns:
             logits [R, W, V]; position w predicts slot `slots[b, w]` given what it sees, and not its own token.

@@ -94,7 +94,8 @@ class AlongOrder(nn.Module):
             logits [R, W, V].
         """
         seen = state.rank[:, None] < known[..., None]  # [B, W, L]
-        logits = self.model(state.inner, tokens, state.order.gather(1, places), seen=seen, together=together)
+        more = {"together": True} if together else {}  # which only a group of several needs
+        logits = self.model(state.inner, tokens, state.order.gather(1, places), seen=seen, **more)
         check_returned(logits, len(places), state.guided, places.shape[1], self.vocab_size)
         return self._ramped(logits, known if together else places, state.guided)
 
