@@ -136,7 +136,7 @@ def test_the_order_is_that_of_the_grid():
 
 
 def test_what_cannot_be_decoded_is_refused():
-    with pytest.raises(ValueError, match="num_drafts=-1; pass an integer of at least 0"):
+    with pytest.raises(ValueError, match="num_drafts=-1;"):
         SpeculativeMaskedSampler(-1)
     with pytest.raises(ValueError, match="order='entropy'; pass one of random, halton"):
         SpeculativeMaskedSampler(order="entropy")

@@ -87,7 +87,7 @@ def test_a_drafter_that_is_the_target_saves_calls(way):
 @pytest.mark.parametrize("drafts", ["repaired", "chosen"])
 def test_catches_a_new_draft_with_the_label_of_the_carried_one(monkeypatch, drafts, way):
     def wrongly(*args: Any) -> Draft:
-        carried, found = args[3], real(*args)
+        carried, found = args[2], real(*args)
         assert carried.label is not None and found.label is not None
         found.label.rows = carried.label.rows
         return found

@@ -105,4 +105,5 @@ def test_nothing_else_in_the_package_makes_temporary_names():
                 "tempfile.NamedTemporaryFile",
             ):
                 found.add(path.relative_to(root).as_posix())
-    assert found == {"files/whole.py"}
+    # An engine reads its model from a folder of the system's, once, and nothing is renamed.
+    assert found == {"files/whole.py", "serving/vllm/painter.py"}

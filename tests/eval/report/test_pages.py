@@ -11,7 +11,6 @@ import torch
 from PIL import Image, ImageChops
 
 from tests.tiny import tiny_pipeline
-from visual_spec.eval import files
 from visual_spec.eval.report import drawing
 from visual_spec.eval.report.drawing import MAP_GROUND, PAPER, RUN_COLOURS, text_width
 from visual_spec.eval.report.pages import (
@@ -23,6 +22,7 @@ from visual_spec.eval.report.pages import (
     scale_map,
     write_html,
 )
+from visual_spec.files import whole
 from visual_spec.models.core.protocol import TokenGrid
 from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
 
@@ -252,7 +252,7 @@ def test_the_page_is_not_overwritten_unasked_nor_left_half(tmp_path, monkeypatch
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.os, "fsync", interrupt)
+    monkeypatch.setattr(whole.os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_html([row()], path, overwrite=True)
     assert path.read_text() == "mine" and list(tmp_path.iterdir()) == [path]

@@ -353,9 +353,9 @@ def test_a_graph_asked_for_where_there_can_be_none_is_refused_before_any_computa
         ):
             draw(sampler, model, 1)
     for wrong in ("yes", None, 1.0):
-        with pytest.raises(ValueError, match="graph='yes'; .*'auto'"):
+        with pytest.raises(ValueError, match=f"graph={wrong!r}; .*'auto'"):
             AutoregressiveSampler(graph=wrong)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match="graph='yes'; .*'auto'"):
+        with pytest.raises(ValueError, match=f"graph={wrong!r}; .*'auto'"):
             SpeculativeJacobiSampler(graph=wrong)  # pyright: ignore[reportArgumentType]
 
 

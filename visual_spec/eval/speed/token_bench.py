@@ -172,7 +172,7 @@ def time_settings(
     """
     plain_class = type(settings[0].sampler)
     in_raster = RASTER in pipe.calls
-    if pipe.device.type == "cuda" and (in_raster or OWN_ORDER in pipe.calls):
+    if in_raster or OWN_ORDER in pipe.calls:
         with torch.no_grad():
             condition = pipe.encode_prompt([prompts[0]])
             state = pipe.transformer.prefill(condition, batch_size=1, guided=False, window=1)

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -103,7 +104,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+        if any(kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a tensor of another package: what it does itself is watched
         answer = func(*args, **kwargs)
         inputs, outputs = (
