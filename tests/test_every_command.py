@@ -18,7 +18,7 @@ from visual_spec.samplers.core.base import STOP, Sampler
 # What a command cannot do with a model, and the words that say so.
 CANNOT = {
     ("generate", "motion_causal"): "chunk by chunk",
-    **{(command, "motion_causal"): "ChunkVideoPipeline" for command in ("bench", "sample")},
+    **{(command, "motion_causal"): "ChunkVideoPipeline" for command in ("bench", "eval", "sample")},
 }
 # What `bench` measures beside plain decoding.
 SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
@@ -32,7 +32,10 @@ SAMPLERS = dict.fromkeys(embedded_models(), "speculative-jacobi") | {
     "tunes": "column-jacobi",
     "tunes_masked": "masked:steps=1",
 }
-QUICK = ("motion_causal", "motion_masked", "shapes_distilled", "shapes_mar", "shapes_masked")  # to measure
+QUICK = {  # to measure, and to judge: at least one model of each medium
+    "bench": ("motion_causal", "motion_masked", "shapes_distilled", "shapes_mar", "shapes_masked"),
+    "eval": ("motion_causal", "motion_masked", "shapes", "tunes_masked"),
+}
 PROMPTS = {
     "shapes_causal": "red circle",  # models of classes: their names
     "shapes_mar": "red circle",
@@ -68,6 +71,8 @@ def command_line(command: str, model: str, out: Path) -> list[str]:
         "generate": [prompt, "--model", model, "--out", str(out)],
         "bench": ["--model", model, "--samplers", SAMPLERS[model], "--batch-sizes", "1", "--prompts", "1",
                   "--warmup", "0", "--without-no-cache"],
+        "eval": ["--model", model, "--samplers", SAMPLERS[model], "--samples", "3", "--batch-size", "3",
+                 "--alone", "0", "--out", str(out)],
         "sample": ["--model", model, "--prompts", str(prompts), "--num", "1", "--batch-size", "1",
                    "--out", str(out)],
     }[name]  # fmt: skip
@@ -76,10 +81,8 @@ def command_line(command: str, model: str, out: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        pytest.param(
-            command, name, marks=[pytest.mark.slow] if command == "bench" and name not in QUICK else []
-        )
-        for command in ("generate", "bench", "sample")
+        pytest.param(command, name, marks=[] if name in QUICK.get(command, [name]) else [pytest.mark.slow])
+        for command in ("generate", "bench", "eval", "sample")
         for name in embedded_models()
     ],
 )
