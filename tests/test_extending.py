@@ -1,4 +1,4 @@
-"""docs/EXTENDING.md as it stands: a new sampler is one file and one line, a new model one class."""
+"""docs/EXTENDING.md as it stands: a sampler is one file and one line, a model one class, a family one entry."""
 
 import os
 import re
@@ -11,8 +11,11 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
-SAMPLER, MODEL, USE, ANY_ORDER = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-[LINE] = re.findall(r"```diff\n\+(.*)\n```", PAGE)
+SAMPLER, MODEL, USE, SAVED, ANY_ORDER = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+LINE, ENTRY = (
+    re.sub(r"^\+", "", text, flags=re.M).rstrip()
+    for text in re.findall(r"```diff\n(.*?)```", PAGE, flags=re.S)
+)
 
 # What a newcomer does with the new sampler, in one process.
 NEWCOMER = """
@@ -60,21 +63,78 @@ assert total_variation(found.law, law) < 1e-10
 """
 
 
-def test_a_new_sampler_is_one_file_and_one_line(tmp_path):
-    package = tmp_path / "visual_spec"
+FAMILY = """
+import contextlib, io, json
+import torch
+torch.set_num_threads(1)
+import visual_spec
+from tests.tiny import tiny_vq_model
+from visual_spec.cli import main
+from visual_spec.eval.defaults import settings_of_model
+from visual_spec.models.next_token.recurrent import RecurrentTransformer
+from visual_spec.pipelines.embedded import describe
+from visual_spec.pipelines.loading import load_pipeline, read_family
+
+def run(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = main(list(arguments))
+    assert status == 0, (arguments, out.getvalue())
+    return out.getvalue()
+
+assert "Recurrent" in run("models")
+torch.manual_seed(0)
+tokenizer = tiny_vq_model(codebook_size=16, image_size=16)
+sampler = visual_spec.AutoregressiveSampler()
+visual_spec.ClassImagePipeline(RecurrentTransformer().eval(), tokenizer, sampler).save_pretrained("folder")
+pipe = load_pipeline("folder")
+assert type(pipe.transformer) is RecurrentTransformer and pipe.calls == ("raster",)
+assert describe(visual_spec.pipelines.embedded.Path("folder"))["calls"] == ("raster",)
+assert read_family("folder").name == "Recurrent" and pipe.fast_sampler == "speculative-jacobi"
+assert settings_of_model("folder").plain == "autoregressive"
+pipe("2", generator=torch.Generator().manual_seed(0))
+out = run("generate", "0", "2", "--model", "folder", "--compare", "--out", "pictures", "--json")
+rows = json.loads(out.splitlines()[-1])["comparison"]
+assert all(row["identical"] for row in rows) and len(rows) == 2
+"""
+
+
+def copied_package(folder: Path) -> Path:
+    """The package as a newcomer has it."""
+    package = folder / "visual_spec"
     shutil.copytree(ROOT / "visual_spec", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "weights").symlink_to(ROOT / "weights")
-    assert len(SAMPLER.strip().splitlines()) <= 60
-    (package / "samplers" / "copies.py").write_text(SAMPLER)
-    registry = package / "samplers" / "registry.py"
-    text = registry.read_text()
-    end = text.index("\n)\n", text.index("\nSAMPLERS = ("))
-    registry.write_text(f"{text[:end]}\n{LINE}{text[end:]}")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
+    (folder / "weights").symlink_to(ROOT / "weights")
+    return package
+
+
+def add_entry(file: Path, table: str, entry: str) -> None:
+    """Add an entry at the end of a table of the package."""
+    text = file.read_text()
+    end = text.index("\n)\n", text.index(f"\n{table} = ("))
+    file.write_text(f"{text[:end]}\n{entry}{text[end:]}")
+
+
+def run_as_newcomer(code: str, folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", NEWCOMER], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_new_sampler_is_one_file_and_one_line(tmp_path):
+    package = copied_package(tmp_path)
+    assert len(SAMPLER.strip().splitlines()) <= 60
+    (package / "samplers" / "copies.py").write_text(SAMPLER)
+    add_entry(package / "samplers" / "registry.py", "SAMPLERS", LINE)
+    run_as_newcomer(NEWCOMER, tmp_path)
+
+
+def test_a_new_family_is_one_file_and_one_entry(tmp_path):
+    package = copied_package(tmp_path)
+    (package / "models" / "next_token" / "recurrent.py").write_text(f"{MODEL}\n\n{SAVED}")
+    add_entry(package / "families.py", "FAMILIES", ENTRY)
+    run_as_newcomer(FAMILY, tmp_path)
 
 
 def test_a_new_model_decodes_with_every_next_token_sampler():

@@ -23,6 +23,7 @@ from visual_spec.models.core.saved import (
     check_transformers_folder,
     read_settings,
 )
+from visual_spec.families import FAMILIES
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import SHARED, part_folder
@@ -84,10 +85,15 @@ def check_saved_pipeline(
     _check_shared(folder / SHARED)
     given = {name: value for name, value in (given or {}).items() if name in parameters}
     sampler: dict[str, Any] = {}
+    pipelines = {parent.__name__ for parent in kind.__mro__}
+    families = [family for family in FAMILIES if pipelines & set(family.pipelines)]
     for name, parameter in parameters.items():
         if name in given:
             continue
         kinds = _kinds(parameter.annotation)
+        kinds += [
+            family.saved[name] for family in families if name in family.saved and not _is_setting(kinds)
+        ]
         if _is_setting(kinds):
             _check_setting(folder / INDEX, name, index.get(name), kinds, there=name in index)
             continue
