@@ -84,6 +84,13 @@ def run(*arguments):
 
 assert "Recurrent" in run("models")
 torch.manual_seed(0)
+official = RecurrentTransformer(dim=24).eval()
+torch.save(official.state_dict(), "recurrent.pt")
+run("convert", "recurrent.pt", "--out", "model")
+converted = RecurrentTransformer.from_pretrained("model").state_dict()
+assert all(torch.equal(converted[name], weight) for name, weight in official.state_dict().items())
+torch.save({**official.state_dict(), "other": torch.zeros(1)}, "wrong.pt")
+assert main(["convert", "wrong.pt", "--out", "wrong"]) == 2
 tokenizer = tiny_vq_model(codebook_size=16, image_size=16)
 sampler = visual_spec.AutoregressiveSampler()
 visual_spec.ClassImagePipeline(RecurrentTransformer().eval(), tokenizer, sampler).save_pretrained("folder")

@@ -123,6 +123,20 @@ class KnownModel:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The official files of a family, for `visual-spec convert`; functions are "module:function" below `visual_spec`.
+
+    Attributes:
+        recognise: (file as `read_checkpoint` reads it, or the path of a folder) -> whether it is of this layout.
+        assemble: (files and folders, text encoder or None, image size or None, dtype or None) -> the pipeline or model
+            to save, and what each file is: {path: name}.
+    """
+
+    recognise: str
+    assemble: str
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of models.
 
@@ -146,6 +160,7 @@ class Family:
         drafters: classes among `parts` that `load_drafter` takes.
         refiners: classes among `parts` that `load_refiner` takes.
         of_diffusers: class of diffusers' pipeline whose folders its pipeline loads.
+        layout: its official files, which `visual-spec convert` asks for in the order of the table.
         sizes: the official weights.
         load, verified: see `KnownModel`.
     """
@@ -166,6 +181,7 @@ class Family:
     drafters: tuple[str, ...] = ()
     refiners: tuple[str, ...] = ()
     of_diffusers: str = ""
+    layout: Layout | None = None
     sizes: tuple[KnownModel, ...] = ()
     load: str = ""
     verified: str = "official layout"
@@ -206,6 +222,8 @@ _LLAMAGEN = ("next_token.llamagen:LlamaGenTransformer", "next_token.llamagen_vq:
 _CAPTIONS = ("text.caption_encoder:CaptionEncoder", "text.t5_features:T5Features")
 _JACOBI = ("EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
 _TEXT, _ACCELERATE = "ImagePipeline.from_official", "visual_spec.accelerate(model)"
+_STUDENTS = Layout("pipelines.convert_students:is_student", "pipelines.convert_students:assemble_students")
+_MASKED = Layout("pipelines.convert_masked:is_masked", "pipelines.convert_masked:assemble_masked")
 FAMILIES = (
     Family(
         "LlamaGen", RASTER_TREE_ORDER, _PICTURES,
@@ -243,6 +261,7 @@ FAMILIES = (
     Family(
         "ControlAR", RASTER_TREE_ORDER, ("ImagePipeline",), ("next_token.controlar:ControlARTransformer",),
         saved={"transformer": "ControlARTransformer"}, plain="autoregressive", fast="speculative-jacobi", load=_TEXT,
+        layout=Layout("pipelines.convert_controlar:is_of_controlar", "pipelines.convert_controlar:assemble_controlar"),
         sizes=(
             KnownModel("ControlAR text 512", "edge_base.safetensors, depth_base.safetensors", 512, 1024, 120,
                 881_543_680, 2 * 36 * 1280),
@@ -253,6 +272,7 @@ FAMILIES = (
         ("next_token.llamagen_student:LlamaGenStudent",),
         plain="distilled", comparable=False, stored_as="canvas", measured="",
         load="DistilledImagePipeline.from_official",
+        layout=_STUDENTS,
         sizes=(
             KnownModel("DD1 student B class 256", "llamagen-B.pt", 256, 256, 1, 98_321_672, 0),
                  # a call reads the whole picture
@@ -268,6 +288,7 @@ FAMILIES = (
         ("next_scale.var_student:VARStudent",),
         plain="distilled", comparable=False, stored_as="canvas", measured="",
         load="DistilledScalePipeline.from_official",
+        layout=_STUDENTS,
         sizes=(
             KnownModel("DD1 student VAR-d16 class 256", "var-d16.pth", 256, 680, 1, 328_165_664, 0),
             KnownModel("DD1 student VAR-d20 class 256", "var-d20.pth", 256, 680, 1, 635_399_088, 0),
@@ -279,6 +300,7 @@ FAMILIES = (
         ("next_scale.var:VARTransformer", "next_scale.var_vq:MultiscaleVQModel"),
         unit="scales", plain="scale-wise", measured="eval.defaults:scale_settings", refiners=("VARTransformer",),
         load="ScaleImagePipeline.from_official",
+        layout=Layout("pipelines.convert:is_of_var", "pipelines.convert:assemble_var"),
         sizes=(
             KnownModel("VAR-d16 class 256", "var_d16.pth", 256, 680, 0, 310_283_520, 2 * 16 * 1024, 16 * 16),
             KnownModel("VAR-d20 class 256", "var_d20.pth", 256, 680, 0, 600_917_136, 2 * 20 * 1280, 16 * 16),
@@ -330,18 +352,6 @@ FAMILIES = (
                 2 * 48 * 2048),
         ),
     ),
-    Family(
-        "Infinity", (SCALES,), ("InfinityPipeline",),
-        ("next_scale.infinity:InfinityTransformer", "next_scale.infinity_vq:BitwiseVQModel"), unit="scales",
-        plain="scale-wise:...", fast="scale-wise", comparable=False, measured="", load="InfinityPipeline.from_official",
-        stored_as="canvas",  # its ids are bits, which only the decoding adds up
-        sizes=(
-            KnownModel("Infinity-2B", "infinity_2b_reg.pth", 1024, 10521, 0, 2_204_564_032, 2 * 32 * 2048, 64 * 64),
-            KnownModel("Infinity-8B", "infinity_8b_weights", 1024, 10521, 0, 8_375_791_824, 2 * 40 * 3584, 64 * 64),
-            KnownModel("Infinity-8B 512", "infinity_8b_512x512_weights", 512, 2521, 0, 8_375_791_824, 2 * 40 * 3584,
-                32 * 32),
-        ),
-    ),
     # Masked models hold no cache: every call scores the whole picture or clip again. One of pictures decodes fast as it
     # was saved, several tokens a call. Its plain decoding is one token a call in a fixed order: the law of the model
     # alone, which the number of calls does not change.
@@ -350,6 +360,7 @@ FAMILIES = (
         ("masked.maskgit:MaskedImageTransformer", "masked.shortcut:FeatureShortcut", "masked.causal_layer:CausalLayer"),
         plain="speculative-masked:num_drafts=0", fast="masked:...", measured="eval.defaults:masked_picture_settings",
         load="MaskedClassImagePipeline.from_official",
+        layout=_MASKED,
         sizes=(
             KnownModel("MaskGIT-T class 256", "ImageNet_256_tiny.pth", 256, 256, 0, 23_031_425, 0),
             KnownModel("MaskGIT-S class 256", "ImageNet_256_small.pth", 256, 256, 0, 69_344_769, 0),
@@ -363,6 +374,7 @@ FAMILIES = (
         "MAGE", (MASKED,), ("MageImagePipeline",), ("masked.mage:MageTransformer", "masked.mage_vq:MageVQModel"),
         plain="speculative-masked:num_drafts=0", fast="masked:...", measured="eval.defaults:masked_picture_settings",
         load="MageImagePipeline.from_official",
+        layout=_MASKED,
         sizes=(
             KnownModel("MAGE-B 256", "mage-vitb-1600.pth", 256, 256, 0, 144_896_745, 0),
             KnownModel("MAGE-L 256", "mage-vitl-1600.pth", 256, 256, 0, 407_788_521, 0),
@@ -391,6 +403,7 @@ FAMILIES = (
          "masked.maskgct_codec:AcousticCodec"),
         unit="columns", plain="masked:...", comparable=False, measured="eval.defaults:masked_settings",
         load="MaskgctPipeline.from_official",
+        layout=_MASKED,
         sizes=(KnownModel("MaskGCT 10 s", "amphion/MaskGCT", 0, 500, 300, 1_430_188_032, 0),),  # both stages
     ),
     Family(
@@ -400,16 +413,32 @@ FAMILIES = (
     Family(
         "Self-Forcing", (CHUNKS,), ("ChunkVideoPipeline",), unit="chunks", plain="full", comparable=False,
         stored_as="canvas", measured="",
+        layout=Layout("pipelines.convert:is_of_wan", "pipelines.convert:assemble_wan"),
     ),
     Family(
         "MAR", (CONTINUOUS,), ("LatentImagePipeline",),
         ("continuous.mar:MARTransformer", "continuous.causal:CausalLatentTransformer"), stored_as="canvas",
         plain="continuous", shorter="continuous:head_steps=25", measured="eval.defaults:latent_settings",
         load="LatentImagePipeline.from_official",
+        layout=Layout("pipelines.convert:is_of_mar", "pipelines.convert:assemble_mar"),
         sizes=(  # the prefix: places that hold the class
             KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0),
             KnownModel("MAR-L class 256", "checkpoint-last.pth", 256, 256, 64, 478_326_304, 0),
             KnownModel("MAR-H class 256", "checkpoint-last.pth", 256, 256, 64, 942_403_104, 0),
+        ),
+    ),
+    # The last of those with a layout: its tokenizer's keys are those of any VQGAN.
+    Family(
+        "Infinity", (SCALES,), ("InfinityPipeline",),
+        ("next_scale.infinity:InfinityTransformer", "next_scale.infinity_vq:BitwiseVQModel"), unit="scales",
+        plain="scale-wise:...", fast="scale-wise", comparable=False, measured="", load="InfinityPipeline.from_official",
+        stored_as="canvas",  # its ids are bits, which only the decoding adds up
+        layout=Layout("pipelines.convert:is_of_infinity", "pipelines.convert:assemble_infinity"),
+        sizes=(
+            KnownModel("Infinity-2B", "infinity_2b_reg.pth", 1024, 10521, 0, 2_204_564_032, 2 * 32 * 2048, 64 * 64),
+            KnownModel("Infinity-8B", "infinity_8b_weights", 1024, 10521, 0, 8_375_791_824, 2 * 40 * 3584, 64 * 64),
+            KnownModel("Infinity-8B 512", "infinity_8b_512x512_weights", 512, 2521, 0, 8_375_791_824, 2 * 40 * 3584,
+                32 * 32),
         ),
     ),
 )

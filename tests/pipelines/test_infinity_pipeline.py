@@ -213,7 +213,7 @@ def test_official_files_become_a_folder(tmp_path: Path, files: tuple[Path, Path]
     torch.save(tiny_scale_pipeline().vq_model.state_dict(), tmp_path / "var.pth")
     for given, message in [
         ([model, copy], "model.pth and .*copy.pth are both of one kind"),
-        ([model, tmp_path / "var.pth"], "var.pth is not of Infinity, and other files are"),
+        ([model, tmp_path / "var.pth"], "model.pth is not of VAR, and other files are"),
     ]:
         with pytest.raises(ValueError, match=message):
             convert(given, tmp_path / "three")

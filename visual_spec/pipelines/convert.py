@@ -1,5 +1,6 @@
 """Official checkpoint files to `save_pretrained` folders: safetensors and configurations."""
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from visual_spec.families import FAMILIES
 from visual_spec.models.columns.audiocraft import CODEC, LANGUAGE_MODEL, kind_of
 from visual_spec.models.continuous.mar_checkpoint import (
     is_kl16,
@@ -21,15 +23,12 @@ from visual_spec.models.next_scale.infinity_scales import scales_for
 from visual_spec.models.next_scale.infinity_vq import load_infinity_vq_checkpoint
 from visual_spec.models.next_scale.var import SCALES, VARTransformer, load_var_checkpoint
 from visual_spec.models.next_scale.var_vq import MultiscaleVQModel, load_var_vq_checkpoint
-from visual_spec.models.next_token.controlar import is_controlar
 from visual_spec.models.next_token.llamagen import LlamaGenTransformer
 from visual_spec.models.next_token.llamagen_checkpoint import load_tokenizer, load_transformer, recognise
 from visual_spec.models.video.self_forcing_checkpoint import is_wan, load_self_forcing
 from visual_spec.pipelines.audio import AudioPipeline
 from visual_spec.pipelines.class_image import ClassImagePipeline
-from visual_spec.pipelines.convert_controlar import assemble_controlar
-from visual_spec.pipelines.convert_masked import assemble_masked, is_masked
-from visual_spec.pipelines.convert_students import assemble_students, is_student, read_student
+from visual_spec.pipelines.convert_students import read_student
 from visual_spec.pipelines.folders import check_replaceable, write_folder
 from visual_spec.pipelines.image import ImagePipeline
 from visual_spec.pipelines.infinity import InfinityPipeline, infinity_size
@@ -85,33 +84,11 @@ def convert(
         model, names = _assemble_musicgen(exported[0], text_encoder, image_size, dtype)
         return _written(model, out, names)
     sources = [_read(Path(file)) for file in files]
+    for layout in {family.layout: None for family in FAMILIES if family.layout is not None}:
+        if any(_named(layout.recognise)(source) for source in sources):
+            model, names = _named(layout.assemble)(sources, text_encoder, image_size, dtype)
+            return _written(model, out, names)
     checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
-    if any(map(is_masked, checkpoints)):
-        model, names = assemble_masked(checkpoints, text_encoder, image_size, dtype)
-        return _written(model, out, names)
-    if any(map(is_student, checkpoints)):
-        model, names = assemble_students(checkpoints, text_encoder, image_size, dtype)
-        return _written(model, out, names)
-    if any(is_controlar(one.weights) for one in checkpoints):
-        model, names = assemble_controlar(checkpoints, text_encoder, image_size, dtype)
-        return _written(model, out, names)
-    if any(map(_is_of_mar, sources)):
-        model, names = _assemble_mar(sources, text_encoder, image_size, dtype)
-        return _written(model, out, names)
-    if any(map(_is_infinity, sources)):
-        model, names = _assemble_infinity(sources, text_encoder, image_size, dtype)
-        return _written(model, out, names)
-    if any(map(is_wan, checkpoints)):
-        return _written(_wan(checkpoints, text_encoder, image_size, dtype), out, {str(files[0]): "Wan"})
-    of_var = [_is_var(checkpoint) for checkpoint in checkpoints]
-    if any(of_var):
-        if not all(of_var):
-            other = checkpoints[of_var.index(False)]
-            raise ValueError(
-                f"{other.path} is not of VAR, and other files are; pass files of one family, one after the other."
-            )
-        model, names = _assemble_var(checkpoints, text_encoder, image_size, dtype)
-        return _written(model, out, names)
     for file, checkpoint in zip(files, checkpoints, strict=True):
         architecture = recognise(checkpoint)
         if architecture.model in found:
@@ -121,6 +98,12 @@ def convert(
             )
         found[architecture.model], names[str(file)] = checkpoint, architecture.name
     return _written(_assemble(found, text_encoder, image_size, dtype), out, names)
+
+
+def _named(path: str) -> Any:
+    """The function of a `Layout`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"visual_spec.{module}"), name)
 
 
 def _read(path: Path) -> Path | Checkpoint:
@@ -175,16 +158,17 @@ def _assemble_musicgen(
     }
 
 
-def _is_of_mar(source: Path | Checkpoint) -> bool:
+def is_of_mar(source: Path | Checkpoint) -> bool:
+    """Whether a file is of MAR: a transformer, or KL-16."""
     return isinstance(source, Checkpoint) and (is_mar(source.weights) or is_kl16(source.weights))
 
 
-def _assemble_mar(
+def assemble_mar(
     sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, str]]:
     """The pipeline or model of MAR's files, and what each of them is."""
     found = [source for source in sources if isinstance(source, Checkpoint)]
-    other = [source for source in sources if not _is_of_mar(source)]
+    other = [source for source in sources if not is_of_mar(source)]
     if other:
         path = other[0] if isinstance(other[0], Path) else other[0].path
         raise ValueError(
@@ -226,18 +210,19 @@ def _assemble_mar(
     return pipe, names
 
 
-def _is_infinity(source: Path | Checkpoint) -> bool:
+def is_of_infinity(source: Path | Checkpoint) -> bool:
+    """Whether a file or folder is of Infinity: a transformer, or its tokenizer."""
     # Folders of shards there are only of Infinity.
     return isinstance(source, Path) or "cfg_uncond" in source.weights or _is_infinity_tokenizer(source)
 
 
 def _is_infinity_tokenizer(source: Path | Checkpoint) -> bool:
-    if isinstance(source, Path) or _is_var_tokenizer(source):
+    if isinstance(source, Path) or _is_var_tokenizer(source) or is_kl16(source.weights):
         return False
     return any(key.startswith("encoder.down.0.") for key in source.weights)
 
 
-def _assemble_infinity(
+def assemble_infinity(
     sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, str]]:
     """The pipeline or model of Infinity's files, and what each of them is."""
@@ -245,7 +230,7 @@ def _assemble_infinity(
     def path(source: Path | Checkpoint) -> str:
         return str(source if isinstance(source, Path) else source.path)
 
-    other = [path(source) for source in sources if not _is_infinity(source)]
+    other = [path(source) for source in sources if not is_of_infinity(source)]
     if other:
         raise ValueError(
             f"{other[0]} is not of Infinity, and other files are; pass files of one family, one after the other."
@@ -276,10 +261,16 @@ def _assemble_infinity(
     return load_infinity_checkpoint(models[0], scales=scales, dtype=dtype), known
 
 
-def _wan(
-    checkpoints: Sequence[Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
-) -> Any:
-    """The transformer of Self-Forcing's file, for diffusers."""
+def is_of_wan(source: Path | Checkpoint) -> bool:
+    """Whether a file is a transformer of Wan."""
+    return isinstance(source, Checkpoint) and is_wan(source)
+
+
+def assemble_wan(
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+) -> tuple[Any, dict[str, str]]:
+    """The transformer of Self-Forcing's file, for diffusers, and what the file is."""
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
     if len(checkpoints) > 1:
         raise ValueError(
             f"{checkpoints[0].path} and {checkpoints[1].path} given; pass one transformer of Wan, alone."
@@ -289,21 +280,27 @@ def _wan(
             raise ValueError(
                 f"{name}={value} given for {checkpoints[0].path}, a transformer of Wan; leave it out."
             )
-    return load_self_forcing(checkpoints[0], dtype=dtype)
+    return load_self_forcing(checkpoints[0], dtype=dtype), {str(checkpoints[0].path): "Wan"}
 
 
-def _is_var(checkpoint: Checkpoint) -> bool:
-    return "pos_1LC" in checkpoint.weights or _is_var_tokenizer(checkpoint)
+def is_of_var(source: Path | Checkpoint) -> bool:
+    """Whether a file is of VAR: a transformer, or the tokenizer."""
+    return isinstance(source, Checkpoint) and ("pos_1LC" in source.weights or _is_var_tokenizer(source))
 
 
 def _is_var_tokenizer(checkpoint: Checkpoint) -> bool:
     return any(key.startswith("quantize.quant_resi.") for key in checkpoint.weights)
 
 
-def _assemble_var(
-    checkpoints: Sequence[Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+def assemble_var(
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, str]]:
     """The pipeline or model of VAR's files, and what each of them is."""
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
+    if other := [one for one in checkpoints if not is_of_var(one)]:
+        raise ValueError(
+            f"{other[0].path} is not of VAR, and other files are; pass files of one family, one after the other."
+        )
     if text_encoder is not None:
         raise ValueError("VAR draws from class labels; leave the text encoder out.")
     tokenizers = [checkpoint for checkpoint in checkpoints if _is_var_tokenizer(checkpoint)]

@@ -1,6 +1,7 @@
 """Official files of ControlAR, for `visual-spec convert`, beside LlamaGen's tokenizer."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,18 +13,24 @@ from visual_spec.models.next_token.llamagen_vq import VQModel
 from visual_spec.pipelines.image import ImagePipeline
 
 
+def is_of_controlar(source: Path | Checkpoint) -> bool:
+    """Whether a file is a ControlAR."""
+    return isinstance(source, Checkpoint) and is_controlar(source.weights)
+
+
 def assemble_controlar(
-    checkpoints: Sequence[Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, str]]:
     """The pipeline or model of the files, and what each of them is.
 
     Args:
-        checkpoints: at least one of them `is_controlar`.
+        sources: at least one of them `is_of_controlar`.
 
     Raises:
         ValueError: two files of one kind, one that is neither of ControlAR nor LlamaGen's tokenizer, or a text encoder
             for a model alone.
     """
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
     models = [one for one in checkpoints if is_controlar(one.weights)]
     tokenizers = [one for one in checkpoints if not is_controlar(one.weights)]
     for several in (models, tokenizers):

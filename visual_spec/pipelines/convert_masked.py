@@ -1,6 +1,7 @@
 """Official files of masked models, for `visual-spec convert`: Halton-MaskGIT, MAGE and MaskGCT."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,23 +27,26 @@ _MAGE = "token_emb.word_embeddings.weight"
 _MASKGIT = ("cls_emb.weight", "tok_emb.weight", "pos_emb.weight")
 
 
-def is_masked(checkpoint: Checkpoint) -> bool:
+def is_masked(checkpoint: Path | Checkpoint) -> bool:
     """Whether a file is of one of these families; LlamaGen's tokenizer, which Halton-MaskGIT shares, is of its own."""
+    if isinstance(checkpoint, Path):
+        return False
     known = _is_mage(checkpoint) or _is_maskgit(checkpoint) or is_mage_tokenizer(checkpoint.weights)
     return known or kind_of(checkpoint) is not None
 
 
 def assemble_masked(
-    checkpoints: Sequence[Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, str]]:
     """The pipeline or model of the files, and what each of them is.
 
     Args:
-        checkpoints: at least one of them `is_masked`.
+        sources: at least one of them `is_masked`.
 
     Raises:
         ValueError: files of two families or two of one kind, or a text encoder, which none of these models reads.
     """
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
     if any(kind_of(one) for one in checkpoints):
         return _maskgct(checkpoints, text_encoder, image_size, dtype)
     if text_encoder is not None:

@@ -19,8 +19,10 @@ from visual_spec.pipelines.distilled_image import DistilledImagePipeline
 from visual_spec.pipelines.distilled_scales import DistilledScalePipeline
 
 
-def is_student(checkpoint: Checkpoint) -> bool:
+def is_student(checkpoint: Path | Checkpoint) -> bool:
     """Whether a file is of a student; its tokenizer and its teacher are of LlamaGen, or of VAR."""
+    if isinstance(checkpoint, Path):
+        return False
     return is_llamagen_student(checkpoint.weights) or is_var_student(checkpoint.weights)
 
 
@@ -30,17 +32,18 @@ def read_student(path: Path, content: Any) -> Checkpoint | None:
 
 
 def assemble_students(
-    checkpoints: Sequence[Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
+    sources: Sequence[Path | Checkpoint], text_encoder: Any, image_size: int | None, dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, str]]:
     """The pipeline or model of the files, and what each of them is.
 
     Args:
-        checkpoints: at least one of them `is_student`.
+        sources: at least one of them `is_student`.
 
     Raises:
         ValueError: files of another family or two of one kind, a teacher without a tokenizer, or a text encoder, which
             no student reads.
     """
+    checkpoints = [source for source in sources if isinstance(source, Checkpoint)]
     of_var = any(is_var_student(one.weights) for one in checkpoints)
     family, tokenizer_file = ("VAR", "vae_ch160v4096z32.pth") if of_var else ("LlamaGen", "vq_ds16_c2i.pt")
     if text_encoder is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from visual_spec.families import FAMILIES
 from visual_spec.files.names import shortened
 from visual_spec.models.core.saved import (
     SavedModel,
@@ -23,7 +24,6 @@ from visual_spec.models.core.saved import (
     check_transformers_folder,
     read_settings,
 )
-from visual_spec.families import FAMILIES
 from visual_spec.pipelines import components
 from visual_spec.pipelines.components import resolved
 from visual_spec.pipelines.embedded import SHARED, part_folder
