@@ -327,7 +327,8 @@ def _asked_sampler(args: argparse.Namespace) -> tuple[str, Any, Any] | None:
 
 
 def _read_sampler(args: argparse.Namespace, text: str) -> tuple[str, Any, Any]:
-    from visual_spec.pipelines.sampler_text import make_row, parse_sampler
+    from visual_spec.pipelines.sampler_text import parse_sampler
+    from visual_spec.pipelines.scale_plan import make_row
 
     name, settings = parse_sampler(text)
     given = _given(args, SAMPLER_SETTINGS)

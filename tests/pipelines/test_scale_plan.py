@@ -11,8 +11,8 @@ from visual_spec.models.next_scale.scale_budget import ScaleBudget
 from visual_spec.models.next_scale.scale_cache import CompressedVAR, calibrate
 from visual_spec.pipelines import loading
 from visual_spec.pipelines.accelerate import accelerate
-from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler
-from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler
+from visual_spec.pipelines.scale_plan import ScalePlan, make_row
 from visual_spec.samplers.scales import ScaleWiseSampler
 
 

@@ -13,8 +13,8 @@ import torch
 from visual_spec.models.core.settings import SEED, whole
 from visual_spec.pipelines.facts import LAW_SETTINGS
 from visual_spec.pipelines.loading import load_drafter
-from visual_spec.pipelines.sampler_text import make_row, parse_sampler
-from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.pipelines.sampler_text import parse_sampler
+from visual_spec.pipelines.scale_plan import ScalePlan, make_row
 from visual_spec.samplers.core.law import TokenLaw
 from visual_spec.samplers.scales import ScaleWiseSampler
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from visual_spec.models.core.calls import CHUNKS
 from visual_spec.pipelines.base import VisualPipeline
-from visual_spec.pipelines.sampler_text import make_row, make_sampler, parse_sampler  # noqa: F401
+from visual_spec.pipelines.sampler_text import make_sampler, parse_sampler  # noqa: F401
 from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
 
 _PLAIN = "_visual_spec_plain_sampler"

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from visual_spec.models.core.settings import settings_of
-from visual_spec.pipelines.scale_plan import ScalePlan
 from visual_spec.samplers.registry import by_name, sampler_class
 
 _MODELS = ("drafter", "refiner")  # settings that name a model, and are taken as they stand
@@ -81,21 +80,9 @@ def make_sampler(name: str, **settings: Any) -> Any:
     Raises:
         ValueError: an unknown name, a setting that this sampler does not have, or a value it refuses.
     """
-    _check_settings(name, settings)
+    check_settings(name, settings)
     kind = sampler_class(by_name(name))
     return kind(**_gathered(kind, settings))
-
-
-def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
-    """The sampler of a name, and what else its text may say: for `scale-wise`, who draws which scales (`ScalePlan`).
-
-    Raises:
-        ValueError: as `make_sampler` and `ScalePlan`.
-    """
-    plans = ScalePlan.names() if name == "scale-wise" else []
-    _check_settings(name, settings, also=plans)
-    plan = ScalePlan.take(settings) if plans else ScalePlan()
-    return make_sampler(name, **settings), plan
 
 
 def _gathered(kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +106,8 @@ def _flat_settings(kind: Any) -> dict[str, Sequence[str]]:
     return {**relaxed, **getattr(kind, "flat_settings", {})}
 
 
-def _check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
+def check_settings(name: str, settings: Mapping[str, Any], also: Sequence[str] = ()) -> None:
+    """Refuse settings that a sampler does not have, but for those named in `also`."""
     kind = sampler_class(by_name(name))
     known = {*also, *(key for key in kind().config if not key.startswith("_"))}
     known = known.union(*_flat_settings(kind).values())

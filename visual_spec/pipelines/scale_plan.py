@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from visual_spec.models.core.settings import OneOf, Within, read_fields
+from visual_spec.pipelines.sampler_text import check_settings, make_sampler
 
 # What draws is imported where a plan is carried out: plans are read beside any model.
 if TYPE_CHECKING:
@@ -185,3 +186,15 @@ def _refiner(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     from visual_spec.pipelines.loading import load_refiner
 
     return load_refiner(name).to(device, dtype)
+
+
+def make_row(name: str, **settings: Any) -> tuple[Any, ScalePlan]:
+    """The sampler of a name, and what else its text may say: for `scale-wise`, who draws which scales (`ScalePlan`).
+
+    Raises:
+        ValueError: as `make_sampler` and `ScalePlan`.
+    """
+    plans = ScalePlan.names() if name == "scale-wise" else []
+    check_settings(name, settings, also=plans)
+    plan = ScalePlan.take(settings) if plans else ScalePlan()
+    return make_sampler(name, **settings), plan

@@ -14,8 +14,8 @@ from visual_spec.eval.report.music_pages import AudioRow
 from visual_spec.eval.report.pages import ComparisonRow, ScaleComparisonRow
 from visual_spec.eval.report.video_pages import VideoRow
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.pipelines.sampler_text import make_row, parse_sampler
-from visual_spec.pipelines.scale_plan import ScalePlan
+from visual_spec.pipelines.sampler_text import parse_sampler
+from visual_spec.pipelines.scale_plan import ScalePlan, make_row
 from visual_spec.pipelines.video_files import pixels_of
 from visual_spec.samplers.core.masked_state import MaskedTrace
 
