@@ -120,7 +120,11 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
     fed = {"cache": state.lengths - 1, "drafter_cache": drafter_fed}
     for cache, until in ((getattr(state, name, None), until) for name, until in fed.items()):
         if cache is not None:
-            cache.tokens = _scrub(cache.tokens, ~_before(until, cache.tokens.shape[1]), absurd)
+            for part in (
+                cache,
+                getattr(cache, "inner", cache),
+            ):  # a law that reads the text has notes of its own
+                part.tokens = _scrub(part.tokens, ~_before(until, part.tokens.shape[1]), absurd)
     noisy = torch.full_like(horizon, length) if others else horizon
     count = _before(noisy, length) & ~_before(state.lengths, length)
     count = count.repeat_interleave(books, 1)

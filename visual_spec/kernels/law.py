@@ -70,7 +70,7 @@ def law_reference(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tens
     if scores.dtype != torch.float64:
         scores = scores.float()
     if law.guided:
-        scores = _guide(scores, slots, law)  # [B, W, stop - first]
+        scores = mixed_logits(scores, slots, law)  # [B, W, stop - first]
     log_probs = _greedy(scores) if law.temperature == 0 else _filter(scores, law)
     vocab_size = logits.shape[-1]
     if law.stop - law.first == vocab_size:
@@ -98,7 +98,8 @@ def finite_reference(logits: Tensor, law: LawNumbers) -> Tensor:
     return ~(torch.stack(bad.chunk(2)).any(0) if law.guided else bad)
 
 
-def _guide(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tensor:
+def mixed_logits(logits: Tensor, slots: Tensor | None, law: LawNumbers) -> Tensor:
+    """Return logits [B, W, V] under guidance, from logits [2B, W, V]; slots and law as in `law_reference`."""
     conditional, unconditional = logits.chunk(2)  # [B, W, V] each
     guided = unconditional + law.guidance_scale * (conditional - unconditional)
     # -inf minus -inf is nan: a token that either row forbids stays forbidden. nan survives the minimum.

@@ -24,13 +24,15 @@ class AutoregressiveSampler(Sampler):
     """
 
     promise = "identical"
+    reads_text = True
 
     @register_to_config
     def __init__(self, graph: Graph = AUTO, exact_width: bool = False) -> None:
         check_exact_width(exact_width, "identical", 1)
 
-    def num_calls(self, run: Run) -> int:
-        return run.num_tokens - 1  # the prefill has predicted slot 0
+    def num_calls(self, run: Run) -> int | None:
+        # The prefill has predicted slot 0. Where rows end early, those left decide.
+        return run.num_tokens - 1 if run.end is None else None
 
     def prepare(self, run: Run) -> State:
         state = State.begin(run, scratch=1)

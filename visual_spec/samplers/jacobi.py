@@ -127,6 +127,8 @@ class SpeculativeJacobiSampler(ChainSampler):
         ValueError: a setting has a value that is not listed here.
     """
 
+    reads_text = True
+
     @register_to_config
     def __init__(
         self,

@@ -156,6 +156,8 @@ class ProactiveJacobiSampler(SpeculativeJacobiSampler):
 
     takes = ()
 
+    reads_text = False
+
     @register_to_config
     def __init__(
         self,

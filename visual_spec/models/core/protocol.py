@@ -106,7 +106,8 @@ class DecodeState:
 
 
 def modules_of(model: Any) -> list[nn.Module]:
-    """Return the model itself, or the modules that an adapter runs."""
+    """Return the model itself, or the modules that an adapter runs, also one around another adapter (`wrapped`)."""
+    model = getattr(model, "wrapped", model)
     if isinstance(model, nn.Module):
         return [model]
     return [value for value in vars(model).values() if isinstance(value, nn.Module)]

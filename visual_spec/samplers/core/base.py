@@ -28,6 +28,7 @@ from visual_spec.samplers.core.checks import (
     check_parts,
     check_request,
     check_returned,
+    check_text_law,
 )
 from visual_spec.samplers.core.graph import can_record, can_record_prefill, prefilled, recorded, wants_graph
 from visual_spec.samplers.core.host import HostCopy
@@ -40,6 +41,7 @@ from visual_spec.samplers.core.precision import (
     scales_by_batch,
     watched,
 )
+from visual_spec.samplers.core.prefix import reading_text
 from visual_spec.samplers.core.relaxed import RELAXED, Relaxation
 from visual_spec.samplers.core.trace import DecodeTrace, DivergenceMeter, SampleResult, Stopwatch
 from visual_spec.samplers.core.verification import draw_tokens
@@ -68,6 +70,7 @@ class Run:
         pattern: the codebook pattern (`PatternView`) of a model of columns.
         fixed_width: positions of every call of the model; None: as many as there are to score.
         unit: the unit to which numbers are rounded (`rounding_unit`) where near-ties are counted; else None.
+        end: the token at which a sample ends; None: none does.
     """
 
     model: Any
@@ -84,6 +87,7 @@ class Run:
     pattern: Any = None
     fixed_width: int | None = None
     unit: float | None = None
+    end: int | None = None
 
     def score(self, cache: Any, tokens: Tensor, slots: Tensor) -> Tensor:
         """Call the model on a window, and fill the window up where all calls have one width.
@@ -162,6 +166,7 @@ class State:
             is the call that committed it.
         meter: measures what a lossy rule does to the law; None for a lossless rule.
         near_ties: long [B], committed slots at near-ties; None where they are not counted.
+        end: the token at which a sample ends, see `TokenLaw.end`.
     """
 
     cache: Any
@@ -172,6 +177,7 @@ class State:
     commit_call: Tensor
     meter: DivergenceMeter | None
     near_ties: Tensor | None = field(default=None, kw_only=True)
+    end: int | None = field(default=None, kw_only=True)
 
     @classmethod
     def begin(cls, run: Run, scratch: int, **more: Any) -> Self:
@@ -186,7 +192,7 @@ class State:
         slots = torch.zeros(run.batch_size, 1, dtype=torch.long, device=run.device)
         tokens = slots.new_zeros(run.batch_size, run.num_tokens + scratch)
         tokens[:, :1] = draw_tokens(run.law, run.noise, logits, slots, run.guided)
-        return cls(
+        state = cls(
             cache=run.cache,
             tokens=tokens,
             lengths=slots.new_ones(run.batch_size),
@@ -195,8 +201,11 @@ class State:
             commit_call=torch.zeros_like(tokens),
             meter=None if run.rule.lossless else DivergenceMeter(run.batch_size, run.device),
             near_ties=None if run.unit is None else torch.zeros_like(slots[:, 0]),
+            end=run.end,
             **more,
         )
+        state._stop_at_ends(slots, torch.zeros_like(state.lengths), run.num_tokens)
+        return state
 
     def next_slots(self, count: int) -> Tensor:
         """Return the `count` slots after the committed tokens of each row: long [B, count]."""
@@ -214,7 +223,25 @@ class State:
             self.near_ties = self.near_ties + (near & taken & (slots < num_tokens)).sum(1)
         self.commit_call.scatter_(1, slots, torch.zeros_like(slots) + self.round)
         self.target_calls += self.lengths < num_tokens
-        self.lengths = (self.lengths + count).clamp_(max=num_tokens)
+        before, self.lengths = self.lengths, (self.lengths + count).clamp_(max=num_tokens)
+        self._stop_at_ends(slots, before, num_tokens)
+
+    def _stop_at_ends(self, slots: Tensor, before: Tensor, num_tokens: int) -> None:
+        """Complete the rows that committed an end: what follows it holds ends, which no call committed.
+
+        Args:
+            slots: long [B, N], those of the call.
+            before: long [B], the committed slots before the call.
+        """
+        if self.end is None:
+            return
+        new = (slots >= before[:, None]) & (slots < self.lengths[:, None])
+        ends = new & (self.tokens.gather(1, slots) == self.end)
+        first = torch.where(ends, slots, num_tokens).amin(1)  # [B], num_tokens where there is none
+        behind = torch.arange(self.tokens.shape[1], device=slots.device) > first[:, None]
+        self.tokens = self.tokens.masked_fill(behind, self.end)
+        self.commit_call = self.commit_call.masked_fill(behind, -1)
+        self.lengths = torch.where(first < num_tokens, num_tokens, self.lengths)
 
 
 class Sampler(SchedulerMixin, ConfigMixin):
@@ -226,6 +253,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
         promise: "identical", "lossless" or "lossy" for a sampler without a setting `acceptance`; else None.
         counts_prefill: whether the prefill predicts the first slots and therefore counts as call 0.
         records_steps: whether the setting `graph` records whole steps; else the method records what it says.
+        reads_text: whether the method decodes laws that read the tokens before the slot, and ends that come early.
     """
 
     config_name = "sampler_config.json"
@@ -235,6 +263,7 @@ class Sampler(SchedulerMixin, ConfigMixin):
     promise: ClassVar[str | None] = None
     counts_prefill: ClassVar[bool] = True
     records_steps: bool = True
+    reads_text: ClassVar[bool] = False
 
     # -- what a method must write
 
@@ -358,7 +387,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
             cache: the model's state, if the prefill has been run.
             parts: the arguments listed by `takes`.
         """
-        watch = watch or Stopwatch()
+        watch, given = watch or Stopwatch(), law
+        model, law = reading_text(model, law)
         if cache is None:
             with watched(model, wanted="acceptance" in self.config):
                 cache = self.prefill(model, condition, law, len(keys), parts)
@@ -368,7 +398,8 @@ class Sampler(SchedulerMixin, ConfigMixin):
         rule = self.rule(model, parts, device)
         ahead = self.window_of(model) + _AHEAD
         noise = CounterNoise(keys, device, keep=ahead if device.type == "cpu" else 0)
-        run = Run(model, condition, len(keys), cache, checked, law, noise, watch, rule, parts)
+        run = Run(model, condition, len(keys), cache, checked, given, noise, watch, rule, parts)
+        run.end = getattr(given, "end", None)
         run.fixed_width = self.fixed_width
         if rule is not None and rule.identical and self.fixed_width is None:
             low = low_precision_of(model)
@@ -427,9 +458,11 @@ class Sampler(SchedulerMixin, ConfigMixin):
             FloatingPointError: logits that define no law.
         """
         check_parts(self, parts)
+        check_text_law(self, model, law)
         self.check(model, law, batch_size, parts)
         graph = self.config.get("graph", False)
-        recording = self.records_steps and wants_graph(graph, model)
+        # What reads the text may be any function of it, on the host.
+        recording = self.records_steps and wants_graph(graph, model) and not getattr(law, "reads_text", False)
         keys, watch = draw_keys(generator, batch_size), Stopwatch()
         # What a recording depends on. Only the prefill uses `drafter_condition`.
         others = [part for name, part in parts.items() if name != "drafter_condition"]

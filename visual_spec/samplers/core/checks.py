@@ -118,6 +118,28 @@ def check_parts(sampler: Any, parts: Mapping[str, object]) -> None:
         )
 
 
+def check_text_law(sampler: Any, model: Any, law: Any) -> None:
+    """Refuse a law that reads the tokens before the slot where the sampler cannot show them to it.
+
+    Raises:
+        ValueError: the sampler decodes no such laws, drafts with a second model, or records its calls; or the end is
+            outside the vocabulary.
+    """
+    if not getattr(law, "reads_text", False):
+        return
+    given = f"history={law.history!r}, end={law.end!r}"
+    name = type(sampler).__name__
+    if not sampler.reads_text or sampler.needs_drafter:
+        raise ValueError(
+            f"{name} decodes no laws that read the tokens before the slot ({given}); use AutoregressiveSampler or "
+            "SpeculativeJacobiSampler without a drafter."
+        )
+    if sampler.config.get("graph") is True:
+        raise ValueError(f"graph=True with {given}: such calls are not recorded. Pass graph='auto'.")
+    if law.end is not None and law.end >= model.vocab_size:
+        raise ValueError(f"end={law.end}; pass a token of the vocabulary of {model.vocab_size}.")
+
+
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Refuse a setting that is not one of the allowed names.
 

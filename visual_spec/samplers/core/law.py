@@ -13,6 +13,7 @@ from torch import Tensor
 
 from visual_spec.kernels.law import EVERY_SLOT, LawNumbers, law_reference, non_finite
 from visual_spec.models.core.settings import Within, read_fields
+from visual_spec.samplers.core.history import HistoryRule
 
 # Below this, dividing large logits overflows float32.
 _LEAST_TEMPERATURE = 1e-6
@@ -37,6 +38,9 @@ class TokenLaw:
         allowed: half-open range (first, last + 1) of token ids; None allows the whole vocabulary.
         guidance_until: slots from this one on are drawn from the conditional law; None guides every slot. LlamaGen's
             `cfg_interval=n` guides its first token and n + 1 more, so it is `guidance_until=n + 2`.
+        history: rules that read the tokens before the slot (`history`), applied in this order behind guidance and
+            before the rest, as transformers does.
+        end: the token after which a sample holds nothing else; None: samples fill the grid.
 
     Raises:
         ValueError: a value is out of its range.
@@ -48,6 +52,8 @@ class TokenLaw:
     top_p: Annotated[float, Within(above=0, most=1)] = 1.0
     allowed: tuple[int, int] | None = None
     guidance_until: Annotated[int | None, Within(0, none="guidance of every slot")] = None
+    history: tuple[HistoryRule, ...] = ()
+    end: Annotated[int | None, Within(0, none="samples that fill the grid")] = None
 
     def __post_init__(self) -> None:
         read_fields(self)
@@ -58,6 +64,15 @@ class TokenLaw:
             )
         if self.allowed is not None:
             _check_range(self.allowed)
+        if not isinstance(self.history, tuple) or not all(map(callable, self.history)):
+            raise ValueError(
+                f"history={self.history!r}; pass a tuple of rules, such as (RepetitionPenalty(1.2),)."
+            )
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the law of a slot depends on the tokens before it beyond the logits."""
+        return bool(self.history) or self.end is not None
 
     @property
     def guided(self) -> bool:
@@ -65,7 +80,16 @@ class TokenLaw:
         return self.guidance_scale > 1 and self.guidance_until != 0
 
     def numbers(self, guided: bool, vocab_size: int) -> LawNumbers:
-        """Return the law as plain numbers for `visual_spec.kernels`; `guided` is that of a call."""
+        """Return the law as plain numbers for `visual_spec.kernels`; `guided` is that of a call.
+
+        Raises:
+            ValueError: the law reads the tokens before the slot, which logits alone do not tell.
+        """
+        if self.reads_text:
+            raise ValueError(
+                f"history={self.history!r} and end={self.end!r} read the tokens before the slot; decode with "
+                "AutoregressiveSampler or SpeculativeJacobiSampler, or leave them out."
+            )
         first, stop = self.allowed or (0, vocab_size)
         until = EVERY_SLOT if self.guidance_until is None else self.guidance_until
         return LawNumbers(

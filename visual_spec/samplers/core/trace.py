@@ -23,7 +23,8 @@ class DecodeTrace:
             `low_precision` and `scales_by_batch` allow.
         target_calls: long [B], target calls until the sample was complete, including the prefill, which yields slot 0.
         commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0); -1 at slots that
-            were not committed before a callback ended the decode.
+            were not committed before a callback ended the decode, and behind an end that came early
+            (`TokenLaw.end`).
         seconds: wall time of the decode, without the phase `MEASURE`, which generates nothing.
         phase_seconds: seconds of each phase: "prefill", "model", "verify"; for calls replayed as graphs "step", which
             is "model" and "verify" together.
@@ -124,9 +125,14 @@ class DecodeTrace:
         """Return one line: tokens, calls, tokens per call, time, and the output law."""
         samples, length = self.commit_call.shape
         memory = "" if self.peak_memory is None else f", {self.peak_memory / 2**20:.0f} MiB peak"
-        stopped = ", stopped early" if self.stopped else ""
+        committed = int((self.commit_call >= 0).sum())
+        size = f"{samples} x {length} tokens"
+        if self.stopped:
+            size += ", stopped early"
+        elif committed < samples * length:  # rows that ended
+            size = f"{committed} tokens in {samples} of at most {length}"
         return (
-            f"{self.sampler}: {samples} x {length} tokens{stopped}, "
+            f"{self.sampler}: {size}, "
             f"{self.target_calls.float().mean():.1f} target calls "
             f"({self.tokens_per_call.mean():.2f} tokens per call), {self.seconds:.2f} s{memory}, {self.output_text}"
         )
