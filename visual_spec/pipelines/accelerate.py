@@ -16,7 +16,9 @@ from visual_spec.samplers.registry import SAMPLERS, by_name, sampler_class
 _PLAIN = "_visual_spec_plain_sampler"
 
 
-def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
+def accelerate(
+    pipe: Any, sampler: Any = None, drafter: Any = None, *, codes: Any = None, end: int | None = None
+) -> Any:
     """Make a pipeline decode with another sampler; by default the fastest one that returns the same tokens.
 
     Calling it again swaps again; `restore` always goes back to the sampler the pipeline had at first. A sampler that is
@@ -24,9 +26,9 @@ def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
 
     Args:
         pipe: a pipeline of this package, an image generator of transformers, a diffusers pipeline that holds one, a
-            MusicGen, VibeVoice or PocketTTS of transformers, or a Wan of diffusers: see
-            `visual_spec.pipelines.transformers_models`, `transformers_music`, `transformers_speech` and
-            `diffusers_video` for what those get.
+            MusicGen, VibeVoice or PocketTTS of transformers, a causal language model of transformers that writes
+            codes, or a Wan of diffusers: see `visual_spec.pipelines.transformers_models`, `transformers_music`,
+            `transformers_speech`, `transformers_codes` and `diffusers_video` for what those get.
         sampler: a sampler, or its text (`visual_spec.pipelines.sampler_text`). None: the pipeline's `fast_sampler`,
             "speculative-jacobi". A pipeline that has a sampler of this class keeps it. So does one of music or of
             continuous tokens: there no sampler has been faster without changing what is drawn, as a warning says.
@@ -34,6 +36,8 @@ def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
             (`visual_spec.models.video.frame_cache`), or its text; None: "full".
         drafter: of an image generator or a MusicGen of transformers, for samplers that draft with a second model. A
             pipeline of this package has its own, `pipe.drafter`.
+        codes: of a causal language model: (first, last + 1), the ids of its codes, or a list of such ranges.
+        end: of a causal language model: the id that ends a text; None: texts have `max_new_tokens` codes.
 
     Returns:
         The same pipeline.
@@ -48,6 +52,11 @@ def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
     if drafter is not None and not getattr(adapter, "TAKES_DRAFTER", False):
         advice = "set pipe.drafter" if adapter is None else "leave it out"
         raise TypeError(f"a {type(pipe).__name__} takes no drafter here; {advice}.")
+    given = {name: value for name, value in dict(codes=codes, end=end).items() if value is not None}
+    if given and not getattr(adapter, "TAKES_CODES", False):
+        raise TypeError(
+            f"a {type(pipe).__name__} takes no {' and '.join(given)}; only causal language models do. Leave out."
+        )
     if adapter is None and CHUNKS in pipe.calls:
         raise TypeError(
             f"{type(pipe).__name__} has no sampler to swap; name the policy of its cache in the call, as "
@@ -67,7 +76,7 @@ def accelerate(pipe: Any, sampler: Any = None, drafter: Any = None) -> Any:
     if isinstance(sampler, str):
         sampler = getattr(adapter, "read_text", _read_sampler)(sampler)
     if adapter is not None:
-        return adapter.accelerate(pipe, sampler, *([] if drafter is None else [drafter]))
+        return adapter.accelerate(pipe, sampler, *([] if drafter is None else [drafter]), **given)
     before = _set_sampler(pipe, sampler)
     if not hasattr(pipe, _PLAIN):
         setattr(pipe, _PLAIN, before)
@@ -130,6 +139,7 @@ def _takes() -> dict[Any, Any]:
     """The one table of what `accelerate` takes from other libraries: a test, and the module that does it."""
     from visual_spec.pipelines import (
         diffusers_video,
+        transformers_codes,
         transformers_models,
         transformers_music,
         transformers_speech,
@@ -140,6 +150,7 @@ def _takes() -> dict[Any, Any]:
         transformers_speech.is_speech_model: transformers_speech,
         transformers_music.is_music_model: transformers_music,
         transformers_models.holds_image_model: transformers_models,
+        transformers_codes.is_language_model: transformers_codes,
     }
 
 

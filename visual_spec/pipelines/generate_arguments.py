@@ -88,7 +88,12 @@ class Request:
 
 
 def read_request(
-    model: Any, generation_config: Any, arguments: Mapping[str, Any], family: str, inputs: Collection[str]
+    model: Any,
+    generation_config: Any,
+    arguments: Mapping[str, Any],
+    family: str,
+    inputs: Collection[str],
+    reads: Collection[str] = (),
 ) -> Request:
     """Read the settings of a call of `generate`, and refuse those that no sampler here knows.
 
@@ -97,6 +102,7 @@ def read_request(
         generation_config: in front of it, or None.
         arguments: of the call, beside the model's inputs.
         family, inputs: name of the model and its inputs, for errors.
+        reads: settings of `NEUTRAL` that this model takes at any value.
 
     Raises:
         TypeError: an argument that `generate` does not take either, and that is not None.
@@ -108,11 +114,12 @@ def read_request(
         own = generation_config.to_dict()
         config.update(**{name: value for name, value in own.items() if value is not None and name[0] != "_"})
     left = config.update(**asked)
-    _refuse({name: getattr(config, name, None) for name in NEUTRAL} | left, family, inputs)
+    values = {name: getattr(config, name, None) for name in NEUTRAL if name not in reads}
+    _refuse(values | left, family, inputs, reads)
     return Request(config, asked)
 
 
-def _refuse(values: Mapping[str, Any], family: str, inputs: Collection[str]) -> None:
+def _refuse(values: Mapping[str, Any], family: str, inputs: Collection[str], reads: Collection[str]) -> None:
     for name, value in values.items():
         if value is None or name in UNREAD:
             continue
@@ -121,7 +128,9 @@ def _refuse(values: Mapping[str, Any], family: str, inputs: Collection[str]) -> 
                 f"{family} takes no {name}; beside input_ids and attention_mask it takes "
                 f"{', '.join(sorted(inputs)) or 'no inputs'}, and settings of generate."
             )
-        check_neutral(name, value, NEUTRAL[name], f"Supported are {', '.join(SUPPORTED)} and streamer.")
+        check_neutral(
+            name, value, NEUTRAL[name], f"Supported are {', '.join((*SUPPORTED, *reads))} and streamer."
+        )
 
 
 def check_neutral(name: str, value: Any, neutral: Collection[Any], advice: str) -> None:

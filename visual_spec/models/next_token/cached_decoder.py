@@ -252,7 +252,8 @@ class CachedDecoder:
         """Return an empty cache for prompts of this length, and the picture behind them."""
         # Slots run up to num_tokens + window - 1, with at most one row end per slot; a tree uses two places a node.
         config, num_places = self.decoder.config, length + self.length + 2 * window + 1
-        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * self._head_dim * num_places
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        numbers = 2 * config.num_hidden_layers * heads * self._head_dim * num_places
         sample_bytes = numbers * self.decoder.dtype.itemsize * (rows // batch_size)
         check_cache_fits(sample_bytes, batch_size, self.device)
         return SlotCache(config.num_hidden_layers, num_places)

@@ -1,0 +1,333 @@
+"""Language models of codes beside transformers' own `generate`: greedy ids equal, sampled ids of its law."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+import visual_spec
+from tests.models.next_token.tiny_languages import CLASSES, CODES, END, language_model, texts
+from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
+from visual_spec.pipelines.transformers_codes import generate_codes
+from visual_spec.samplers.autoregressive import AutoregressiveSampler
+from visual_spec.samplers.jacobi import SpeculativeJacobiSampler
+
+SAMPLERS = {
+    "plain": AutoregressiveSampler(),
+    "window 4": SpeculativeJacobiSampler(4),
+    "window 16": SpeculativeJacobiSampler(16),
+    "exact": SpeculativeJacobiSampler(4, "independent", "exact"),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "guidance": dict(guidance_scale=2.5),
+    "penalty": dict(repetition_penalty=1.4),
+    "n-grams": dict(no_repeat_ngram_size=2),
+    "least": dict(min_new_tokens=9),
+    "all": dict(guidance_scale=1.8, repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=3),
+}
+PROMPTS = texts([7, 4, 9])
+NEGATIVE = texts([3, 2, 3], seed=1)
+LLAMA = language_model("llama")
+
+
+class OnlyCodes(LogitsProcessor):
+    """Forbids every id that is no code and not the end."""
+
+    def __init__(self, codes: list[tuple[int, int]], end: int | None) -> None:
+        self.allowed = [code for first, stop in codes for code in range(first, stop)]
+        self.allowed += [] if end is None else [end]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        kept = torch.full_like(scores, -torch.inf)
+        kept[:, self.allowed] = scores[:, self.allowed]
+        return kept
+
+
+class Alternating(LogitsProcessor):
+    """A function of the whole text."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, 40:80] += ((input_ids.sum(1, keepdim=True) + torch.arange(40)) % 5 == 0) * 3.0
+        return scores
+
+
+def theirs(
+    model: Any, inputs: dict[str, Any], codes=(CODES,), end: int | None = END, **settings: Any
+) -> Tensor:
+    processors = [*settings.pop("logits_processor", []), OnlyCodes(list(codes), end)]
+    settings.setdefault("max_new_tokens", 24)
+    return model.generate(
+        **inputs, eos_token_id=end, logits_processor=LogitsProcessorList(processors), **settings
+    )
+
+
+def ours(
+    model: Any, inputs: dict[str, Any], sampler: Any, codes: Any = CODES, end=END, **settings: Any
+) -> Tensor:
+    settings.setdefault("max_new_tokens", 24)
+    visual_spec.accelerate(model, sampler, codes=codes, end=end)
+    try:
+        return model.generate(**inputs, **settings)
+    finally:
+        visual_spec.restore(model)
+
+
+def given(name: str, negative: dict[str, Tensor] = NEGATIVE) -> dict[str, Any]:
+    guided = "guidance_scale" in SETTINGS[name]
+    second = dict(
+        negative_prompt_ids=negative["input_ids"], negative_prompt_attention_mask=negative["attention_mask"]
+    )
+    return SETTINGS[name] | (second if guided else {})
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_greedy_texts_are_those_of_generate(kind, sampler, settings):
+    model = LLAMA if kind == "llama" else language_model(kind)
+    want = theirs(model, PROMPTS, do_sample=False, **given(settings))
+    assert torch.equal(ours(model, PROMPTS, SAMPLERS[sampler], do_sample=False, **given(settings)), want)
+
+
+@pytest.mark.parametrize("settings", ["nothing", "all"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_class_writes_the_greedy_texts_of_generate(kind, settings):
+    model = language_model(kind)
+    assert why_not(model) is None
+    # transformers' eager attention, which Gemma 2 needs, makes nan of left padding here.
+    even = kind == "gemma2"
+    inputs, second = (texts([7] * 3), texts([3] * 3, 1)) if even else (PROMPTS, NEGATIVE)
+    want = theirs(model, inputs, do_sample=False, **given(settings, second))
+    for sampler in ("plain", "window 16"):
+        got = ours(model, inputs, SAMPLERS[sampler], do_sample=False, **given(settings, second))
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("codes, end", [([(40, 50), (60, 70)], 30), ([(45, 60)], None), ([(10, 90)], 45)])
+def test_several_ranges_and_any_end(codes, end, sampler):
+    settings = dict(do_sample=False, repetition_penalty=1.2, guidance_scale=1.5)
+    want = theirs(LLAMA, PROMPTS, codes, end, **settings)
+    assert torch.equal(ours(LLAMA, PROMPTS, SAMPLERS[sampler], codes, end, **settings), want)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.0])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_processor_of_the_user_reads_the_drafts_before_a_slot(sampler, guidance_scale):
+    settings = dict(do_sample=False, guidance_scale=guidance_scale)
+    want = theirs(LLAMA, PROMPTS, logits_processor=[Alternating()], **settings)
+    got = ours(LLAMA, PROMPTS, SAMPLERS[sampler], logits_processor=[Alternating()], **settings)
+    assert torch.equal(got, want)
+    assert not torch.equal(want, theirs(LLAMA, PROMPTS, **settings))
+
+
+class FirstToken(LogitsProcessor):
+    """Puts one token first, without a change of what comes second."""
+
+    def __init__(self, token: int, prompt: int) -> None:
+        self.token, self.prompt = token, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > self.prompt:
+            return scores
+        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([self.token]), 0.0)
+
+
+def law_of_pairs(model: Any, settings: dict[str, Any], codes: tuple[int, int], end: int) -> Tensor:
+    """The law of the first two tokens under `generate`, [V, V], from the scores that it reports."""
+    ids = [*range(*codes), end]
+    only = LogitsProcessorList([OnlyCodes([codes], end)])
+    more = dict(
+        do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, eos_token_id=end
+    )
+    inputs = {name: part[:1] for name, part in PROMPTS.items()}
+    found = torch.zeros(len(ids), len(ids), dtype=torch.float64)
+    first = model.generate(**inputs, logits_processor=only, **more, **settings).scores[0][0].softmax(-1)[ids]
+    for row, token in enumerate(ids):
+        if token == end:
+            found[row, row] = first[row]
+            continue
+
+        two = LogitsProcessorList([OnlyCodes([codes], end), FirstToken(token, PROMPTS["input_ids"].shape[1])])
+        out = model.generate(**inputs, logits_processor=two, **(more | dict(max_new_tokens=2)), **settings)
+        found[row] = first[row] * out.scores[1][0].softmax(-1)[ids]
+    return found
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("guided", [False, True])
+def test_sampled_texts_follow_the_law_of_generate(sampler, guided):
+    """Chi-square of 3,000 pairs of tokens against the laws that `generate` reports."""
+    codes, end, count = (40, 46), 46, 3000
+    settings: dict[str, Any] = dict(temperature=1.3, top_k=5, top_p=0.97, repetition_penalty=1.6)
+    if guided:
+        settings |= dict(guidance_scale=1.7, negative_prompt_ids=NEGATIVE["input_ids"][:1])
+    law = law_of_pairs(LLAMA, settings, codes, end).flatten()
+    inputs = {name: part[:1].repeat(count, 1) for name, part in PROMPTS.items()}
+    if guided:
+        settings["negative_prompt_ids"] = settings["negative_prompt_ids"].repeat(count, 1)
+    ids = ours(
+        LLAMA,
+        inputs,
+        SAMPLERS[sampler],
+        codes,
+        end,
+        do_sample=True,
+        max_new_tokens=4,
+        generator=torch.Generator().manual_seed(3),
+        **settings,
+    )
+    pair = ids[:, PROMPTS["input_ids"].shape[1] :][:, :2]
+    pair = torch.where(pair == 0, end, pair) - codes[0]  # padding stands behind an end
+    seen = torch.bincount(pair[:, 0] * 7 + pair[:, 1], minlength=49).double()
+    assert seen[law == 0].sum() == 0 and law.sum().item() == pytest.approx(1)
+    large = law * count >= 5
+    expected = torch.cat([law[large], law[~large].sum()[None]]) * count
+    found = torch.cat([seen[large], seen[~large].sum()[None]])
+    kept = expected > 0
+    chi = float(((found - expected)[kept] ** 2 / expected[kept]).sum())
+    freedom = int(kept.sum()) - 1
+    assert freedom > 8 and chi < freedom + 4.5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("window", [4, 16])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_windows_return_the_sampled_tokens_of_plain_decoding(settings, window):
+    def draw(sampler: Any) -> Tensor:
+        generators = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3)]
+        return ours(
+            LLAMA,
+            PROMPTS,
+            sampler,
+            do_sample=True,
+            max_new_tokens=40,
+            generator=generators,
+            **given(settings),
+        )
+
+    want = draw(AutoregressiveSampler())
+    assert torch.equal(draw(SpeculativeJacobiSampler(window)), want)
+
+
+def test_rows_end_at_their_own_length_and_no_call_is_spent_on_them():
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    sampler = SpeculativeJacobiSampler(8)
+    settings = dict(do_sample=True, max_new_tokens=200, generator=generators)
+    visual_spec.accelerate(LLAMA, sampler, codes=(40, 48), end=48)
+    try:
+        ids = LLAMA.generate(**PROMPTS, **settings)
+        trace, line = LLAMA.last_trace, visual_spec.summary(LLAMA)
+    finally:
+        visual_spec.restore(LLAMA)
+    text = ids[:, PROMPTS["input_ids"].shape[1] :]
+    lengths = [row.tolist().index(48) + 1 for row in text]
+    assert len(set(lengths)) > 1 and max(lengths) == text.shape[1] < 200
+    for row, length in zip(text, lengths, strict=True):
+        assert (row[length:] == 0).all() and (row[:length] != 0).all()
+    assert (trace.commit_call >= 0).sum(1).tolist() == lengths
+    assert (trace.target_calls <= torch.tensor(lengths)).all()
+    assert f"{sum(lengths)} tokens in 3" in line
+
+
+def test_only_the_rows_of_the_codes_are_computed(monkeypatch):
+    rows = []
+    real = torch.nn.functional.linear
+
+    def linear(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.data_ptr() >= LLAMA.lm_head.weight.data_ptr() and weight.shape[0] not in (16, 32, 64):
+            rows.append(weight.shape[0])
+        return real(features, weight, bias)
+
+    monkeypatch.setattr("visual_spec.models.next_token.code_language.F.linear", linear)
+    ours(LLAMA, PROMPTS, SAMPLERS["plain"], do_sample=False, max_new_tokens=3)
+    assert set(rows[-3:]) == {CODES[1] - CODES[0] + 1}
+
+
+# ---------------------------------------------------------------------------------------------------- accelerate
+
+
+def test_restore_leaves_the_model_as_it_was():
+    names = set(vars(LLAMA))
+    ours(LLAMA, PROMPTS, SAMPLERS["window 4"])
+    assert set(vars(LLAMA)) == names
+
+
+def test_the_default_sampler_says_what_it_promises():
+    want = theirs(LLAMA, PROMPTS, do_sample=False, max_new_tokens=6)
+    visual_spec.accelerate(LLAMA, codes=CODES, end=END)
+    try:
+        assert "same tokens" in visual_spec.summary(LLAMA)
+        assert torch.equal(LLAMA.generate(**PROMPTS, max_new_tokens=6, do_sample=False), want)
+        assert "tokens per call" in visual_spec.summary(LLAMA)
+    finally:
+        visual_spec.restore(LLAMA)
+
+
+@pytest.mark.parametrize("kind", ["BloomForCausalLM", "MambaForCausalLM"])
+def test_a_model_that_cannot_be_read_is_left_as_it_is_and_says_why(kind):
+    import transformers
+
+    cls = getattr(transformers, kind)
+    model = cls(
+        cls.config_class(vocab_size=96, hidden_size=32, num_hidden_layers=1, n_head=4, state_size=4)
+    ).eval()
+    with pytest.warns(UserWarning, match=f"{kind} is left as it is: its decoder"):
+        assert visual_spec.accelerate(model, codes=CODES, end=END) is model
+    assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "given, error, text",
+    [
+        (dict(), TypeError, "codes="),
+        (dict(codes=(50, 50)), ValueError, "50, 50"),
+        (dict(codes=[(1, 5), (4, 8)]), ValueError, "overlap"),
+        (dict(codes=(40, 97)), ValueError, "97"),
+        (dict(codes=CODES, end=96), ValueError, "end=96"),
+        (dict(codes=CODES, sampler="tree"), (TypeError, ValueError), "TreeSampler"),
+        (dict(codes=CODES, drafter=LLAMA), TypeError, "drafter"),
+    ],
+)
+def test_refuses_before_any_compute(given, error, text):
+    with pytest.raises(error, match=text):
+        visual_spec.accelerate(LLAMA, **given)
+    assert "generate" not in vars(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        (dict(num_beams=3), "num_beams=3"),
+        (dict(repetition_penalty=0.0), "0.0"),
+        (dict(no_repeat_ngram_size=-1), "-1"),
+        (dict(max_new_tokens=0), "0"),
+        (dict(max_new_tokens=3, min_new_tokens=5), "5"),
+        (dict(eos_token_id=7), "eos_token_id=7"),
+        (dict(guidance_scale=0.5), "0.5"),
+    ],
+)
+def test_refuses_settings(settings, text):
+    with pytest.raises(ValueError, match=text):
+        generate_codes(LLAMA, **PROMPTS, codes=CODES, end=END, sampler=SAMPLERS["plain"], **settings)
+
+
+def test_a_text_longer_than_learned_positions_is_refused():
+    model = language_model("gpt2", n_positions=12)
+    with pytest.raises(ValueError, match="12"):
+        ours(model, PROMPTS, SAMPLERS["plain"], max_new_tokens=8)
+
+
+def test_codes_are_for_language_models_only():
+    from tests.models.next_token import tiny_transformers as tiny
+
+    with pytest.raises(TypeError, match="codes"):
+        visual_spec.accelerate(tiny.janus(), codes=CODES)
+
+
+def test_the_end_may_be_among_the_codes():
+    assert CodeLanguageModel(LLAMA, (40, 60), 45, new_tokens=3).end == 5

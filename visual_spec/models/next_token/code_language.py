@@ -1,0 +1,211 @@
+"""Any causal language model of transformers that writes codes, as a next-token model.
+
+Models of music, speech and pictures are often plain language models (Llama, Qwen) whose vocabulary holds the codes of a
+tokenizer beside text: ACE-Step's and YuE2's, Orpheus, Llasa, CosyVoice's, Liquid, Emu3.5. They read a prompt, and write
+codes up to an end. `CodeLanguageModel` scores the codes and the end only, so the head computes these rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visual_spec.models.core.protocol import TokenGrid
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt, SlotCache
+from visual_spec.models.next_token.cached_decoder import CachedDecoder
+
+Ranges = tuple[tuple[int, int], ...]
+
+_TRIED = 5  # tokens of the prompt by which a model is tried
+_NEAR = {torch.float64: 1e-8, torch.float32: 1e-3}  # of the largest logit; types of fewer bits: 0.05
+
+
+def code_ranges(codes: Any) -> Ranges:
+    """Return half-open ranges of ids, from (first, last + 1) or several of them.
+
+    Raises:
+        ValueError: another kind of value, an empty range, or ranges that overlap; names it.
+    """
+    given = [codes] if isinstance(codes, Sequence) and codes and isinstance(codes[0], int) else codes
+    advice = "pass (first, last + 1), or a list of such pairs that do not overlap"
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ValueError(f"codes={codes!r}; {advice}.")
+    ranges = []
+    for pair in given:
+        whole = isinstance(pair, Sequence) and [type(bound) for bound in pair] == [int, int]
+        if not whole or not 0 <= pair[0] < pair[1]:
+            raise ValueError(f"codes={codes!r}: {pair!r} is no range of ids; {advice}.")
+        ranges.append(tuple(pair))
+    ordered = sorted(ranges)
+    if any(before[1] > after[0] for before, after in zip(ordered, ordered[1:], strict=False)):
+        raise ValueError(f"codes={codes!r} overlap; {advice}.")
+    return tuple(ordered)
+
+
+class CodeLanguageModel(CachedDecoder):
+    """The codes of a causal language model of transformers, which does not change.
+
+    Token t is the t-th code in ascending order of ids. The end, if it is no code, is the last token.
+
+    Args:
+        model: of transformers, with a head over its vocabulary.
+        codes: (first, last + 1), the ids of the codes, or several such ranges.
+        end: the id that ends a text; None: texts fill the slots.
+        new_tokens: L, most tokens of a text, its end included.
+        normalised: logits are log-probabilities over the whole vocabulary, as transformers' guidance makes them before
+            it mixes rows. Rules that look at the sign of a score see the difference. The whole head is then computed.
+
+    Attributes:
+        ids_of: long [V], the ids of the tokens.
+        num_ids: number of ids that a text may hold.
+        end: the token of the end, or None.
+
+    Raises:
+        ValueError: ids outside the vocabulary, too few slots, or attention that takes no mask.
+    """
+
+    family = "a language model of codes"
+
+    def __init__(
+        self, model: Any, codes: Any, end: int | None = None, *, new_tokens: int, normalised: bool = False
+    ) -> None:
+        ranges = code_ranges(codes)
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        size = head.weight.shape[0]
+        if ranges[-1][1] > size or (end is not None and not (isinstance(end, int) and 0 <= end < size)):
+            raise ValueError(
+                f"codes={codes!r} and end={end!r}, but the head knows {size} ids; pass ids below {size}."
+            )
+        ids = [code for first, stop in ranges for code in range(first, stop)]
+        runs = list(ranges)
+        if end is not None and end not in ids:
+            ids.append(end)
+            runs.append((end, end + 1))
+        super().__init__(model.base_model, table, head, ids, TokenGrid(1, new_tokens))
+        self.model = model
+        self.runs = _joined(runs)
+        self.ids_of = torch.tensor(ids)
+        self.num_ids = max(size, table.weight.shape[0])
+        self.end = None if end is None else ids.index(end)
+        self.normalised = normalised
+
+    def score(self, features: Tensor) -> Tensor:
+        config = self.model.config
+        if self.normalised or type(self.head) is not nn.Linear or hasattr(self.head, "_hf_hook"):
+            logits = self.head(features)
+        else:
+            weight, bias = self.head.weight, self.head.bias
+            parts = [
+                F.linear(features, weight[first:stop], None if bias is None else bias[first:stop])
+                for first, stop in self.runs
+            ]
+            logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        # What models do to logits behind their heads: Cohere, Granite, Gemma 2.
+        logits = logits * (getattr(config, "logit_scale", None) or 1)
+        logits = logits / (getattr(config, "logits_scaling", None) or 1)
+        cap = getattr(config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if self.normalised:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        return logits if logits.shape[-1] == self.vocab_size else logits[..., self.image_rows]
+
+    def text_of(self, condition: ImagePrompt) -> tuple[Tensor, Tensor]:
+        """Return the ids of the prompts, long [B, T], and where they are no padding, bool [B, T]."""
+        return condition.prompt.ids, condition.prompt.mask
+
+    def texts(self, tokens: Tensor, pad: int | None) -> Tensor:
+        """Return ids, long [B, N], of tokens [B, L]: up to the longest text's end, with `pad` behind the others'."""
+        ids = self.ids_of.to(tokens.device)[tokens]
+        if self.end is None:
+            return ids
+        behind = ((tokens == self.end).cumsum(1) - (tokens == self.end).long()) > 0
+        ids = ids.masked_fill(behind, int(self.ids_of[self.end]) if pad is None else pad)
+        return ids[:, : int((~behind).sum(1).max())]
+
+    def _forward(
+        self,
+        cache: SlotCache,
+        embeddings: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        visible: Tensor,
+        prefix_mask: Tensor | None,
+    ) -> Tensor:
+        width = _sliding_window(self.decoder.config)
+        if width is None:
+            return super()._forward(cache, embeddings, positions, places, visible, prefix_mask)
+        near = visible
+        if width < visible.shape[-1]:
+            # Places of a row follow each other, padding included, as in the cache of transformers.
+            held = torch.arange(visible.shape[-1], device=visible.device)
+            near = visible & (held > places[..., None] - width)
+        cache.at(places, visible.shape[-1])
+        mask: Any = self._as_mask(near, embeddings)
+        if (
+            len(set(getattr(self.decoder.config, "layer_types", None) or ())) > 1
+        ):  # one for each kind of layer
+            mask = {"full_attention": self._as_mask(visible, embeddings), "sliding_attention": mask}
+        return self.decoder(
+            inputs_embeds=embeddings,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            attention_mask=mask,
+        ).last_hidden_state
+
+    def _as_mask(self, visible: Tensor, embeddings: Tensor) -> Tensor:
+        mask = visible[:, None]
+        if self._attention == "eager":  # eager attention adds the mask
+            least = torch.finfo(embeddings.dtype).min
+            mask = torch.zeros_like(mask, dtype=embeddings.dtype).masked_fill_(~mask, least)
+        return mask
+
+
+def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ranges that follow each other."""
+    joined = runs[:1]
+    for first, stop in runs[1:]:
+        if first == joined[-1][1]:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((first, stop))
+    return joined
+
+
+def _sliding_window(config: Any) -> int | None:
+    """The last places that layers of sliding attention see; None if there are no such layers."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+@torch.no_grad()
+def why_not(model: Any) -> str | None:
+    """Return why a model cannot be read as a `CodeLanguageModel`, in words; None if it can.
+
+    The model reads a few tokens by its own `forward`, and as a `CodeLanguageModel`; the logits must agree.
+    """
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or table is None or getattr(model.config, "is_encoder_decoder", False):
+        return "it is no decoder with one head over its vocabulary"
+    ids = torch.arange(2, 2 + _TRIED).remainder(head.weight.shape[0])[None].to(table.weight.device)
+    try:
+        own = model(input_ids=ids).logits[:, 1:]
+        read = CodeLanguageModel(model, (0, head.weight.shape[0]), new_tokens=_TRIED)
+        first = Prompt(ids[:, :2], torch.ones_like(ids[:, :2]))
+        state = read.prefill(ImagePrompt(first), batch_size=1, guided=False, window=_TRIED - 2)
+        slots = torch.arange(_TRIED - 2, device=ids.device)[None]
+        found = torch.cat([state.logits[:, None], read(state, ids[:, 2:], slots)], 1)
+    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError, NotImplementedError) as error:
+        return f"its decoder does not take a window with a mask and a cache of ours ({error})"
+    least = _NEAR.get(own.dtype, 0.05) * float(own.abs().max())
+    apart = float((own.to(found) - found).abs().max())
+    if not apart <= least:
+        return f"its logits are not those of its decoder and head alone (apart by {apart:.2g})"
+    return None

@@ -1,0 +1,307 @@
+"""Speed up a language model of transformers that writes codes (of music, speech, pictures), and undo it.
+
+    model = AutoModelForCausalLM.from_pretrained(...)
+    visual_spec.accelerate(model, codes=(first, last + 1), end=end)
+    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), do_sample=True, max_new_tokens=2000)
+
+`accelerate` hangs `generate` on the object and touches nothing else. It draws codes and the end only. The ids are those
+of `generate` with a processor that forbids every other id: the same greedy ids, and sampled ids of the same law.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visual_spec.models.core.calls import RASTER
+from visual_spec.models.core.offload import loads_groups
+from visual_spec.models.core.transformers_cache import ImagePrompt, Prompt
+from visual_spec.models.next_token.code_language import CodeLanguageModel, why_not
+from visual_spec.pipelines.base import check_sampler
+from visual_spec.pipelines.generate_arguments import bound_arguments, read_request, stream
+from visual_spec.pipelines.transformers_models import (
+    PLAIN,
+    check_needs,
+    keep_plain,
+    law_of,
+    put_plain_back,
+    unwrapped,
+)
+from visual_spec.samplers.core.history import (
+    HistoryRule,
+    NoRepeatNgram,
+    NotBefore,
+    RepetitionPenalty,
+    TextFunction,
+)
+from visual_spec.samplers.core.law import TokenLaw
+
+TAKES = ("causal language models with codes=(first, last + 1)",)
+TAKES_CODES = True
+CALLS = (RASTER,)
+FAST_SAMPLER = "speculative-jacobi"
+
+# Settings of `generate` that are neutral for other models, and rules here.
+_RULES = ("no_repeat_ngram_size", "repetition_penalty")
+_USUAL_NEW = 20  # tokens that transformers makes where nothing is said
+
+# What is hung on an accelerated model.
+_NAMES = ("sampler", "last_trace", "codes", "end", "generate")
+
+
+def is_language_model(thing: Any) -> bool:
+    """Whether it is a model of transformers that writes text by a head over its vocabulary."""
+    model = unwrapped(thing)
+    if not isinstance(model, nn.Module) or getattr(
+        getattr(model, "config", None), "is_encoder_decoder", True
+    ):
+        return False
+    names = {kind.__name__ for kind in type(model).__mro__}
+    own = type(model).__name__
+    return {"PreTrainedModel", "GenerationMixin"} <= names and (
+        own.endswith("ForCausalLM") or own.endswith("LMHeadModel")
+    )
+
+
+def accelerate(thing: Any, sampler: Any, *, codes: Any = None, end: int | None = None) -> Any:
+    """Have a causal language model of transformers write codes with a sampler.
+
+    `generate` then draws codes. The model gets `sampler` and, after a text, `last_trace`. A model that cannot be read
+    is left as it is, and a warning says why.
+
+    Args:
+        thing: the model, or a wrapper of it.
+        sampler: a sampler of next-token models without a drafter.
+        codes: (first, last + 1), the ids of the codes, or a list of such ranges.
+        end: the id that ends a text; None: every text has `max_new_tokens` codes.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: no codes, or a sampler that does not fit.
+        ValueError: ids that the model does not have, or a sampler that lacks its drafter.
+    """
+    model = unwrapped(thing)
+    if codes is None:
+        raise TypeError(
+            f"cannot accelerate a {type(model).__name__} without the ids of its codes; pass codes=(first, last + 1), "
+            "and end=, the id that ends a text."
+        )
+    check_sampler(sampler, CALLS)
+    check_needs(sampler, None, "of which a language model takes none here; name another sampler")
+    if not sampler.reads_text:
+        raise TypeError(
+            f"{type(sampler).__name__} decodes no texts that end early; pass 'speculative-jacobi' or 'autoregressive'."
+        )
+    CodeLanguageModel(model, codes, end, new_tokens=1)  # refuses ids, and attention that takes no mask
+    reason = why_not(model)
+    if reason is not None:
+        warnings.warn(f"{type(model).__name__} is left as it is: {reason}.", stacklevel=3)
+        return thing
+    keep_plain(model, _NAMES)
+    own = model.__dict__
+    own["sampler"], own["codes"], own["end"], own["last_trace"] = sampler, codes, end, None
+    own["generate"] = functools.partial(_generate, model)
+    return thing
+
+
+def restore(thing: Any) -> Any:
+    """Undo `accelerate`; what was not accelerated is left as it is. Returns the same object."""
+    put_plain_back(unwrapped(thing), _NAMES)
+    return thing
+
+
+def summary(thing: Any) -> str:
+    """One line on what the last texts of an accelerated model cost: tokens, calls, tokens per call, seconds."""
+    model = unwrapped(thing)
+    if PLAIN not in model.__dict__:
+        return f"{type(model).__name__}: not accelerated"
+    trace = model.last_trace
+    if trace is not None:
+        return trace.summary()
+    promise = "same tokens" if model.sampler.identical else "same law" if model.sampler.lossless else "lossy"
+    return f"{type(model.sampler).__name__}: codes {model.codes}, {promise}, nothing decoded yet"
+
+
+@loads_groups
+@torch.no_grad()
+def generate_codes(
+    model: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    codes: Any = None,
+    end: int | None = None,
+    negative_prompt_ids: Tensor | None = None,
+    negative_prompt_attention_mask: Tensor | None = None,
+    generation_config: Any = None,
+    logits_processor: Sequence[Any] | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    callback: Callable[[int, Tensor], None] | None = None,
+    streamer: Any = None,
+    sampler: Any = None,
+    **settings: Any,
+) -> Any:
+    """Write codes with a causal language model.
+
+    Args:
+        input_ids, attention_mask: [B, T], left-padded. No mask: nothing is padding.
+        codes, end: as in `accelerate`, whose values they replace.
+        negative_prompt_ids, negative_prompt_attention_mask: [B, T'], the second prompts of guidance, of any length,
+            left-padded; left out, the last token of each prompt.
+        generation_config: in place of `model.generation_config`.
+        logits_processor: of transformers, each a function of the text before a slot and of the slot's scores
+            (`visual_spec.samplers.core.history.TextFunction`).
+        generator: one `torch.Generator` for the batch, or a list of one a text; None is PyTorch's default one.
+        callback: called after every target call, as (index, committed tokens [B]).
+        streamer: of transformers; gets the prompt and then the tokens, when all are drawn.
+        sampler: in place of `model.sampler`, for this call; then the model need not be accelerated.
+        settings: of `generate`: do_sample, temperature, top_k, top_p, guidance_scale, repetition_penalty,
+            no_repeat_ngram_size, max_new_tokens or max_length, min_new_tokens or min_length, eos_token_id (the end),
+            pad_token_id, num_return_sequences, return_dict_in_generate. What `generate` takes beside these has to be
+            neutral (`generate_arguments.NEUTRAL`).
+
+    Returns:
+        The ids that `generate` returns, long [B, T + N]: prompts, then texts, with padding behind their ends. With
+        return_dict_in_generate they are the `sequences` of a `GenerateDecoderOnlyOutput`.
+
+    Raises:
+        TypeError: no prompt, or an input that is not known.
+        ValueError: a setting out of range, or one that no sampler here knows.
+        FloatingPointError: logits that define no law; names the slot.
+    """
+    if input_ids is None:
+        raise TypeError("input_ids is missing; pass what the tokenizer makes, long [B, T].")
+    own = vars(model)
+    codes, end = (own.get("codes"), own.get("end")) if codes is None else (codes, end)
+    request = read_request(
+        model,
+        generation_config,
+        settings,
+        "a language model of codes",
+        ("negative_prompt_ids", "negative_prompt_attention_mask"),
+        reads=_RULES,
+    )
+    config = request.config
+    asked_end = request.asked.get("eos_token_id")
+    if asked_end is not None and asked_end not in (end, [end]):
+        raise ValueError(f"eos_token_id={asked_end}, but end={end}; pass the end in visual_spec.accelerate.")
+    most, least = _lengths(request.asked, config, input_ids.shape[1])
+    law = law_of(config, 1.0)
+    processors = tuple(logits_processor or ())
+    penalty = getattr(config, "repetition_penalty", None)
+    penalty = 1.0 if penalty is None else penalty
+    stage = CodeLanguageModel(
+        model, codes, end, new_tokens=most, normalised=law.guided and bool(penalty != 1 or processors)
+    )
+    check_places(model, input_ids.shape[1] + most)
+    law = _with_rules(law, config, stage, penalty, least, processors)
+    count = config.num_return_sequences or 1
+    prompt = _prompt(input_ids, attention_mask)
+    negative = None
+    if law.guided:
+        if negative_prompt_ids is None:
+            negative_prompt_ids = input_ids[:, -1:]
+        negative = _prompt(negative_prompt_ids, negative_prompt_attention_mask)
+        # As in `generate`, whose guidance counts padding among the positions of these.
+        length = negative_prompt_ids.shape[1]
+        negative.positions = torch.arange(length, device=input_ids.device).expand(len(input_ids), -1)
+        negative.start = torch.full((len(input_ids),), length, device=input_ids.device)
+    condition = ImagePrompt(prompt, negative).repeat(count)
+    result = (model.sampler if sampler is None else sampler)(
+        stage,
+        condition,
+        law=law,
+        generator=generator,
+        batch_size=len(condition.prompt.ids),
+        callback=callback,
+    )
+    model.last_trace = result.trace
+    pad = config.pad_token_id
+    given = input_ids.repeat_interleave(count, 0)
+    texts = stage.texts(result.tokens, pad).to(given.device)
+    stream(streamer, given, texts)
+    ids = torch.cat([given, texts], 1)
+    if config.return_dict_in_generate:
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(sequences=ids)  # pyright: ignore[reportArgumentType]
+    return ids
+
+
+def check_places(model: Any, length: int) -> None:
+    """Refuse texts that are longer than a model's table of positions, if it has one.
+
+    Raises:
+        ValueError: names the length, and the most places.
+    """
+    most = getattr(model.config, "max_position_embeddings", None)
+    table = model.get_input_embeddings()
+    learned = any(
+        isinstance(part, nn.Embedding) and part is not table and part.num_embeddings == most
+        for part in model.base_model.modules()
+    )
+    if learned and most is not None and length > most:
+        raise ValueError(
+            f"prompt and new tokens are {length} places, and the model has learned {most}; pass fewer max_new_tokens."
+        )
+
+
+def _with_rules(
+    law: TokenLaw,
+    config: Any,
+    stage: CodeLanguageModel,
+    penalty: float,
+    least: int,
+    processors: Sequence[Any],
+) -> TokenLaw:
+    """The law with the rules of a generation config, in the order of transformers, and the end."""
+    rules: list[HistoryRule] = []
+    if penalty != 1:
+        rules.append(RepetitionPenalty(penalty))
+    size = getattr(config, "no_repeat_ngram_size", None) or 0
+    if size:
+        rules.append(NoRepeatNgram(size))
+    if least and stage.end is not None:
+        rules.append(NotBefore(stage.end, least))
+    rules += map(TextFunction, processors)
+    numbers = {name: getattr(law, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
+    return TokenLaw(**numbers, history=tuple(rules), end=stage.end)
+
+
+def _lengths(asked: Mapping[str, Any], config: Any, given: int) -> tuple[int, int]:
+    """The most and the least tokens of a text behind a prompt of `given`, as transformers reads them.
+
+    Raises:
+        ValueError: no room for a token, or more tokens at least than at most.
+    """
+
+    def setting(new: str, whole: str, default: int) -> int:
+        for source in (asked.get, lambda name: getattr(config, name, None)):
+            if source(new) is not None:
+                return source(new)
+            if source(whole):  # 0 says nothing
+                return source(whole) - given
+        return default
+
+    most = setting("max_new_tokens", "max_length", _USUAL_NEW)
+    least = max(0, setting("min_new_tokens", "min_length", 0))
+    if most < 1 or least > most:
+        raise ValueError(
+            f"at most {most} and at least {least} new tokens behind a prompt of {given}; pass max_new_tokens of at "
+            "least 1, and not fewer than min_new_tokens."
+        )
+    return most, least
+
+
+def _prompt(ids: Tensor, mask: Tensor | None) -> Prompt:
+    return Prompt(ids, torch.ones_like(ids) if mask is None else mask.to(ids.device))
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of an accelerated model."""
+    return generate_codes(model, **bound_arguments(model, args, kwargs))
