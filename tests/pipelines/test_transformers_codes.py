@@ -183,7 +183,7 @@ def test_sampled_texts_follow_the_law_of_generate(sampler, guided):
         **settings,
     )
     pair = ids[:, PROMPTS["input_ids"].shape[1] :][:, :2]
-    pair = torch.where(pair == 0, end, pair) - codes[0]  # padding stands behind an end
+    pair = torch.where(pair == 0, end, pair) - codes[0]  # padding stands after an end
     seen = torch.bincount(pair[:, 0] * 7 + pair[:, 1], minlength=49).double()
     assert seen[law == 0].sum() == 0 and law.sum().item() == pytest.approx(1)
     large = law * count >= 5

@@ -166,7 +166,7 @@ def generate_codes(
             neutral (`generate_arguments.NEUTRAL`).
 
     Returns:
-        The ids that `generate` returns, long [B, T + N]: prompts, then texts, with padding behind their ends. With
+        The ids that `generate` returns, long [B, T + N]: prompts, then texts, with padding after their ends. With
         return_dict_in_generate they are the `sequences` of a `GenerateDecoderOnlyOutput`.
 
     Raises:
@@ -274,7 +274,7 @@ def _with_rules(
 
 
 def _lengths(asked: Mapping[str, Any], config: Any, given: int) -> tuple[int, int]:
-    """The most and the least tokens of a text behind a prompt of `given`, as transformers reads them.
+    """The most and the least tokens of a text after a prompt of `given`, as transformers reads them.
 
     Raises:
         ValueError: no room for a token, or more tokens at least than at most.
@@ -292,7 +292,7 @@ def _lengths(asked: Mapping[str, Any], config: Any, given: int) -> tuple[int, in
     least = max(0, setting("min_new_tokens", "min_length", 0))
     if most < 1 or least > most:
         raise ValueError(
-            f"at most {most} and at least {least} new tokens behind a prompt of {given}; pass max_new_tokens of at "
+            f"at most {most} and at least {least} new tokens after a prompt of {given}; pass max_new_tokens of at "
             "least 1, and not fewer than min_new_tokens."
         )
     return most, least

@@ -104,7 +104,7 @@ class CodeLanguageModel(CachedDecoder):
                 for first, stop in self.runs
             ]
             logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        # What models do to logits behind their heads: Cohere, Granite, Gemma 2.
+        # What models do to logits after their heads: Cohere, Granite, Gemma 2.
         logits = logits * (getattr(config, "logit_scale", None) or 1)
         logits = logits / (getattr(config, "logits_scaling", None) or 1)
         cap = getattr(config, "final_logit_softcapping", None)
@@ -119,13 +119,13 @@ class CodeLanguageModel(CachedDecoder):
         return condition.prompt.ids, condition.prompt.mask
 
     def texts(self, tokens: Tensor, pad: int | None) -> Tensor:
-        """Return ids, long [B, N], of tokens [B, L]: up to the longest text's end, with `pad` behind the others'."""
+        """Return ids, long [B, N], of tokens [B, L]: up to the longest text's end, with `pad` after the others'."""
         ids = self.ids_of.to(tokens.device)[tokens]
         if self.end is None:
             return ids
-        behind = ((tokens == self.end).cumsum(1) - (tokens == self.end).long()) > 0
-        ids = ids.masked_fill(behind, int(self.ids_of[self.end]) if pad is None else pad)
-        return ids[:, : int((~behind).sum(1).max())]
+        after = ((tokens == self.end).cumsum(1) - (tokens == self.end).long()) > 0
+        ids = ids.masked_fill(after, int(self.ids_of[self.end]) if pad is None else pad)
+        return ids[:, : int((~after).sum(1).max())]
 
     def _forward(
         self,

@@ -238,9 +238,9 @@ class State:
         new = (slots >= before[:, None]) & (slots < self.lengths[:, None])
         ends = new & (self.tokens.gather(1, slots) == self.end)
         first = torch.where(ends, slots, num_tokens).amin(1)  # [B], num_tokens where there is none
-        behind = torch.arange(self.tokens.shape[1], device=slots.device) > first[:, None]
-        self.tokens = self.tokens.masked_fill(behind, self.end)
-        self.commit_call = self.commit_call.masked_fill(behind, -1)
+        after = torch.arange(self.tokens.shape[1], device=slots.device) > first[:, None]
+        self.tokens = self.tokens.masked_fill(after, self.end)
+        self.commit_call = self.commit_call.masked_fill(after, -1)
         self.lengths = torch.where(first < num_tokens, num_tokens, self.lengths)
 
 

@@ -38,7 +38,7 @@ class TokenLaw:
         allowed: half-open range (first, last + 1) of token ids; None allows the whole vocabulary.
         guidance_until: slots from this one on are drawn from the conditional law; None guides every slot. LlamaGen's
             `cfg_interval=n` guides its first token and n + 1 more, so it is `guidance_until=n + 2`.
-        history: rules that read the tokens before the slot (`history`), applied in this order behind guidance and
+        history: rules that read the tokens before the slot (`history`), applied in this order after guidance and
             before the rest, as transformers does.
         end: the token after which a sample holds nothing else; None: samples fill the grid.
 

@@ -109,7 +109,7 @@ class PrefixModel:
             guidance = replace(law, history=(), end=None).numbers(True, self.vocab_size)
             scores = mixed_logits(scores, predicted, guidance)
         if law.history:
-            # Of a row whose samples are in the scratch behind the grid any finite scores will do.
+            # Of a row whose samples are in the scratch after the grid any finite scores will do.
             text = self._text(state, stops)
             for rule in law.history:
                 scores = rule(scores, text)

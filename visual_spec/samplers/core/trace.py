@@ -23,7 +23,7 @@ class DecodeTrace:
             `low_precision` and `scales_by_batch` allow.
         target_calls: long [B], target calls until the sample was complete, including the prefill, which yields slot 0.
         commit_call: long [B, L], the call at which each slot was committed (the prefill is call 0); -1 at slots that
-            were not committed before a callback ended the decode, and behind an end that came early
+            were not committed before a callback ended the decode, and after an end that came early
             (`TokenLaw.end`).
         seconds: wall time of the decode, without the phase `MEASURE`, which generates nothing.
         phase_seconds: seconds of each phase: "prefill", "model", "verify"; for calls replayed as graphs "step", which
