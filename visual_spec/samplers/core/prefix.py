@@ -19,6 +19,7 @@ from torch import Tensor
 
 from visual_spec.kernels.law import mixed_logits
 from visual_spec.models.core.protocol import DecodeState, TokenGrid
+from visual_spec.samplers.core.checks import check_guided, check_returned
 from visual_spec.samplers.core.history import Text
 from visual_spec.samplers.core.law import TokenLaw
 
@@ -71,6 +72,7 @@ class PrefixModel:
     def prefill(self, condition: Any, *, batch_size: int, guided: bool, window: int) -> PrefixState:
         """Run the prompt, with unconditional rows where the law is guided; `guided` is false."""
         inner = self.wrapped.prefill(condition, batch_size=batch_size, guided=self.law.guided, window=window)
+        check_guided(inner, self.law.guided)
         device = inner.logits.device
         slots = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
         if hasattr(self.wrapped, "text_of"):
@@ -104,6 +106,7 @@ class PrefixModel:
     def scores(self, state: PrefixState, logits: Tensor, predicted: Tensor) -> Tensor:
         """Return scores [B, W, V] of the slots `predicted` [B, W], from logits [R, W, V]."""
         law, stops = self.law, self.stops(predicted)
+        check_returned(logits, *predicted.shape[:1], law.guided, predicted.shape[1], self.vocab_size)
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if law.guided:
             guidance = replace(law, history=(), end=None).numbers(True, self.vocab_size)
