@@ -123,7 +123,7 @@ class KnownModel:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The official files of a family, for `visual-spec convert`; functions are "module:function" below `visual_spec`.
 
     Attributes:
@@ -181,7 +181,7 @@ class Family:
     drafters: tuple[str, ...] = ()
     refiners: tuple[str, ...] = ()
     of_diffusers: str = ""
-    layout: Layout | None = None
+    layout: FileLayout | None = None
     sizes: tuple[KnownModel, ...] = ()
     load: str = ""
     verified: str = "official layout"
@@ -222,8 +222,8 @@ _LLAMAGEN = ("next_token.llamagen:LlamaGenTransformer", "next_token.llamagen_vq:
 _CAPTIONS = ("text.caption_encoder:CaptionEncoder", "text.t5_features:T5Features")
 _JACOBI = ("EagleDrafter", "LlamaGenTransformer", "MultiscaleDrafter")
 _TEXT, _ACCELERATE = "ImagePipeline.from_official", "visual_spec.accelerate(model)"
-_STUDENTS = Layout("pipelines.convert_students:is_student", "pipelines.convert_students:assemble_students")
-_MASKED = Layout("pipelines.convert_masked:is_masked", "pipelines.convert_masked:assemble_masked")
+_STUDENTS = FileLayout("pipelines.convert_students:is_student", "pipelines.convert_students:assemble_students")
+_MASKED = FileLayout("pipelines.convert_masked:is_masked", "pipelines.convert_masked:assemble_masked")
 FAMILIES = (
     Family(
         "LlamaGen", RASTER_TREE_ORDER, _PICTURES,
@@ -261,7 +261,8 @@ FAMILIES = (
     Family(
         "ControlAR", RASTER_TREE_ORDER, ("ImagePipeline",), ("next_token.controlar:ControlARTransformer",),
         saved={"transformer": "ControlARTransformer"}, plain="autoregressive", fast="speculative-jacobi", load=_TEXT,
-        layout=Layout("pipelines.convert_controlar:is_of_controlar", "pipelines.convert_controlar:assemble_controlar"),
+        layout=FileLayout("pipelines.convert_controlar:is_of_controlar",
+            "pipelines.convert_controlar:assemble_controlar"),
         sizes=(
             KnownModel("ControlAR text 512", "edge_base.safetensors, depth_base.safetensors", 512, 1024, 120,
                 881_543_680, 2 * 36 * 1280),
@@ -300,7 +301,7 @@ FAMILIES = (
         ("next_scale.var:VARTransformer", "next_scale.var_vq:MultiscaleVQModel"),
         unit="scales", plain="scale-wise", measured="eval.defaults:scale_settings", refiners=("VARTransformer",),
         load="ScaleImagePipeline.from_official",
-        layout=Layout("pipelines.convert:is_of_var", "pipelines.convert:assemble_var"),
+        layout=FileLayout("pipelines.convert:is_of_var", "pipelines.convert:assemble_var"),
         sizes=(
             KnownModel("VAR-d16 class 256", "var_d16.pth", 256, 680, 0, 310_283_520, 2 * 16 * 1024, 16 * 16),
             KnownModel("VAR-d20 class 256", "var_d20.pth", 256, 680, 0, 600_917_136, 2 * 20 * 1280, 16 * 16),
@@ -413,14 +414,14 @@ FAMILIES = (
     Family(
         "Self-Forcing", (CHUNKS,), ("ChunkVideoPipeline",), unit="chunks", plain="full", comparable=False,
         stored_as="canvas", measured="",
-        layout=Layout("pipelines.convert:is_of_wan", "pipelines.convert:assemble_wan"),
+        layout=FileLayout("pipelines.convert:is_of_wan", "pipelines.convert:assemble_wan"),
     ),
     Family(
         "MAR", (CONTINUOUS,), ("LatentImagePipeline",),
         ("continuous.mar:MARTransformer", "continuous.causal:CausalLatentTransformer"), stored_as="canvas",
         plain="continuous", shorter="continuous:head_steps=25", measured="eval.defaults:latent_settings",
         load="LatentImagePipeline.from_official",
-        layout=Layout("pipelines.convert:is_of_mar", "pipelines.convert:assemble_mar"),
+        layout=FileLayout("pipelines.convert:is_of_mar", "pipelines.convert:assemble_mar"),
         sizes=(  # the prefix: places that hold the class
             KnownModel("MAR-B class 256", "checkpoint-last.pth", 256, 256, 64, 207_924_768, 0),
             KnownModel("MAR-L class 256", "checkpoint-last.pth", 256, 256, 64, 478_326_304, 0),
@@ -433,7 +434,7 @@ FAMILIES = (
         ("next_scale.infinity:InfinityTransformer", "next_scale.infinity_vq:BitwiseVQModel"), unit="scales",
         plain="scale-wise:...", fast="scale-wise", comparable=False, measured="", load="InfinityPipeline.from_official",
         stored_as="canvas",  # its ids are bits, which only the decoding adds up
-        layout=Layout("pipelines.convert:is_of_infinity", "pipelines.convert:assemble_infinity"),
+        layout=FileLayout("pipelines.convert:is_of_infinity", "pipelines.convert:assemble_infinity"),
         sizes=(
             KnownModel("Infinity-2B", "infinity_2b_reg.pth", 1024, 10521, 0, 2_204_564_032, 2 * 32 * 2048, 64 * 64),
             KnownModel("Infinity-8B", "infinity_8b_weights", 1024, 10521, 0, 8_375_791_824, 2 * 40 * 3584, 64 * 64),

@@ -101,7 +101,7 @@ def convert(
 
 
 def _named(path: str) -> Any:
-    """The function of a `Layout`."""
+    """The function of a `FileLayout`."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"visual_spec.{module}"), name)
 
