@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,6 +329,16 @@ def test_codes_are_for_language_models_only():
 
     with pytest.raises(TypeError, match="codes"):
         visual_spec.accelerate(tiny.janus(), codes=CODES)
+
+
+def test_the_snippet_of_the_page_of_models(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text()
+    [snippet] = re.findall(r"### Language models of codes.*?```python\n(.*?)```", page, flags=re.S)
+    names: dict[str, Any] = dict(model=LLAMA, inputs=PROMPTS)
+    exec(snippet, names)
+    text = names["ids"][:, PROMPTS["input_ids"].shape[1] :]
+    assert ((text >= CODES[0]) & (text <= END) | (text == 0)).all()
+    assert "same tokens" in capsys.readouterr().out and "generate" not in vars(LLAMA)
 
 
 def test_the_end_may_be_among_the_codes():
