@@ -58,10 +58,10 @@ def test_a_row_is_a_sampler_and_a_plan():
         ("scale-wise:cache_share=little", "cache_share='little'; pass"),
         (
             "scale-wise:window=3",
-            "has no setting window; it takes cache_share, guided_until, keep_share, measure",
+            "has no setting window; it takes cache_share; guided_until",
         ),
-        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width, graph"),
-        ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width, graph"),
+        ("columns:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width: "),
+        ("autoregressive:num_draft_scales=3", "has no setting num_draft_scales; it takes exact_width: "),
     ],
 )
 def test_rows_that_cannot_be_read(text, message):

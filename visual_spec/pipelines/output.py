@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from diffusers.utils.outputs import BaseOutput
 
-from visual_spec.pipelines.audio_files import write_audio
-from visual_spec.pipelines.video_files import pixels_of, write_video
 from visual_spec.samplers.core.trace import DecodeTrace
 
 
@@ -56,6 +54,8 @@ class AudioPipelineOutput(BaseOutput):
         """
         if self.audios is self.codes:
             raise ValueError("the clips are codes; play them with output_type 'np' or 'pt' to save them.")
+        from visual_spec.pipelines.audio_files import write_audio  # pictures need no such files
+
         return write_audio(path, self.audios[index], self.sampling_rate, overwrite=overwrite)
 
 
@@ -89,4 +89,6 @@ class VideoPipelineOutput(BaseOutput):
             raise ValueError(
                 "the clips are tokens; draw them with output_type 'pil', 'np' or 'pt' to save them."
             )
+        from visual_spec.pipelines.video_files import pixels_of, write_video
+
         return write_video(path, pixels_of(clip), self.frame_rate, overwrite=overwrite)

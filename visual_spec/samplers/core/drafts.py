@@ -16,7 +16,6 @@ from torch import Tensor
 
 from visual_spec.kernels.verify import NO_DRAFT, POINT_LAW, UNIFORM_LAW
 from visual_spec.models.core.protocol import TokenGrid
-from visual_spec.samplers.core.block_matching import moved_places
 from visual_spec.samplers.core.noise import DRAFT, CounterNoise
 
 UNIFORM = "uniform"
@@ -172,6 +171,8 @@ def moved_slots(tokens: Tensor, slots: Tensor, newest: Tensor, grid: TokenGrid) 
     Before two frames are complete nothing is known of motion, and the slots are those of "previous_frame". See
     `block_matching` for the displacement of each slot, and `copied_tokens` for the arguments.
     """
+    from visual_spec.samplers.core.block_matching import moved_places  # only clips need it
+
     still = copied_slots(PREVIOUS_FRAME, slots, newest, grid)
     moved = moved_places(tokens, slots, newest, grid)
     return torch.where(newest + 1 >= 2 * grid.height * grid.width, moved, still)
