@@ -256,7 +256,7 @@ FAMILIES = (
     Family(
         "RandAR", (ANY_ORDER,), (*_PICTURES, "VideoPipeline"),
         samplers=tuple(entry.class_name for entry in fitting((ANY_ORDER,))),
-        plain="any-order:order=...", fast="speculative-any-order:...",
+        plain="any-order:order=...", fast="speculative-any-order:...order",
     ),
     Family(
         "ControlAR", RASTER_TREE_ORDER, ("ImagePipeline",), ("next_token.controlar:ControlARTransformer",),

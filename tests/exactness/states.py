@@ -124,7 +124,8 @@ def _chain_key(sampler: Any, run: Run, state: Any, regions: Tensor) -> tuple[Ten
                 cache,
                 getattr(cache, "inner", cache),
             ):  # a law that reads the text has notes of its own
-                part.tokens = _scrub(part.tokens, ~_before(until, part.tokens.shape[1]), absurd)
+                if hasattr(part, "tokens"):
+                    part.tokens = _scrub(part.tokens, ~_before(until, part.tokens.shape[1]), absurd)
     noisy = torch.full_like(horizon, length) if others else horizon
     count = _before(noisy, length) & ~_before(state.lengths, length)
     count = count.repeat_interleave(books, 1)

@@ -60,18 +60,18 @@ def as_saved(text: str, config: Mapping[str, Any]) -> str:
     """The text of a family's sampler, where dots stand for settings of the saved one.
 
     Args:
-        text: of `name:...` the settings of a sampler of that name, if it is the saved one; of `name:setting=...` this
-            setting of any saved sampler.
+        text: of `name:...` the settings of a sampler of that name, if it is the saved one; of `name:...setting` so, and
+            of another one this setting; of `name:setting=...` this setting alone, of any saved sampler.
         config: the configuration of a sampler, as it is saved.
     """
-    if not text.endswith("..."):
+    name, _, rest = text.partition(":")
+    if "..." not in rest:
         return text
-    name, _, setting = text.removesuffix("...").removesuffix("=").partition(":")
-    if setting:
-        config = {setting: config[setting]}
-    elif config.get("_class_name", own := by_name(name).class_name) != own:
-        config = {}
-    return saved_sampler(name, config)
+    own = by_name(name).class_name
+    setting = rest.replace("...", "").removesuffix("=")
+    if rest.startswith("...") and config.get("_class_name", own) == own:
+        return saved_sampler(name, config)
+    return saved_sampler(name, {setting: config[setting]} if setting else {})
 
 
 def make_sampler(name: str, **settings: Any) -> Any:

@@ -197,7 +197,10 @@ def test_sizes_beyond_the_training_are_refused(tmp_path):
     with pytest.raises(ValueError, match=f"5 x 6 tokens.*1 to {TRAINED**2}"):
         model.with_grid(5, 6)
     with pytest.raises(ValueError, match="rotary_size=4 of 5 x 5"):
-        type(model.transformer)(**{**model.transformer.config, "grid_size": 5, "rotary_size": 4})
+        ControlARTransformer(
+            {**model.config["transformer_config"], "grid_size": 5, "rotary_size": 4},
+            model.config["adapter_config"],
+        )
     for size in (16 * (TRAINED + 1), 40, 0):
         with pytest.raises(ValueError, match=f"image_size={size}.* {16 * TRAINED} "):
             load_controlar_checkpoint(write_controlar(tmp_path), image_size=size)
