@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -209,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
+    # At import diffusers says that it does not know a newer torchao's tensors; nothing here reads them through it.
+    logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:

@@ -203,7 +203,7 @@ class ImagePipeline(TokenImagePipeline):
                 f"control of {own[0]} x {own[1]} pixels for a picture of height={height}, width={width}; resize it, or "
                 "leave height and width out."
             )
-        return own
+        return own[0], own[1]
 
     def _controlled(
         self, condition: TextCondition, control: Pictures, strength: float

@@ -256,7 +256,7 @@ class DistilledSampler(Sampler):
             state.target_calls += 1
             if slot:
                 logits = teacher(cache, state.ids[:, :slot], before)
-                check_returned(logits, *before.shape[:1], run.guided, slot, teacher.vocab_size)
+                check_returned(logits, before.shape[0], run.guided, slot, teacher.vocab_size)
                 logits = logits[:, -1:]
                 state.target_calls += 1
         else:

@@ -132,7 +132,7 @@ def _narrow(dtype: torch.dtype) -> str | None:
 def _fingerprint(model: Any) -> Any:
     """What changes with the types that a model computes in: types of modules and weights, and autocast."""
     modules = modules_of(model)
-    kinds = {type(layer) for module in modules for layer in module.modules()}
+    kinds: set[Any] = {type(layer) for module in modules for layer in module.modules()}
     for module in modules:
         for part in (*module.parameters(), *module.buffers()):
             kinds.add((type(part), part.dtype))

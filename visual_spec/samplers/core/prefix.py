@@ -106,7 +106,7 @@ class PrefixModel:
     def scores(self, state: PrefixState, logits: Tensor, predicted: Tensor) -> Tensor:
         """Return scores [B, W, V] of the slots `predicted` [B, W], from logits [R, W, V]."""
         law, stops = self.law, self.stops(predicted)
-        check_returned(logits, *predicted.shape[:1], law.guided, predicted.shape[1], self.vocab_size)
+        check_returned(logits, predicted.shape[0], law.guided, predicted.shape[1], self.vocab_size)
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if law.guided:
             guidance = replace(law, history=(), end=None).numbers(True, self.vocab_size)
